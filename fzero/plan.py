@@ -20,6 +20,7 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
+from fzero.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
@@ -30,7 +31,6 @@ from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
 from fzero.table.rows import Kept, Row
 from fzero.table.spec import Spec, need_step
-from fzero.traffic import DISK, Sent
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ class Plan:
         if len(self.by_axis) > 1:
             lines += [_line(axis, [each for each in self.messages if each.axis == axis]) for axis in self.by_axis]
         if any(memory != DEVICE for row in self.rows for memory in row.memories):
-            places = {"device": self.device, HOST: self.host, DISK: self.disk}
+            places = {"device": self.device, HOST: self.host, traffic.DISK: self.disk}
             lines += [
                 f"between steps: {_by_name(places)}; at most in a step: {_by_name(self.peak)}, and activations",
                 f"moved per step: host to device {_bytes(self.moved[HOST][0])}, device to host "
-                f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[DISK][0])}, written "
-                f"{_bytes(self.moved[DISK][1])}",
+                f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[traffic.DISK][0])}, written "
+                f"{_bytes(self.moved[traffic.DISK][1])}",
             ]
         return "\n".join([*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])])
 
@@ -229,7 +229,7 @@ def _line(axis: str, sent: Sequence[Sent]) -> str:
 def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
     """The seconds that a step's bytes take: to and from the host, from and to the disk."""
     out = []
-    for memory in (HOST, DISK):
+    for memory in (HOST, traffic.DISK):
         for count, way in zip(plan.moved[memory], ("read", "write"), strict=True):
             speed: float | None = getattr(bandwidth, f"{memory}_{way}")
             if count and speed is None:
@@ -302,7 +302,9 @@ def plan(
     frozen = frozen_leaves(structure)
     rows = step.rows(specs, frozen, hints_of(structure))
     layout = Holdings(rows, ranks).layout(rank)
-    messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
+    empty = Sharded(layout, Axis(), structure, {}, kind="params")
+    like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
+    messages, gathered = sent_of(step, layout, like, ranks, rank), collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
     activations, flops = (), 0
@@ -314,8 +316,6 @@ def plan(
         if group.row.params.cuts or group.row.fetched:
             assert group.row.policy.compute
             gathered[group.unit] += group.numel * group.row.policy.compute.itemsize
-    empty = Sharded(layout, Axis(), structure, {}, kind="params")
-    like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
     pieces = traffic.pieces_of(step, layout, like)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
     by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
@@ -333,7 +333,7 @@ def plan(
         **by_kind,
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered[ROOT],
-        sent=sum(each.nbytes for each in messages if each.purpose in traffic.OF_PARAMS),
+        sent=sum(each.nbytes for each in messages if each.purpose in OF_PARAMS),
         messages=tuple(messages),
         **by_memory,
         moved=traffic.moved(alone),

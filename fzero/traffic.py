@@ -1,4 +1,4 @@
-"""Where a step's state lies between updates, how often one step moves each piece, and what its ranks send."""
+"""Where a step's state lies between updates, and how often one step moves each piece."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import heapq
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.patterns import ROOT
-from fzero.formats.formats import Blocks, Companded, Format, Plain, nbytes
+from fzero.formats.formats import Companded, Format, Plain
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
-from fzero.table.ranks import Ranks, joined
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
 from fzero.update.update import in_place, on_host
@@ -80,7 +78,7 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     group = layout.groups[key]
     row, memory = group.row, name_of(group.row.params.memory)
     assert row.policy.compute
-    uses = _uses(step, layout, key.unit) if row.fetched else 0
+    uses = uses_of(step, layout, key.unit) if row.fetched else 0
     changes = not row.frozen
     passes = int(memory == DISK or (memory == HOST and not on_host))
     copies = changes and not step.donates
@@ -115,15 +113,15 @@ def _holds(step: Spec) -> str:
     return step.fused_norm if step.fusion else "held"
 
 
-def _uses(step: Spec, layout: Layout, unit: str) -> int:
+def uses_of(step: Spec, layout: Layout, unit: str) -> int:
     """How often the params of a unit that runs once are brought to the device for it."""
     if unit == ROOT:
         return 1
     last = max((name for name in step.table(layout).acting if name != ROOT), key=_in_order)
-    return 1 + _pullbacks(step) - (unit == last)
+    return 1 + pullbacks(step) - (unit == last)
 
 
-def _pullbacks(step: Spec) -> int:
+def pullbacks(step: Spec) -> int:
     return 2 if step.fusion and step.fused_norm == "twice" else 1
 
 
@@ -190,68 +188,6 @@ def _extras(step: Spec, like: Sharded) -> list[Piece]:
 
 def _sizes(form: Format, numel: int) -> tuple[int, ...]:
     return tuple(numel // part.every * part.dtype.itemsize for part in form.parts)
-
-
-# ---- between ranks
-
-OF_PARAMS = ("params", "grads", "replicas")  # what is sent for the sake of params
-
-
-class Sent(NamedTuple):
-    """What a rank sends over one axis for one purpose.
-
-    Attributes:
-        axis: a mesh axis, or several that are taken as one, `dp×sp`.
-        purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "norm", "loss" or
-            "function" (its own maps).
-        messages: collectives that it takes part in.
-        nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
-    """
-
-    axis: str
-    purpose: str
-    messages: int
-    nbytes: int
-
-
-def sent_by(step: Spec, layout: Layout, ranks: Ranks) -> list[Sent]:
-    """All that a rank sends in a step of one microbatch, whose units run once, in the order of their names."""
-    size, copies, slices = (ranks.size(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
-    over, replicas, tensor = (joined(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
-    pullbacks, counts = _pullbacks(step), collections.Counter[tuple[str, str]]()
-    sizes = collections.Counter[tuple[str, str]]()
-
-    def add(axis: str, purpose: str, messages: int, each: int, among: int) -> None:
-        if among > 1 and messages:
-            counts[axis, purpose] += messages
-            sizes[axis, purpose] += messages * each
-
-    for key, group in layout.groups.items():
-        row, policy, own = group.row, group.row.policy, layout.shard_numel(key)
-        assert policy.compute and policy.reduce
-        shard = nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize
-        gathers = _uses(step, layout, key.unit) if row.params.cuts else int(row.held and not row.frozen)
-        add(over, "params", gathers, (size - 1) * shard, size)
-        if row.frozen:
-            continue
-        reduced = own * policy.reduce.itemsize
-        each = (size - 1) * own * policy.wire.itemsize if row.cuts else _round_a_ring(reduced, size)
-        add(over, "grads", pullbacks, each, size)
-        add(replicas, "replicas", pullbacks, _round_a_ring(reduced, copies), copies)
-    rows = [row for row in layout.rows if not row.frozen]
-    cut = [row for row in rows if row.cuts]
-    add(over, "norm", int(bool(cut)), _round_a_ring(len(cut) * torch.float64.itemsize, size), size)
-    # those of whole leaves too, which must be the same: every rank sends all to each other one
-    add(tensor, "norm", int(bool(rows)), (slices - 1) * len(rows) * torch.float64.itemsize, slices)
-    for axis, among in ((over, size), (replicas, copies)):
-        add(axis, "loss", 1, _round_a_ring(torch.float32.itemsize, among), among)
-    add(tensor, "loss", 1, (slices - 1) * torch.float64.itemsize, slices)  # which must be the same too
-    return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
-
-
-def _round_a_ring(size: int, ranks: int) -> int:
-    """Bytes that a rank sends for the sum over all of them."""
-    return 2 * size * (ranks - 1) // ranks
 
 
 # ---- sums

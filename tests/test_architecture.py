@@ -31,6 +31,7 @@ TOP = (
         "convert",
         "bandwidth",
         "traffic",
+        "sent",
         "plotting",
         "activations",
         "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections import Counter
@@ -16,13 +17,16 @@ import torch
 import zoo
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nightly import by_day
 
 import fzero as fz
 from fzero.base import pytree
 from fzero.comm import backend, pieces
 from fzero.comm.divergence import recorded_collectives
 from fzero.engine import alike
+from fzero.optim import _leaf_states
 from fzero.state import gather as gathering
+from fzero.state import owners
 from fzero.state.sharded import trees_of
 from fzero.testing import run_ranks, strategies
 
@@ -99,6 +103,25 @@ def counted() -> Iterator[Sent]:
     changed = {"start_all_gather": all_gather, "start_reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
     with mock.patch.multiple(backend, **changed), mock.patch.object(gathering, "gathered", norms):
         with mock.patch.object(alike, "gathered", norms):
+            yield out
+
+
+@contextlib.contextmanager
+def leaves_counted() -> Iterator[Sent]:
+    """Counts exchanges of whole leaves, of what is told of them, and gathers of their slices."""
+    out, started, sliced = Sent(), pieces.start_exchange, pieces.gathered
+
+    def exchange(axis: Any, send: Sequence[torch.Tensor], receive: Any, tag: Any) -> Any:
+        out.add(axis.group, sum(x.nbytes for rank, x in enumerate(send) if rank != axis.rank))
+        return started(axis, send, receive, tag)
+
+    def gather(axis: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        if axis.size > 1:
+            out.add(axis.group, x.nbytes * (axis.size - 1))
+        return sliced(axis, x, *more)
+
+    with mock.patch.object(owners, "start_exchange", exchange), mock.patch.object(pieces, "gathered", gather):
+        with mock.patch.object(_leaf_states, "start_exchange", exchange):
             yield out
 
 
@@ -226,6 +249,48 @@ def test_what_is_planned_is_what_every_rank_holds_and_sends(
             assert torch.equal(state.params[path], leaf.reshape(-1)[held.start : held.stop])
 
     with counted() as sent:
+        run_ranks(rank_main, together.parties)
+
+
+WHOLE: dict[str, Any] = {
+    "muon": lambda: fz.muon(1e-2),
+    "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.5), fz.muon(1e-2)),
+    "adafactor": lambda: fz.adafactor(1e-2),
+    "whole": lambda: fz.whole(fz.adamw(1e-2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Slow in torch")
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
+@by_day(2)
+@example(layers=(("column_row", 3),), mesh=MESHES[0], stage=3, ways=(), policy="plain", optimizer="muon")
+@example(layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon")
+@example(layers=(("column_row", 5),), mesh=MESHES[3], stage=1, ways=("fused",), policy="plain", optimizer="adafactor")
+@given(**drawn, optimizer=st.sampled_from(sorted(WHOLE)))
+def test_exchanges_of_whole_leaves_are_what_every_rank_sends(
+    layers: Layers, mesh: Mesh, stage: int, ways: tuple[str, ...], policy: str, optimizer: str
+) -> None:
+    sizes, axis, replicate = mesh
+    policy = "plain" if policy == "compact" else policy  # of which fz.whole carries no moments
+    together = threading.Barrier(torch.Size(sizes).numel())
+
+    def rank_main(rank: int) -> None:
+        real = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+        step, params = made(layers, mesh, stage, ways, policy, real)
+        own = fz.partition({"*.bias|*.scale": fz.chain(fz.adaptive_clip(0.1), fz.sgd(0.1)), "*": WHOLE[optimizer]()})
+        own = own if any(kind == "column_row" for kind, _ in layers) else WHOLE[optimizer]()
+        step = dataclasses.replace(step, optimizer=own)
+        plan, state = fz.plan(step, params, rank=rank), step.init(params)
+        together.wait()
+        if rank == 0:
+            sent.clear()
+        together.wait()
+        step(state, torch.ones(2, WIDTH))
+        together.wait()
+        found = sent.by_axis(rank, real, (axis, (replicate or "tp",), ("tp",)))
+        assert found == {x.axis: (x.nbytes, x.messages) for x in plan.messages if x.purpose == "leaves"}
+
+    with leaves_counted() as sent:
         run_ranks(rank_main, together.parties)
 
 

@@ -15,8 +15,9 @@ from fzero.optim._paused import at_once, call_paused, finished
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.moments import apart
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
+from fzero.table.layout import Key
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole
 
 States = tuple[object, ...]
 
@@ -49,6 +50,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         all(member.blank for member in members),
         any(member.exchanges for member in members),
         own.paused if last.paused else None,
+        own.sends if any(member.sends for member in members) else None,
     )
 
 
@@ -90,6 +92,10 @@ class _Chain:
         state = yield from run
         # what members pass on may be their old states, so these are written last
         return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
+
+    def sends(self, params: object, states: States) -> Sequence[Mapping[Key, Whole]]:
+        pairs = zip(self.members, states, strict=True)
+        return [each for member, state in pairs if member.sends for each in member.sends(params, state)]
 
     def label(self, path: str) -> str:
         return "+".join(member.label(path) for member in self.members if member.label is not None)
@@ -169,6 +175,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         blank=all(member.blank for member in members),
         exchanges=any(member.exchanges for member in members),
         paused=own.paused if any(member.paused for member in members) else None,
+        sends=own.sends if any(member.sends for member in members) else None,
     )
 
 
@@ -231,6 +238,10 @@ class _Partition:
         for pattern, run in runs.items():
             new[pattern] = yield from run
         return new
+
+    def sends(self, params: object, states: Mapping[str, object]) -> Sequence[Mapping[Key, Whole]]:
+        own = [(pattern, member.sends) for pattern, member in self.table.items() if member.sends]
+        return [each for pattern, sends in own for each in sends(self._part(params, pattern), states[pattern])]
 
     def label(self, path: str) -> str:
         pattern = self._chosen(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, numbers_in
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule, Whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
 CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
@@ -102,6 +102,7 @@ def muon(
         blank=True,
         exchanges=True,
         paused=own.paused,
+        sends=own.sends,
     )
 
 
@@ -207,6 +208,9 @@ class _Muon:
         for run in runs:
             yield from run
         return MuonState(pytree.Count(old.count.value + 1), old.momentum)
+
+    def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
+        return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]
 
     def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Paused:
         """Updates one group, over an exchange in and one out."""

@@ -34,7 +34,7 @@ from fzero.state.owners import Leaves, everywhere, joined, owned, owners, start_
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number
+from fzero.table.optimizer import GradientTransformation, Number, Whole
 
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
 
@@ -94,6 +94,7 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
         by_leaf=True,
         needs="all",  # as all leaves' other tensors are told at the end
         exchanges=True,
+        sends=own.sends,
     )
 
 
@@ -107,6 +108,15 @@ class _Whole:
     def metrics(self, old: WholeState) -> dict[str, Number]:
         assert self.optimizer.metrics is not None
         return self.optimizer.metrics(next(iter(old.rest.values()))) if old.rest else {}
+
+    def sends(self, params: Sharded, old: WholeState) -> Sequence[Mapping[Key, Whole]]:
+        found = dict[Key, Whole]()
+        for key in params.groups:
+            trees, cut = sum(key in tree.groups for tree in old.trees), params.layout.groups[key].row.cuts
+            rest = {slot.leaf: tensors_of(old.rest[slot.path]) for slot in params.layout.groups[key].slots if cut}
+            told = {leaf: sum(x.nbytes for x in own) for leaf, own in rest.items()}
+            found[key] = Whole(2 + trees, 1 + trees, math_dtype(params.format(key).dtype).itemsize, told)
+        return [found]
 
     # ---- a leaf's state, apart and together
 

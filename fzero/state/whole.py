@@ -19,7 +19,12 @@ def slice_of(row: Row, axis: Axis, full: torch.Tensor) -> torch.Tensor:
     Args:
         axis: of the state that the leaf is of.
     """
-    return full if row.slices is None else cut(row.slices, *axis.place_on_tensor, 0, full)
+    return slice_at(row, *axis.place_on_tensor, full)
+
+
+def slice_at(row: Row, rank: int, ranks: int, full: torch.Tensor) -> torch.Tensor:
+    """The slice of a rank of that many."""
+    return full if row.slices is None else cut(row.slices, rank, ranks, 0, full)
 
 
 def whole_of(row: Row, axis: Axis, own: torch.Tensor, leading: int = 0) -> torch.Tensor:

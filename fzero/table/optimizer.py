@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from fzero.table.layout import Key
 
 Number = float | torch.Tensor  # a 0-d one
 Schedule = Callable[[int], Number]
 Arrived = list[dict[int, torch.Tensor]]  # what an exchange has brought: leaves, by their numbers
 Paused = Generator[Callable[[], Arrived], Arrived, object]
+
+
+class Whole(NamedTuple):
+    """What an update brings of one group to the ranks that have its leaves whole.
+
+    Attributes:
+        to, back: how many buffers of the group's size go there, and back.
+        itemsize: bytes of each of their elements.
+        told: leaf -> bytes of its state that its rank tells every other one.
+    """
+
+    to: int
+    back: int
+    itemsize: int
+    told: Mapping[int, int] = {}
 
 
 class GradientTransformation(NamedTuple):
@@ -37,6 +54,8 @@ class GradientTransformation(NamedTuple):
         paused: `paused(params, grads, state)`, `fused` as a generator that gives what waits for each exchange that it
             has begun, is sent what that brings, and returns the state: so groups that are updated one by one, as the
             pullback of others goes on, do not wait either.
+        sends: `sends(params, state) -> [{group: what it brings to whole leaves}]`, for each optimizer that exchanges
+            them, which `fz.plan` counts.
     """
 
     init: Callable[..., Any]
@@ -51,6 +70,7 @@ class GradientTransformation(NamedTuple):
     blank: bool = False
     exchanges: bool = False
     paused: Callable[..., Paused] | None = None
+    sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
 
     @property
     def by_group(self) -> bool:

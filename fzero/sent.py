@@ -1,0 +1,95 @@
+"""What the ranks of a step send each other, and for what."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fzero.formats.formats import Blocks, nbytes
+from fzero.state.moments import init_moments
+from fzero.state.owners import sent_whole
+from fzero.state.sharded import Sharded
+from fzero.table.layout import Key, Layout
+from fzero.table.optimizer import Whole
+from fzero.table.ranks import Ranks, joined
+from fzero.table.spec import Spec
+from fzero.traffic import pullbacks, uses_of
+
+OF_PARAMS = ("params", "grads", "replicas", "leaves")  # what is sent for the sake of params
+
+
+class Sent(NamedTuple):
+    """What a rank sends over one axis for one purpose.
+
+    Attributes:
+        axis: a mesh axis, or several that are taken as one, `dp×sp`.
+        purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "leaves" (whole ones,
+            to the rank that updates each, and what it makes of them back), "norm", "loss" or "function" (its own maps).
+        messages: collectives that it takes part in.
+        nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
+    """
+
+    axis: str
+    purpose: str
+    messages: int
+    nbytes: int
+
+
+def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) -> list[Sent]:
+    """All that a rank sends in a step of one microbatch, whose units run once, in the order of their names.
+
+    Args:
+        like: the state's params, on the meta device.
+    """
+    size, copies, slices = (ranks.size(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
+    over, replicas, tensor = (joined(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
+    times, counts = pullbacks(step), collections.Counter[tuple[str, str]]()
+    sizes = collections.Counter[tuple[str, str]]()
+
+    def add(axis: str, purpose: str, messages: int, each: int, among: int) -> None:
+        if among > 1 and messages:
+            counts[axis, purpose] += messages
+            sizes[axis, purpose] += messages * each
+
+    for key, group in layout.groups.items():
+        row, policy, own = group.row, group.row.policy, layout.shard_numel(key)
+        assert policy.compute and policy.reduce
+        shard = nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize
+        gathers = uses_of(step, layout, key.unit) if row.params.cuts else int(row.held and not row.frozen)
+        add(over, "params", gathers, (size - 1) * shard, size)
+        if row.frozen:
+            continue
+        reduced = own * policy.reduce.itemsize
+        each = (size - 1) * own * policy.wire.itemsize if row.cuts else _round_a_ring(reduced, size)
+        add(over, "grads", times, each, size)
+        add(replicas, "replicas", times, _round_a_ring(reduced, copies), copies)
+    for whole in _whole_leaves(step, like):
+        both = sent_whole(layout, ranks.place(ranks.sharded, rank), whole)
+        for axis, (messages, sent) in zip((over, tensor), both, strict=True):
+            if messages:
+                counts[axis, "leaves"] += messages
+                sizes[axis, "leaves"] += sent
+    rows = [row for row in layout.rows if not row.frozen]
+    cut = [row for row in rows if row.cuts]
+    add(over, "norm", int(bool(cut)), _round_a_ring(len(cut) * torch.float64.itemsize, size), size)
+    # those of whole leaves too, which must be the same: every rank sends all to each other one
+    add(tensor, "norm", int(bool(rows)), (slices - 1) * len(rows) * torch.float64.itemsize, slices)
+    for axis, among in ((over, size), (replicas, copies)):
+        add(axis, "loss", 1, _round_a_ring(torch.float32.itemsize, among), among)
+    add(tensor, "loss", 1, (slices - 1) * torch.float64.itemsize, slices)  # which must be the same too
+    return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
+
+
+def _whole_leaves(step: Spec, like: Sharded) -> Sequence[Mapping[Key, Whole]]:
+    """What the optimizer brings to one rank each, where it does."""
+    if step.optimizer.sends is None:
+        return ()
+    return step.optimizer.sends(like.only(like.layout.trainable), init_moments(step, like))
+
+
+def _round_a_ring(size: int, ranks: int) -> int:
+    """Bytes that a rank sends for the sum over all of them."""
+    return 2 * size * (ranks - 1) // ranks
