@@ -20,9 +20,9 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
-from fzero.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
+from fzero.state.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.sharded import Sharded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.held import Held, Holdings, cuts_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import heapq
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from fzero.base.patterns import ROOT
 from fzero.formats.formats import Companded, Format, Plain
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
+from fzero.state.sent import uses_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
@@ -111,23 +111,6 @@ def _grads_are_there(step: Spec, row: Row) -> bool:
 def _holds(step: Spec) -> str:
     """How grads wait for their norm."""
     return step.fused_norm if step.fusion else "held"
-
-
-def uses_of(step: Spec, layout: Layout, unit: str) -> int:
-    """How often the params of a unit that runs once are brought to the device for it."""
-    if unit == ROOT:
-        return 1
-    last = max((name for name in step.table(layout).acting if name != ROOT), key=_in_order)
-    return 1 + pullbacks(step) - (unit == last)
-
-
-def pullbacks(step: Spec) -> int:
-    return 2 if step.fusion and step.fused_norm == "twice" else 1
-
-
-def _in_order(unit: str) -> list[tuple[int, str]]:
-    """Sorts units as numbers are counted: blocks.10 behind blocks.9."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", unit)]
 
 
 def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:

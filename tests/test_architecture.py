@@ -31,7 +31,6 @@ TOP = (
         "convert",
         "bandwidth",
         "traffic",
-        "sent",
         "plotting",
         "activations",
         "plan",

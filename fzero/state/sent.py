@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from fzero.base.patterns import ROOT
 from fzero.formats.formats import Blocks, nbytes
 from fzero.state.moments import init_moments
 from fzero.state.owners import sent_whole
@@ -16,7 +18,6 @@ from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Whole
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Spec
-from fzero.traffic import pullbacks, uses_of
 
 OF_PARAMS = ("params", "grads", "replicas", "leaves")  # what is sent for the sake of params
 
@@ -93,3 +94,20 @@ def _whole_leaves(step: Spec, like: Sharded) -> Sequence[Mapping[Key, Whole]]:
 def _round_a_ring(size: int, ranks: int) -> int:
     """Bytes that a rank sends for the sum over all of them."""
     return 2 * size * (ranks - 1) // ranks
+
+
+def uses_of(step: Spec, layout: Layout, unit: str) -> int:
+    """How often the params of a unit that runs once are brought to the device for it."""
+    if unit == ROOT:
+        return 1
+    last = max((name for name in step.table(layout).acting if name != ROOT), key=_in_order)
+    return 1 + pullbacks(step) - (unit == last)
+
+
+def pullbacks(step: Spec) -> int:
+    return 2 if step.fusion and step.fused_norm == "twice" else 1
+
+
+def _in_order(unit: str) -> list[tuple[int, str]]:
+    """Sorts units as numbers are counted: blocks.10 behind blocks.9."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", unit)]
