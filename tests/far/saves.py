@@ -60,7 +60,7 @@ def main() -> int:
     folder, jobs = Path(sys.argv[1]), dict[str, Callable[[], str | None]]()
     memories = (None, "host", fz.Disk(folder / "scratch"))
     for count, (policy, memory) in enumerate(itertools.product(POLICIES, memories)):
-        case = Case(policy, "", bool(count % 2), 3 * (count % 3 // 2), False, 1, (), "")
+        case = Case(policy, "", bool(count % 2), 3 * (count % 3 // 2), False, 1, False, (), "")
         jobs[f"{case} {memory}"] = functools.partial(difference, case, memory, folder / str(count))
     return told(jobs)
 
