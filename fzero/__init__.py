@@ -6,8 +6,6 @@ from fzero import parallel as parallel
 from fzero import schedules as schedules
 from fzero import testing as testing
 from fzero import transforms as transforms
-from fzero.bandwidth import Bandwidth as Bandwidth
-from fzero.bandwidth import measure_bandwidth as measure_bandwidth
 from fzero.base.ragged import Ragged as Ragged
 from fzero.capture.handle import HandleError as HandleError
 from fzero.checkpoint.kept import Checkpoints as Checkpoints
@@ -28,8 +26,6 @@ from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
 from fzero.derivatives import tape as tape
 from fzero.engine.batch import Pullback as Pullback
-from fzero.fits import Proposal as Proposal
-from fzero.fits import fits as fits
 from fzero.functional import functional as functional
 from fzero.loop import Loop as Loop
 from fzero.loop import loop as loop
@@ -55,10 +51,14 @@ from fzero.optim import warmup_cosine as warmup_cosine
 from fzero.optim import whole as whole
 from fzero.pipeline import Pipeline as Pipeline
 from fzero.pipeline import pipeline as pipeline
-from fzero.plan import Plan as Plan
-from fzero.plan import plan as plan
-from fzero.plot_plan import plot_plan as plot_plan
-from fzero.plot_schedule import plot_schedule as plot_schedule
+from fzero.planning.bandwidth import Bandwidth as Bandwidth
+from fzero.planning.bandwidth import measure_bandwidth as measure_bandwidth
+from fzero.planning.fits import Proposal as Proposal
+from fzero.planning.fits import fits as fits
+from fzero.planning.plan import Plan as Plan
+from fzero.planning.plan import plan as plan
+from fzero.planning.plot_plan import plot_plan as plot_plan
+from fzero.planning.plot_schedule import plot_schedule as plot_schedule
 from fzero.remote import fetch as fetch
 from fzero.remote import remote as remote
 from fzero.scan import scan as scan

@@ -386,18 +386,3 @@ def _again(
         return alive
     axis = Axis(group_of(group) if group else None, group_of(replicas[0]) if replicas else None, name)
     return axis._with(component=component, identity=identity, tensor=tensor)._noted()
-
-
-def finish_all(waits: Sequence[Callable[[], object]]) -> None:
-    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
-    errors: list[BaseException] = []
-    for wait in waits:
-        try:
-            wait()
-        except BaseException as error:
-            errors.append(error)
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()  # or the error and this frame would hold each other, and with them all that it went through

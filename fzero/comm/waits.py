@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fzero.base.context import during, variable
@@ -46,3 +46,18 @@ waits: contextvars.ContextVar[Waits | None] = variable("waits", None)
 def shown_by(own: Waits) -> during[Waits | None]:
     """Inside, collectives of this thread are noted there."""
     return during(waits, own)
+
+
+def finish_all(waits: Sequence[Callable[[], object]]) -> None:
+    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
+    errors: list[BaseException] = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or the error and this frame would hold each other, and with them all that it went through

@@ -16,7 +16,7 @@ import torch
 from fzero.base import pages, private
 from fzero.capture.again import Facts
 from fzero.comm import hazards
-from fzero.comm.axis import finish_all
+from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key

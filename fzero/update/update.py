@@ -14,7 +14,7 @@ import torch
 
 from fzero.base import pages, private
 from fzero.base.arguments import as_float64
-from fzero.comm.axis import finish_all
+from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim._paused import Run, at_once, call_paused, finished

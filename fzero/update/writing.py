@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from fzero.base import pages, private
-from fzero.comm.axis import finish_all
+from fzero.comm.waits import finish_all
 from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Part, Sharded, group_of
 from fzero.stores.away import Away, Buffer, Wait

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero import plotting
+from fzero.planning import plotting
 
 STEP = fz.train_step(lambda p, x: x, fz.adamw(1e-3))
 PARAMS = {

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fzero.bandwidth import Bandwidth, need_bandwidth
 from fzero.base.arguments import need_int, wrong
-from fzero.plan import Plan, plan, transfers
+from fzero.planning.bandwidth import Bandwidth, need_bandwidth
+from fzero.planning.plan import Plan, plan, transfers
+from fzero.planning.traffic import DISK, MEMORIES
 from fzero.stores.disk import Disk, stand_in
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.rows import KINDS
 from fzero.table.spec import S, Spec, need_step
-from fzero.traffic import DISK, MEMORIES
 from fzero.transforms import offload
 
 # an accelerator behind 16 lanes of PCIe 4, and an NVMe disk

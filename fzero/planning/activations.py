@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
@@ -13,7 +14,8 @@ from fzero.base.context import during
 from fzero.base.flops import Flops, flops_of
 from fzero.base.program import Operation, Value, map_views
 from fzero.engine.recorded import Unit, looking
-from fzero.step import Step
+from fzero.state.train_state import TrainState
+from fzero.table.microbatch import Microbatches
 from fzero.table.names import EVERY_NAME
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
@@ -54,11 +56,21 @@ class Activations:
     chosen: Choice
 
 
+class _Verbs(Protocol):
+    """Those of a step."""
+
+    def init(self, params: object) -> TrainState: ...
+
+    def vjp(self, state: TrainState, *inputs: object, argnums: tuple[int, ...]) -> tuple[object, Callable[..., object]]:
+        """Its outputs, the pullback and maybe an aux."""
+        ...
+
+
 def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tuple[tuple[Activations, ...], int]:
     """What the units of a step keep, in the order of their calls, and the FLOPs of a forward run and its pullback."""
     rules = tuple(rule for rule in step.rules if rule.column not in _ELSEWHERE)
-    plain = Step(step.fn, step.optimizer, step.policy, step.units, step.has_aux, rules=rules)
-    looks = plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)")
+    plain = dataclasses.replace(step, rules=rules, extras=(), microbatches=Microbatches(), donates=False, fusion=None)
+    looks = cast(_Verbs, plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)"))
     found: list[Unit] = []
     with private.without_values():
         batch = step.microbatches.split(tuple(inputs))[0]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fzero as fz
-from fzero.activations import Choice
 from fzero.base.flops import Flops
+from fzero.planning.activations import Choice
 from fzero.testing import LiveBytes
 
 WIDTH, TOKENS = 32, (4, 16)

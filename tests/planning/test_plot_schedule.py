@@ -11,7 +11,7 @@ from hypothesis import given
 from matplotlib.figure import Figure
 
 import fzero as fz
-from fzero.plot_schedule import BAR, HUES
+from fzero.planning.plot_schedule import BAR, HUES
 from fzero.schedules import Kind, Schedule, Timeline, Times, dual_pipe_v, gpipe, simulate, zero_bubble
 from fzero.testing import strategies
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fzero import plotting
 from fzero.base.arguments import need_str, wrong
 from fzero.base.patterns import PATTERN, matches
-from fzero.plan import Plan
-from fzero.plotting import STACKED, Axes
+from fzero.planning import plotting
+from fzero.planning.plan import Plan
+from fzero.planning.plotting import STACKED, Axes
 from fzero.table.rows import Row
 
 

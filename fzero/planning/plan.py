@@ -10,9 +10,6 @@ from functools import cached_property
 
 import torch
 
-from fzero import traffic
-from fzero.activations import Activations, activation_lines, activations_of, without_axis
-from fzero.bandwidth import Bandwidth, need_bandwidth
 from fzero.base import pytree
 from fzero.base.arguments import need_int, need_number, wrong
 from fzero.base.patterns import ROOT
@@ -20,6 +17,9 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
+from fzero.planning import traffic
+from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
+from fzero.planning.bandwidth import Bandwidth, need_bandwidth
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
