@@ -26,6 +26,8 @@ from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
 from fzero.derivatives import tape as tape
 from fzero.engine.batch import Pullback as Pullback
+from fzero.explain import Explanation as Explanation
+from fzero.explain import explain as explain
 from fzero.functional import functional as functional
 from fzero.loop import Loop as Loop
 from fzero.loop import loop as loop

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import pytree
 from fzero.base.context import variable
-from fzero.base.refusals import is_of_library
+from fzero.base.places import Place, frames, is_library, place_in
 from fzero.comm.axis import Axis
 from fzero.parallel.forms import CONSTANT, REPLICATED, Clash, Form, form_made
 
@@ -35,20 +34,6 @@ _ATTRIBUTE, _FORMS = (
     "_fzero_type",
     "_fzero_forms",
 )  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
-
-
-class Place(NamedTuple):
-    """A line of the caller's code."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        if not self.line:
-            return self.function
-        text = linecache.getline(self.file, self.line).strip()
-        return f"{self.file}:{self.line}, in {self.function}" + (f": `{text}`" if text else "")
 
 
 class AxisTypeError(ValueError):
@@ -264,26 +249,21 @@ def _memory(tensor: torch.Tensor) -> int:
 # ---- places
 
 
-@functools.lru_cache(4096)
-def _is_library(file: str) -> bool:
-    return is_of_library(file)
-
-
 def place(until: CodeType) -> Place:
     """The innermost line of the caller's code that runs, up to the frame of `until`; of a library's where none does."""
-    frames = list(_frames(until))
-    users = [frame for frame in frames if not _is_library(frame.f_code.co_filename)]
-    own = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("fzero.")]
+    every = list(frames((until,), _LOOKING))
+    users = [frame for frame in every if not is_library(frame.f_code.co_filename)]
+    own = [frame for frame in every if frame.f_globals.get("__name__", "").startswith("fzero.")]
     for frame in users or own:
-        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return place_in(frame)
     return Place("", 0, "the function itself")
 
 
 def place_of(error: BaseException) -> Place:
     """The innermost line of the caller's code that an error has left."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
-    users = [(frame, line) for frame, line in frames if not _is_library(frame.f_code.co_filename)]
-    for frame, line in reversed(users or frames[:1]):
+    left = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
+    users = [(frame, line) for frame, line in left if not is_library(frame.f_code.co_filename)]
+    for frame, line in reversed(users or left[:1]):
         return Place(frame.f_code.co_filename, line, frame.f_code.co_name)
     return Place("", 0, "the function itself")
 
@@ -294,15 +274,6 @@ def pulls_back() -> bool:
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         frame = frame.f_back
     return frame is not None
-
-
-def _frames(until: CodeType) -> Iterator[Any]:
-    """The frames that run, the innermost first, but for those that look."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not until:
-        if frame.f_globals.get("__name__") not in _LOOKING:
-            yield frame
-        frame = frame.f_back
 
 
 _LOOKING = (__name__, "fzero.parallel.check", "fzero.parallel.dry", "fzero.parallel.maps", "fzero.comm.linear")

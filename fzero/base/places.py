@@ -1,0 +1,45 @@
+"""Lines of the caller's code: where something runs, and which of the frames that run are his."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from collections.abc import Collection, Iterator
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from fzero.base.refusals import is_of_library
+
+
+class Place(NamedTuple):
+    """A line of the caller's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.function
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line}, in {self.function}" + (f": `{text}`" if text else "")
+
+
+@functools.lru_cache(4096)
+def is_library(file: str) -> bool:
+    """Tells whether a file is this library's, torch's or Python's."""
+    return is_of_library(file)
+
+
+def frames(until: Collection[CodeType], looking: Collection[str] = ()) -> Iterator[FrameType]:
+    """The frames that run, the innermost first, up to one of `until`, but for those of the modules `looking`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in until:
+        if frame.f_globals.get("__name__") not in looking:
+            yield frame
+        frame = frame.f_back
+
+
+def place_in(frame: FrameType) -> Place:
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

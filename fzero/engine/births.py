@@ -1,0 +1,110 @@
+"""Where values that are not finite begin, and which of these is the fault, as what they become tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fzero.base.places import Place
+
+FORWARD, BACKWARD = "forward", "backward"
+NAN, INF = "nan", "inf"
+
+
+@dataclass(eq=False, slots=True)
+class Within:
+    """One call of a unit, whose name may become known during the call."""
+
+    unit: str | None
+
+
+@dataclass(eq=False, slots=True)
+class Birth:
+    """An operation that made what is not finite of what was, or a value that came so.
+
+    Attributes:
+        at: its number among all operations of this rank.
+        kind: "nan" or "inf".
+        pulled: the operation whose pullback it belongs to; "" in a forward.
+        source: what came so: a leaf's path, an input's name; "" of an operation.
+        given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity.
+        of: where the infinities come from that this NaN is made of.
+    """
+
+    at: int
+    microbatch: int
+    phase: str
+    kind: str
+    op: str
+    pulled: str
+    within: Within
+    place: Place | None
+    leaf: str | None
+    source: str
+    examples: tuple[int, ...]
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operands: tuple[str, ...]
+    given: bool = False
+    of: frozenset[Birth] = field(default_factory=frozenset)
+
+
+@dataclass(slots=True)
+class Taint:
+    """The births that NaN and infinities in some memory come of."""
+
+    nan: frozenset[Birth] = frozenset()
+    inf: frozenset[Birth] = frozenset()
+
+    def joined(self, other: Taint) -> Taint:
+        return Taint(self.nan | other.nan, self.inf | other.inf)
+
+
+def fault_of(taint: Taint) -> tuple[Birth, Birth] | None:
+    """(the first birth, what it became in the end) of what is not finite in a result; None where nothing is.
+
+    An infinity that somebody wanted is no fault, but the NaN that is made of it.
+    """
+    ends = taint.nan or taint.inf
+    if not ends:
+        return None
+    end = _earliest([each for each in ends if not each.given] or ends)
+    begun = [each for each in end.of if not each.given]
+    return _earliest([end, *begun]), end
+
+
+def _earliest(births: Iterable[Birth]) -> Birth:
+    return min(births, key=lambda birth: birth.at)
+
+
+def kinds_of(x: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a tensor of real numbers has NaN, and infinities."""
+    return bool(x.isnan().any()), bool(x.isinf().any())
+
+
+def examples_of(x: torch.Tensor, batch: int | None) -> tuple[int, ...]:
+    """The examples whose values are not all finite; none where no dim is that of examples.
+
+    Args:
+        x: [examples, ...], or [examples * others, ...], or with the dim of examples elsewhere.
+        batch: how many examples there are; None where that is not known.
+    """
+    if not batch or not x.ndim or not x.numel():
+        return ()
+    if x.shape[0] % batch == 0:
+        rows = x.reshape(batch, -1)
+    elif batch in x.shape[1:]:
+        rows = x.movedim(1 + x.shape[1:].index(batch), 0).reshape(batch, -1)
+    else:
+        return ()
+    return tuple((~rows.isfinite()).any(1).nonzero().view(-1).tolist())
+
+
+def described(x: torch.Tensor, low: float, high: float, kinds: Sequence[bool]) -> str:
+    """A tensor in words: its shape, its dtype, and between which values it lies."""
+    what = " and ".join(word for word, has in zip(("NaN", "infinities"), kinds, strict=True) if has)
+    values = f"with {what}" if what else f"in [{low:.4g}, {high:.4g}]"
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} {values}"

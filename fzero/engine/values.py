@@ -1,0 +1,396 @@
+"""A look at the values of a run, operation by operation: what is not finite, where it begins, and what comes of it.
+
+Below autograd and functorch, also in pullbacks. What an operation makes is not finite for the first time where nothing
+that it takes is so; from there its births are followed through memory to what the run gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils import _python_dispatch as dispatch
+
+from fzero.base import hooks, private, pytree
+from fzero.base.context import in_function
+from fzero.base.patterns import ROOT
+from fzero.base.places import Place, frames, is_library, place_in
+from fzero.base.thread_state import without_dispatch_modes
+from fzero.capture.handle import Handle, storage_of
+from fzero.engine.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
+from fzero.engine.dispatch import plain_call
+from fzero.engine.outcome import split_result
+from fzero.engine.traversal import current, here
+from fzero.engine.traversal import known as known_leaves
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Group, Key
+from fzero.table.spec import Spec
+
+Operator = Callable[..., object]
+
+
+class Large(NamedTuple):
+    """The largest finite magnitude beyond a limit that the operations of a unit made in one phase."""
+
+    value: float
+    op: str
+    place: Place | None
+
+
+class _Op(NamedTuple):
+    """What is known of an operation of the forward, for its pullback."""
+
+    name: str
+    within: Within
+    place: Place | None
+
+
+class _Operand(NamedTuple):
+    """A tensor that an operation takes, as it was before."""
+
+    tensor: torch.Tensor
+    low: float
+    high: float
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+class Values(dispatch.TorchDispatchMode):
+    """The look at one run of a step on this rank.
+
+    Args:
+        limit: magnitudes beyond it are noted.
+
+    Attributes:
+        phase: "forward" or "backward".
+        microbatch: its number.
+        large: (unit, phase) -> what was largest beyond the limit.
+        left: what the outputs' values come of, by microbatch.
+        pulled: the leaves whose cotangents are not finite, in the order of the pullback: microbatch, path, what of.
+    """
+
+    def __init__(self, state: TrainState, limit: float) -> None:
+        super().__init__()
+        self._layout, self._limit = state.layout, limit
+        self.phase, self.microbatch, self._at = FORWARD, 0, 0
+        self._batch: int | None = None
+        self._ops: dict[int, _Op] = {}  # number of a node -> the operation that it is of
+        self._taints: dict[int, Taint] = {}
+        self._leaves: dict[int, tuple[Group, int]] = {}  # storage -> its group, and where the group's buffer begins
+        self._inputs: dict[int, str] = {}
+        self._sources: dict[tuple[int, int, str], Birth] = {}
+        self._call: tuple[FrameType, Within] | None = None  # of a unit that is a plain call
+        self._present: object = None
+        self.large: dict[tuple[str, str], Large] = {}
+        self.left: dict[int, Taint] = {}
+        self.pulled: list[tuple[int, str, Taint]] = []
+
+    # ---- a microbatch
+
+    def begin(self, microbatch: int, batch: int | None, cotangent: object) -> None:
+        """A microbatch begins, of so many examples, which will be pulled back with its part of a cotangent."""
+        self.phase, self.microbatch, self._batch = FORWARD, microbatch, batch
+        self._ops, self._taints, self._call = {}, {}, None
+        self._inputs = {storage_of(x): "the cotangent" for x in pytree.tensors_in(cotangent)}
+
+    def enter(self, params: object, inputs: Sequence[object]) -> None:
+        """The function begins, with these params and inputs."""
+        with without_dispatch_modes(), private.below_transforms():
+            for index, leaf in enumerate(pytree.flatten(params)[0]):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle):
+                    self._note_leaf(index, leaf)
+            for name, x in zip(*pytree.named_leaves(tuple(inputs))[:2], strict=True):
+                if isinstance(x, torch.Tensor) and _is_plain(x := private.unwrapped(x)):
+                    self._inputs[storage_of(x)] = f"input {name}"
+
+    def leave(self, outputs: object) -> None:
+        """The function has returned these outputs."""
+        with without_dispatch_modes(), private.below_transforms():
+            taint = Taint()
+            for x in pytree.leaves(outputs):
+                if isinstance(x, torch.Tensor) and _is_plain(x := private.unwrapped(x)):
+                    taint = taint.joined(self._taint(x.detach()))
+            self.left[self.microbatch] = taint
+
+    def _note_leaf(self, index: int, leaf: torch.Tensor) -> None:
+        x = private.unwrapped(leaf)
+        key, slot = self._layout.key_of[self._layout.rows[index].path]
+        if _is_plain(x):
+            self._leaves[storage_of(x)] = self._layout.groups[key], x.storage_offset() - slot.offset
+
+    # ---- an operation
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        kwargs, name = kwargs or {}, str(func)
+        given = [x for x in pytree.tensors_in(args, kwargs) if _is_plain(x)]
+        writes, overwritten = _writes(func), _overwritten(name, given)
+        before = [_measured(x) for x in given if x is not overwritten] if writes else None
+        out = func(*args, **kwargs)
+        made = [x for x in pytree.tensors_in(out) if _is_plain(x)]
+        if writes:
+            made += [x for x in given if all(x is not other for other in made)]
+        if overwritten is not None:
+            self._taints.pop(storage_of(overwritten), None)
+        if _makes_nothing(name):  # what lies there is nobody's yet
+            for x in made:
+                self._taints.pop(storage_of(x), None)
+        elif made:
+            self._look(name, (args, kwargs), given, before, made)
+        return out
+
+    def _look(
+        self,
+        name: str,
+        arguments: object,
+        given: Sequence[torch.Tensor],
+        before: Sequence[_Operand] | None,
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        self._at += 1
+        op = self._running(name, given)
+        memories = {storage_of(x) for x in given}
+        for x in made:
+            own = _measured(x)
+            if not own.finite:
+                before = [_measured(each) for each in given] if before is None else before
+                self._follow(x, op, arguments, before)
+            elif storage_of(x) not in memories:
+                self._taints.pop(storage_of(x), None)
+            if op.within.unit is not None or op.place is not None:
+                self._note_large(own, op)
+
+    def _running(self, name: str, given: Sequence[torch.Tensor]) -> _Op:
+        """The operation that runs; in a pullback with the unit and the line of the one that is pulled back."""
+        if in_function.get():  # a forward, also one that a pullback runs again
+            own = _Op(name, self._within(given), _line())
+            self._ops.setdefault(hooks.next_number() - 1, own)  # what follows before the next node has none
+            return own
+        of = self._pulled_op()
+        return _Op(name, of.within, of.place) if of is not None else _Op(name, Within(None), None)
+
+    def _pulled_op(self) -> _Op | None:
+        """The operation of the caller's that is pulled back; None for what the engine does."""
+        node = hooks.node_that_runs()
+        if node is None or getattr(getattr(type(node), "_forward_cls", None), "__name__", "") in _ENGINES:
+            return None
+        number = hooks.number_of(node)
+        if number in self._ops or not isinstance(node, torch.autograd.function.BackwardCFunction):
+            return self._ops.get(number)
+        # of a Function under torch.func, which has made more nodes before its forward
+        return self._ops.get(min([each for each in self._ops if each > number], default=number))
+
+    def _within(self, given: Sequence[torch.Tensor]) -> Within:
+        """The call of a unit that runs."""
+        present = here.get()
+        if present:
+            owner, index = next(iter(present))
+            if present is not self._present:
+                self._present = present
+                for (_, number), leaf in present.items():
+                    self._note_leaf(number, leaf)
+            return Within(owner.layout.rows[index].unit)
+        if current.get() is not None or known_leaves.get() is None:
+            return Within(ROOT)
+        calls = [frame for frame in frames(()) if frame.f_code is _PLAIN]
+        if not calls:
+            return Within(None)
+        if self._call is None or self._call[0] is not calls[-1]:  # the outermost: a unit within a unit is a call
+            self._call = calls[-1], Within(None)
+        within = self._call[1]
+        for x in given if within.unit is None else ():
+            found = self._leaves.get(storage_of(x))
+            if found is not None and found[0].unit != ROOT:
+                within.unit = found[0].unit
+        return within
+
+    def _note_large(self, own: _Operand, op: _Op) -> None:
+        value = max(abs(own.low), abs(own.high))
+        if not self._limit < value < 0.5 * torch.finfo(own.tensor.dtype).max:  # where masks have their numbers
+            return
+        key = (op.within.unit or ROOT, self.phase)
+        if key not in self.large or value > self.large[key].value:
+            self.large[key] = Large(value, op.name, op.place)
+
+    # ---- what is not finite
+
+    def _follow(self, x: torch.Tensor, op: _Op, arguments: object, before: Sequence[_Operand]) -> None:
+        """Notes what the values of a result that is not finite come of."""
+        came = Taint()
+        for each in before:
+            if not each.finite:
+                came = came.joined(self._taint(each.tensor))
+        has_nan, has_inf = kinds_of(x)
+        new = Taint(came.nan if has_nan else frozenset(), came.inf if has_inf else frozenset())
+        if has_nan and not came.nan:
+            new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
+        if has_inf and not came.inf and not came.nan:
+            new.inf = frozenset({self._birth(INF, x, op, before, not before or _names_infinity(arguments))})
+        elif has_inf and not came.inf:
+            new.inf = came.nan
+        self._taints[storage_of(x)] = new
+        self._note_pulled(x, new)
+
+    def _taint(self, x: torch.Tensor) -> Taint:
+        """What the values of a tensor come of, if they are not finite."""
+        has_nan, has_inf = kinds_of(x)
+        if not (has_nan or has_inf):
+            return Taint()
+        memory, leaf = storage_of(x), self._leaf(x)
+        if leaf is not None:
+            taint = self._source(x, leaf, leaf, has_nan)
+        elif memory in self._taints:
+            taint = self._taints[memory]
+        else:
+            within = "a tensor that the function closes over" if in_function.get() else "what came from elsewhere"
+            what = self._inputs.get(memory, within)
+            taint = self._source(x, what, None, has_nan)
+        return Taint(taint.nan if has_nan else frozenset(), taint.inf if has_inf else frozenset())
+
+    def _source(self, x: torch.Tensor, source: str, leaf: str | None, has_nan: bool) -> Taint:
+        found = []
+        for kind in (NAN, INF):
+            known = self.microbatch, storage_of(x), kind + source
+            birth = self._sources.get(known)
+            if birth is None:
+                op = _Op("", Within(self._layout.key_of[leaf][0].unit if leaf else None), None)
+                birth = self._birth(kind, x, op, (), kind == INF and not has_nan and not bool((x == math.inf).any()))
+                birth.leaf, birth.source = leaf, source
+                self._sources[known] = birth
+            found.append(frozenset({birth}))
+        return Taint(*found)
+
+    def _birth(
+        self,
+        kind: str,
+        x: torch.Tensor,
+        op: _Op,
+        before: Sequence[_Operand],
+        given: bool,
+        of: frozenset[Birth] = frozenset(),
+    ) -> Birth:
+        pulled = None if in_function.get() else self._pulled_op()
+        leaves = [(max(abs(each.low), abs(each.high)), self._leaf(each.tensor)) for each in before]
+        leaf = max([(size, path) for size, path in leaves if path is not None and size == size], default=(0, None))[1]
+        return Birth(
+            at=self._at,
+            microbatch=self.microbatch,
+            phase=self.phase,
+            kind=kind,
+            op=op.name,
+            pulled="" if pulled is None else pulled.name,
+            within=op.within,
+            place=op.place,
+            leaf=leaf,
+            source="",
+            examples=examples_of(x, self._batch),
+            count=int((~x.isfinite()).sum()),
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            operands=tuple(described(each.tensor, each.low, each.high, kinds_of(each.tensor)) for each in before),
+            given=given,
+            of=of,
+        )
+
+    def _leaf(self, x: torch.Tensor) -> str | None:
+        """The path of the leaf that a tensor lies in."""
+        found = self._leaves.get(storage_of(x))
+        return None if found is None else found[0].leaf_at(x.storage_offset() - found[1])
+
+    # ---- cotangents of leaves
+
+    def _note_pulled(self, x: torch.Tensor, taint: Taint) -> None:
+        """Notes a cotangent of a leaf, which the node that runs hands on to where its graph begins."""
+        node = hooks.node_that_runs()
+        if node is None or self.phase != BACKWARD or in_function.get() or self._pulled_op() is None:
+            return
+        for other, place in node.next_functions:
+            path = self._begins(other, place, x) if other is not None else None
+            if path is not None:
+                self.pulled.append((self.microbatch, path, taint))
+
+    def _begins(self, node: Node, place: int, x: torch.Tensor) -> str | None:
+        variable, key = getattr(node, "variable", None), getattr(node, "key", None)
+        if isinstance(variable, torch.Tensor) and tuple(variable.shape) == tuple(x.shape):
+            own = private.unwrapped(variable)
+            return self._leaf(own) if _is_plain(own) else None
+        if isinstance(key, Key):
+            slots = self._layout.groups[key].slots
+            return slots[place].path if place < len(slots) and slots[place].shape == tuple(x.shape) else None
+        return None
+
+
+class Observed:
+    """A step's function, whose values are looked at."""
+
+    def __init__(self, step: Spec, values: Values) -> None:
+        self._step, self._values = step, values
+        self.__name__ = step.name
+
+    def __call__(self, params: object, *inputs: object) -> object:
+        self._values.enter(params, inputs[1:] if self._step.carries else inputs)
+        out = self._step.fn(params, *inputs)
+        self._values.leave(split_result(self._step, out)[0])
+        return out
+
+
+_ENGINES = ("Node", "_Gate", "_Full")  # nodes, by the names of their Functions
+_PLAIN: CodeType = plain_call.__code__
+_UNTIL = (Observed.__call__.__code__,)
+
+
+def _line() -> Place | None:
+    """The line of the caller's code that runs."""
+    return next((place_in(frame) for frame in frames(_UNTIL) if not is_library(frame.f_code.co_filename)), None)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Tells whether a tensor's values can be looked at: real or complex numbers in memory of its own."""
+    if not (x.is_floating_point() or x.is_complex()) or x.layout != torch.strided or x.is_quantized:
+        return False
+    return x.device.type != "meta" and not private.is_fake(x) and not private.is_dispatched(type(x))
+
+
+def _measured(x: torch.Tensor) -> _Operand:
+    x = x.detach()
+    if not x.numel():
+        return _Operand(x, 0.0, 0.0)
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    low, high = torch.aminmax(real.float() if real.itemsize == 1 else real)
+    return _Operand(x, float(low), float(high))
+
+
+@functools.lru_cache(4096)
+def _writes(func: Operator) -> bool:
+    """Tells whether an operator writes to what it takes."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
+
+
+@functools.lru_cache(4096)
+def _makes_nothing(name: str) -> bool:
+    """Tells whether an operator gives memory and writes nothing there, or is none."""
+    return name.startswith(("prim.", "aten.empty", "aten.new_empty", "aten.set_", "aten.resize_"))
+
+
+_OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+
+
+def _overwritten(name: str, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor, all of its memory, whose values an operator writes over without reading them."""
+    if not given or name.removeprefix("aten.").partition(".")[0] not in _OVERWRITING:
+        return None
+    return given[0]
+
+
+def _names_infinity(arguments: object) -> bool:
+    """Tells whether an infinite number is among an operator's arguments."""
+    return any(isinstance(x, float) and not math.isfinite(x) for x in pytree.flatten(arguments)[0])

@@ -1,0 +1,413 @@
+"""fz.explain: a step again, with a look at every operation: what is not finite, and where it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import need_int, wrong
+from fzero.base.interrupts import as_found
+from fzero.base.ragged import places_in
+from fzero.comm.axis import Axis
+from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
+from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
+from fzero.engine.values import Observed, Values
+from fzero.state.beyond import here
+from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
+from fzero.state.leaf_norms import Norms, named_moments, norms_by_leaf
+from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec, need_step
+from fzero.update.update import apply_update, with_kept
+
+STATE, UPDATE = "state", "update"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where values first are not finite.
+
+    Attributes:
+        phase: "state" (they came with it), "forward", "backward" or "update".
+        kind: "nan" or "inf".
+        unit: the path of the unit, "" for what lies outside of units; None where it is not known.
+        op: the operator of torch that made them, such as "aten.div.Tensor"; "" where they came as they are.
+        pulled: in the backward, the operator of the forward whose pullback it is.
+        place: "file:line, in function: `code`" of the caller's line that calls it.
+        leaf: the path of the leaf concerned: that came so, that the operator takes, or whose gradient or update is the
+            first that is not finite; None for none.
+        source: what came so: a leaf, an input; "" where an operator made it.
+        rank, microbatch: where it was; None for what all have.
+        examples: numbers along the dim of examples, in this rank's batch.
+        count, shape, dtype: how many values of what was made are not finite, and of what.
+        operands: what the operator took, in words.
+        end: what this became, in words, where NaN was made of an infinity.
+        by_scale: whether it is the loss scale's: without it the gradients are finite.
+    """
+
+    phase: str
+    kind: str
+    unit: str | None = None
+    op: str = ""
+    pulled: str = ""
+    place: str = ""
+    leaf: str | None = None
+    source: str = ""
+    rank: int | None = None
+    microbatch: int | None = None
+    examples: tuple[int, ...] = ()
+    count: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    operands: tuple[str, ...] = ()
+    end: str = ""
+    by_scale: bool = False
+    at: int = 0
+
+    def __str__(self) -> str:
+        what = {"nan": "NaN", "inf": "an infinity"}[self.kind]
+        unit = "" if self.unit is None else f" in unit {self.unit!r}" if self.unit else " outside of units"
+        made = f"{what} of {self.op}" if self.op else f"{what} in {self.source or 'what a step gives'}"
+        lines = [f"first not finite: {made}{unit}, in the {self.phase}" if self.phase != STATE else f"{made}: it came"]
+        if self.pulled:
+            lines.append(f"pulling back {self.pulled}")
+        lines += [f"at {self.place}"] if self.place else []
+        lines += [f"leaf {self.leaf!r}"] if self.leaf and self.leaf != self.source else []
+        if self.rank is not None:
+            where = f"rank {self.rank}, microbatch {self.microbatch}"
+            lines.append(f"{where}, {_listed(self.examples)}" if self.examples else where)
+        if self.count:
+            lines.append(f"{self.count} of {math.prod(self.shape)} values, {self.dtype}{list(self.shape)}")
+        lines += [f"of {', '.join(self.operands)}"] if self.operands else []
+        lines += [self.end] if self.end else []
+        if self.by_scale:
+            lines.append("by the loss scale: without it all gradients are finite")
+        return "\n  ".join(lines)
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Values of a unit, finite, that are beyond what a dtype can hold.
+
+    Attributes:
+        unit: its path; "" for what lies outside of units.
+        phase: "forward" or "backward".
+        largest: the magnitude.
+        op, place, rank: of the operation that made it.
+    """
+
+    unit: str
+    phase: str
+    largest: float
+    op: str
+    place: str
+    rank: int
+
+    def __str__(self) -> str:
+        unit = f"unit {self.unit!r}" if self.unit else "outside of units"
+        return f"{unit}, {self.phase}: {self.largest:.4g} of {self.op}" + (f" at {self.place}" if self.place else "")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a step does; made by `explain`, the same on all ranks.
+
+    Attributes:
+        fault: the first in the order of the program, earliest microbatch first; None where all is finite.
+        faults: the first one of each rank, and of what all have.
+        overflows: where values are beyond what `dtype` can hold, though they are finite.
+        dtype: that was asked about.
+        norms: "params", "grads", "updates" and the names of moments ("mu", "nu") -> leaf path -> norm over all shards.
+            Params and moments are those before the update; an update is what it adds to a leaf.
+        loss: the mean over microbatches and ranks; None where the outputs are no scalar.
+        grad_norm: of the mean gradient.
+        skipped: whether the step skips its update.
+    """
+
+    fault: Fault | None
+    faults: tuple[Fault, ...]
+    overflows: tuple[Overflow, ...]
+    dtype: torch.dtype
+    norms: Mapping[str, Mapping[str, float]] = field(hash=False)
+    loss: float | None
+    grad_norm: float
+    skipped: bool
+
+    def __str__(self) -> str:
+        lines = [str(self.fault or "all values are finite")]
+        loss = "" if self.loss is None else f"loss {self.loss:.6g}, "
+        lines.append(f"{loss}gradient norm {self.grad_norm:.4g}" + (", update skipped" if self.skipped else ""))
+        if self.overflows:
+            lines += [f"beyond {torch.finfo(self.dtype).max:.4g}, the largest of {self.dtype}:"]
+            lines += [f"  {each}" for each in self.overflows]
+        names = list(self.norms)
+        paths = list(self.norms["params"])
+        wide = max(map(len, (*paths, "leaf")))
+        lines.append("  ".join(("leaf".ljust(wide), *[name.rjust(10) for name in names])))
+        for path in paths:
+            norms = [self.norms[name].get(path) for name in names]
+            lines.append("  ".join((path.ljust(wide), *[("" if x is None else f"{x:.4g}").rjust(10) for x in norms])))
+        return "\n".join(lines)
+
+
+def explain(
+    step: Spec,
+    state: TrainState,
+    *inputs: object,
+    cotangent: object = None,
+    rng: int = 0,
+    dtype: torch.dtype = torch.float16,
+) -> Explanation:
+    """Replays a step from its state, and says where values first are not finite, and how large everything is.
+
+    The replay has the step's inputs, state and random numbers, gathers and reduces as the step does, and looks at what
+    every operation takes and makes; it takes several times as long. Nothing of it is kept in the state or anywhere
+    else, and a step that is not explained does nothing for it. A compiled step runs uncompiled, and a fused update
+    behind the pullback.
+
+    An operation is at fault whose result is not finite, though what it takes is, where that reaches the outputs or a
+    gradient. What a function makes and takes away again (minus infinity where attention is masked, a logarithm of 0 in
+    a branch that `torch.where` drops) is no fault.
+
+    Every rank calls it, with the inputs of that step, and gets the same explanation.
+
+    Args:
+        step: a step of `fz.train_step`; of a pipeline its stages' one by one.
+        state: that the step was given, not the one that it returned.
+        inputs, cotangent, rng: as in `step(state, *inputs)`.
+        dtype: overflows are looked for of this one.
+
+    Raises:
+        TypeError: no step or no state; a transform of torch.func around it.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (x / p["w"]).mean(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.tensor([1.0, 0.0])})
+        >>> report = fz.explain(step, state, torch.ones(3, 2))
+        >>> report.fault.op, report.fault.leaf, report.fault.examples
+        ('aten.div.Tensor', 'w', (0, 1, 2))
+    """
+    _need_step(step)
+    check_state(step, state, "explain")
+    check_optimizer(step, state)
+    rng = need_int(rng, "explain", "rng")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise wrong("explain", "dtype", dtype, "a floating dtype, such as torch.float16")
+    need_derivatives("fz.explain")
+    inputs, cotangent = here((inputs, cotangent))
+    state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
+    with as_found(), private.of_normal_tensors(), torch.no_grad():
+        return _explained(step, state, inputs, cotangent, rng, dtype)
+
+
+def _need_step(step: object) -> None:
+    if not isinstance(step, Spec) and callable(getattr(step, "vjp", None)):
+        raise TypeError(
+            f"explain: got step={type(step).__name__}, whose values lie in several places; expected a step that "
+            "fz.train_step made. Explain its steps one by one, each with its state and what it is given."
+        )
+    need_step(step, "explain")
+
+
+def _explained(
+    step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, dtype: torch.dtype
+) -> Explanation:
+    axis, limit, trained = state.params.axis, torch.finfo(dtype).max, state.layout.trainable
+    replay = _Replay(step, state, inputs, cotangent, rng, limit)
+    new, metrics = apply_update(replay.step, state, replay.grads, None)
+    changed = new.params.only(trained).map(torch.sub, state.params.only(trained))
+    trees = {"params": state.params, "grads": with_kept(state, replay.grads), "updates": changed}
+    trees |= dict(named_moments(state.moments))
+    norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
+    told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
+    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
+    faults = [*_in_state(state, norms), *sorted(every, key=_order)] or _in_update(new)
+    if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
+        unscaled = dataclasses.replace(step, extras=tuple(each for each in step.extras if not each.scale))
+        again = _Replay(unscaled, state, inputs, cotangent, rng, limit).grads
+        finite = all(map(math.isfinite, _numbers(norms_by_leaf(again)).values()))
+        faults = [dataclasses.replace(each, by_scale=finite and each.phase == BACKWARD) for each in faults]
+    return Explanation(
+        fault=faults[0] if faults else None,
+        faults=tuple(faults),
+        overflows=_joined(told),
+        dtype=dtype,
+        norms=norms,
+        loss=None if replay.loss is None else float(replay.loss),
+        grad_norm=float(metrics["grad_norm"]),
+        skipped=bool(metrics["skipped"]),
+    )
+
+
+class _Replay:
+    """One run of a step up to its gradients, with a look at its values.
+
+    Attributes:
+        step: as it runs here.
+        grads: scaled, reduced means over ranks.
+        loss: the metric.
+    """
+
+    def __init__(
+        self, step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, limit: float
+    ) -> None:
+        rules = tuple([rule for rule in step.rules if rule.column != "compile"])
+        self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None)
+        self._state, self._values = state, Values(state, limit)
+        self._batch = _examples(step, inputs)
+        own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
+        batch, total = Batch(own, state, inputs, cotangent, rng), None
+        runs, micro = iter(batch), step.microbatches
+        with self._values:
+            for number in range(micro.count):
+                self._values.begin(number, self._batch, cotangent)
+                run, ct = next(runs)
+                self._values.phase = BACKWARD
+                pulled, _ = run.pull(ct, into=total)
+                del run
+                total = sum_of(total, pulled)
+            next(runs, None)
+        assert total is not None
+        if micro.count > 1:
+            reduce_whole(state.params, total)
+        self.grads = grads_of(own, state, as_grads(state.layout, total), batch.times)
+        self.loss = batch.loss().get("loss")
+
+    def faults(self, grads: Mapping[str, float]) -> list[Fault]:
+        """The first fault of each microbatch on this rank.
+
+        Args:
+            grads: the norms of gradients, by which it is known which are not finite.
+        """
+        wrong, found = {path for path, norm in grads.items() if not math.isfinite(norm)}, []
+        for number in range(self.step.microbatches.count):
+            pulled = [(path, taint) for at, path, taint in self._values.pulled if at == number and path in wrong]
+            forward = fault_of(self._values.left.get(number, Taint()))
+            if forward is not None:
+                found.append(self._fault(*forward))
+            elif pulled:
+                births = [(pair, path) for path, taint in pulled if (pair := fault_of(taint)) is not None]
+                pair, path = min(births, key=lambda each: each[0][0].at)
+                found.append(self._fault(*pair, path))
+        return found
+
+    def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
+        first = birth.microbatch * (self._batch or 0)
+        return Fault(
+            phase=birth.phase,
+            kind=birth.kind,
+            unit=birth.within.unit,
+            op=birth.op,
+            pulled=birth.pulled,
+            place=str(birth.place or ""),
+            leaf=birth.leaf or leaf,
+            source=birth.source,
+            microbatch=birth.microbatch,
+            examples=tuple([first + number for number in birth.examples]),
+            count=birth.count,
+            shape=birth.shape,
+            dtype=_short(birth.dtype),
+            operands=birth.operands,
+            end="" if end is birth else f"from which {end.op} made NaN" + (f" at {end.place}" if end.place else ""),
+            at=birth.at,
+        )
+
+    def overflows(self) -> list[Overflow]:
+        found = self._values.large.items()
+        return [Overflow(*key, large.value, large.op, str(large.place or ""), 0) for key, large in found]
+
+
+def _examples(step: Spec, inputs: Sequence[object]) -> int | None:
+    """How many examples a microbatch has, by the first input that is split; None where none is."""
+    micro = step.microbatches
+    ragged = places_in(tuple(inputs))
+    pairs = zip(pytree.flatten(tuple(inputs))[0], micro.dims(inputs), strict=True)
+    for place, (x, dim) in enumerate(pairs):
+        if dim is not None and place not in ragged and isinstance(x, torch.Tensor) and x.ndim:
+            return x.shape[dim] // micro.count
+    return None
+
+
+def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
+    """The leaves with which the state came whose values are not finite; a frozen one may hold a mask's infinities."""
+    frozen = {row.path for row in state.layout.rows if row.frozen}
+    kept = [] if state.grads is None else [("grads", _numbers(norms_by_leaf(state.grads)))]
+    every = [*kept, *[(name, own) for name, own in norms.items() if name not in ("grads", "updates")]]
+    found = []
+    for name, own in every:
+        for path, norm in own.items():
+            if norm != norm or (norm == math.inf and path not in frozen):
+                found.append(_of_leaf(STATE, state, name, path, norm))
+    return found
+
+
+def _in_update(new: TrainState) -> list[Fault]:
+    """The leaves of a state after an update whose values are not finite."""
+    trees = [*named_moments(new.moments), ("params", new.params.only(new.layout.trainable))]
+    norms = [(name, path, norm) for name, tree in trees for path, norm in _numbers(norms_by_leaf(tree)).items()]
+    return [_of_leaf(UPDATE, new, name, path, norm) for name, path, norm in norms if not math.isfinite(norm)]
+
+
+def _of_leaf(phase: str, state: TrainState, name: str, path: str, norm: float) -> Fault:
+    kind, unit = "inf" if norm == math.inf else "nan", state.layout.key_of[path][0].unit
+    return Fault(phase=phase, kind=kind, unit=unit, leaf=path, source=f"{name} of leaf {path!r}")
+
+
+def _order(fault: Fault) -> tuple[int, int, int, int]:
+    return fault.microbatch or 0, (FORWARD, BACKWARD).index(fault.phase), fault.at, fault.rank or 0
+
+
+def _numbers(norms: Norms) -> dict[str, float]:
+    """As numbers, which waits for the device once."""
+    return dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True)) if norms else {}
+
+
+# ---- between ranks
+
+
+class _Told(NamedTuple):
+    """What a rank has found."""
+
+    faults: list[Fault]
+    overflows: list[Overflow]
+
+
+def _everyones(axis: Axis, own: _Told) -> list[_Told]:
+    """What all ranks have found, in their order: those of a tensor axis beside each other."""
+    text = json.dumps([[dataclasses.asdict(each) for each in found] for found in own])
+    every = axis.exchange(text, "fz.explain")
+    if axis.tensor is not None:
+        every = [each for texts in axis.tensor.exchange(json.dumps(every), "fz.explain") for each in json.loads(texts)]
+    return [_Told([_fault_again(x) for x in faults], [Overflow(**x) for x in large]) for faults, large in map(json.loads, every)]
+
+
+def _fault_again(said: dict[str, object]) -> Fault:
+    """A fault that JSON has brought, which has lists for tuples."""
+    return Fault(**{name: tuple(x) if isinstance(x, list) else x for name, x in said.items()})  # type: ignore[arg-type]
+
+
+def _joined(told: Sequence[_Told]) -> tuple[Overflow, ...]:
+    """Of each unit and phase the largest of all ranks."""
+    largest: dict[tuple[str, str], Overflow] = {}
+    for rank, each in enumerate(told):
+        for one in each.overflows:
+            known = largest.get((one.unit, one.phase))
+            if known is None or one.largest > known.largest:
+                largest[one.unit, one.phase] = dataclasses.replace(one, rank=rank)
+    return tuple(largest.values())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(examples: Sequence[int]) -> str:
+    """Numbers of examples in words, of many the first."""
+    some = ", ".join(map(str, examples[:8])) + (", ..." if len(examples) > 8 else "")
+    return f"example {some}" if len(examples) == 1 else f"{len(examples)} examples: {some}"
