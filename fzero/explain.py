@@ -49,6 +49,7 @@ class Fault:
         operands: what the operator took, in words.
         end: what this became, in words, where NaN was made of an infinity.
         by_scale: whether it is the loss scale's: without it the gradients are finite.
+        at: its number among the operations of its rank.
     """
 
     phase: str
@@ -73,12 +74,13 @@ class Fault:
     def __str__(self) -> str:
         what = {"nan": "NaN", "inf": "an infinity"}[self.kind]
         unit = "" if self.unit is None else f" in unit {self.unit!r}" if self.unit else " outside of units"
-        made = f"{what} of {self.op}" if self.op else f"{what} in {self.source or 'what a step gives'}"
-        lines = [f"first not finite: {made}{unit}, in the {self.phase}" if self.phase != STATE else f"{made}: it came"]
-        if self.pulled:
-            lines.append(f"pulling back {self.pulled}")
+        made = f"{what} of {self.op}" if self.op else f"{what} in {self.source}"
+        if self.phase == STATE:
+            return f"first not finite: {made}{unit}, with which the state came"
+        lines = [f"first not finite: {made}{unit}, in the {self.phase}"]
+        lines += [f"pulling back {self.pulled}"] if self.pulled else []
         lines += [f"at {self.place}"] if self.place else []
-        lines += [f"leaf {self.leaf!r}"] if self.leaf and self.leaf != self.source else []
+        lines += [f"leaf {self.leaf!r}"] if self.leaf and self.op else []
         if self.rank is not None:
             where = f"rank {self.rank}, microbatch {self.microbatch}"
             lines.append(f"{where}, {_listed(self.examples)}" if self.examples else where)
@@ -86,8 +88,7 @@ class Fault:
             lines.append(f"{self.count} of {math.prod(self.shape)} values, {self.dtype}{list(self.shape)}")
         lines += [f"of {', '.join(self.operands)}"] if self.operands else []
         lines += [self.end] if self.end else []
-        if self.by_scale:
-            lines.append("by the loss scale: without it all gradients are finite")
+        lines += ["by the loss scale: without it all gradients are finite"] if self.by_scale else []
         return "\n  ".join(lines)
 
 
@@ -227,7 +228,7 @@ def _explained(
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
     every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
-    faults = [*_in_state(state, norms), *sorted(every, key=_order)] or _in_update(new)
+    faults = [*_in_state(state, norms), *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
         unscaled = dataclasses.replace(step, extras=tuple(each for each in step.extras if not each.scale))
         again = _Replay(unscaled, state, inputs, cotangent, rng, limit).grads
@@ -345,6 +346,12 @@ def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> li
             if norm != norm or (norm == math.inf and path not in frozen):
                 found.append(_of_leaf(STATE, state, name, path, norm))
     return found
+
+
+def _in_grads(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
+    """The leaves whose gradients are not finite although each rank's part is: as they are summed, or rounded."""
+    wrong = [(path, norm) for path, norm in norms["grads"].items() if not math.isfinite(norm)]
+    return [_of_leaf(BACKWARD, state, "the sum of the gradients", path, norm) for path, norm in wrong]
 
 
 def _in_update(new: TrainState) -> list[Fault]:

@@ -29,7 +29,8 @@ class Birth:
         kind: "nan" or "inf".
         pulled: the operation whose pullback it belongs to; "" in a forward.
         source: what came so: a leaf's path, an input's name; "" of an operation.
-        given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity.
+        given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity. Or the engine
+            has made it, as of memory that nobody has written to yet.
         of: where the infinities come from that this NaN is made of.
     """
 

@@ -23,6 +23,7 @@ from fzero.base.places import Place, frames, is_library, place_in
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.handle import Handle, storage_of
 from fzero.engine.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
+from fzero.engine.call import Call
 from fzero.engine.dispatch import plain_call
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
@@ -48,6 +49,7 @@ class _Op(NamedTuple):
     name: str
     within: Within
     place: Place | None
+    engine: bool = False  # it gathers, copies or sums, and the caller did not write it
 
 
 class _Operand(NamedTuple):
@@ -84,7 +86,7 @@ class Values(dispatch.TorchDispatchMode):
         self._ops: dict[int, _Op] = {}  # number of a node -> the operation that it is of
         self._taints: dict[int, Taint] = {}
         self._leaves: dict[int, tuple[Group, int]] = {}  # storage -> its group, and where the group's buffer begins
-        self._inputs: dict[int, str] = {}
+        self._inputs: dict[int, list[tuple[int, str]]] = {}  # storage -> where tensors begin in it, and their names
         self._sources: dict[tuple[int, int, str], Birth] = {}
         self._call: tuple[FrameType, Within] | None = None  # of a unit that is a plain call
         self._present: object = None
@@ -98,7 +100,9 @@ class Values(dispatch.TorchDispatchMode):
         """A microbatch begins, of so many examples, which will be pulled back with its part of a cotangent."""
         self.phase, self.microbatch, self._batch = FORWARD, microbatch, batch
         self._ops, self._taints, self._call = {}, {}, None
-        self._inputs = {storage_of(x): "the cotangent" for x in pytree.tensors_in(cotangent)}
+        self._inputs = {}
+        for x in pytree.tensors_in(cotangent):
+            self._note_input(x, "the cotangent")
 
     def enter(self, params: object, inputs: Sequence[object]) -> None:
         """The function begins, with these params and inputs."""
@@ -107,8 +111,8 @@ class Values(dispatch.TorchDispatchMode):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle):
                     self._note_leaf(index, leaf)
             for name, x in zip(*pytree.named_leaves(tuple(inputs))[:2], strict=True):
-                if isinstance(x, torch.Tensor) and _is_plain(x := private.unwrapped(x)):
-                    self._inputs[storage_of(x)] = f"input {name}"
+                if isinstance(x, torch.Tensor):
+                    self._note_input(private.unwrapped(x), f"input {name}")
 
     def leave(self, outputs: object) -> None:
         """The function has returned these outputs."""
@@ -118,6 +122,10 @@ class Values(dispatch.TorchDispatchMode):
                 if isinstance(x, torch.Tensor) and _is_plain(x := private.unwrapped(x)):
                     taint = taint.joined(self._taint(x.detach()))
             self.left[self.microbatch] = taint
+
+    def _note_input(self, x: torch.Tensor, name: str) -> None:
+        if _is_plain(x):
+            self._inputs.setdefault(storage_of(x), []).append((x.storage_offset(), name))
 
     def _note_leaf(self, index: int, leaf: torch.Tensor) -> None:
         x = private.unwrapped(leaf)
@@ -165,17 +173,17 @@ class Values(dispatch.TorchDispatchMode):
                 self._follow(x, op, arguments, before)
             elif storage_of(x) not in memories:
                 self._taints.pop(storage_of(x), None)
-            if op.within.unit is not None or op.place is not None:
+            if not op.engine:
                 self._note_large(own, op)
 
     def _running(self, name: str, given: Sequence[torch.Tensor]) -> _Op:
         """The operation that runs; in a pullback with the unit and the line of the one that is pulled back."""
         if in_function.get():  # a forward, also one that a pullback runs again
-            own = _Op(name, self._within(given), _line())
+            own = _Op(name, self._within(given), *_line())
             self._ops.setdefault(hooks.next_number() - 1, own)  # what follows before the next node has none
             return own
         of = self._pulled_op()
-        return _Op(name, of.within, of.place) if of is not None else _Op(name, Within(None), None)
+        return _Op(name, Within(None), None, True) if of is None else _Op(name, of.within, of.place)
 
     def _pulled_op(self) -> _Op | None:
         """The operation of the caller's that is pulled back; None for what the engine does."""
@@ -250,8 +258,9 @@ class Values(dispatch.TorchDispatchMode):
         elif memory in self._taints:
             taint = self._taints[memory]
         else:
-            within = "a tensor that the function closes over" if in_function.get() else "what came from elsewhere"
-            what = self._inputs.get(memory, within)
+            what = "a tensor that the function closes over" if in_function.get() else "what came from elsewhere"
+            begun = [pair for pair in self._inputs.get(memory, ()) if pair[0] <= x.storage_offset()]
+            what = max(begun)[1] if begun else what
             taint = self._source(x, what, None, has_nan)
         return Taint(taint.nan if has_nan else frozenset(), taint.inf if has_inf else frozenset())
 
@@ -296,7 +305,7 @@ class Values(dispatch.TorchDispatchMode):
             shape=tuple(x.shape),
             dtype=x.dtype,
             operands=tuple(described(each.tensor, each.low, each.high, kinds_of(each.tensor)) for each in before),
-            given=given,
+            given=given or op.engine,
             of=of,
         )
 
@@ -345,11 +354,19 @@ class Observed:
 _ENGINES = ("Node", "_Gate", "_Full")  # nodes, by the names of their Functions
 _PLAIN: CodeType = plain_call.__code__
 _UNTIL = (Observed.__call__.__code__,)
+_ENTRIES = (_PLAIN, Call._run.__code__)
+_ENGINE = ("fzero.engine.", "fzero.comm.", "fzero.table.", "fzero.state.")
 
 
-def _line() -> Place | None:
-    """The line of the caller's code that runs."""
-    return next((place_in(frame) for frame in frames(_UNTIL) if not is_library(frame.f_code.co_filename)), None)
+def _line() -> tuple[Place | None, bool]:
+    """The line of the caller's code that runs, and whether it is the engine that runs there."""
+    own, entered = False, False
+    for frame in frames(_UNTIL, (__name__,)):
+        if not is_library(frame.f_code.co_filename):
+            return place_in(frame), own
+        entered = entered or frame.f_code in _ENTRIES
+        own = own or (not entered and str(frame.f_globals.get("__name__")).startswith(_ENGINE))
+    return None, own
 
 
 def _is_plain(x: torch.Tensor) -> bool:
