@@ -21,7 +21,7 @@ from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
 from fzero.engine.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
-from fzero.state.leaf_norms import Norms, named_moments, norms_by_leaf
+from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 from fzero.update.update import apply_update, with_kept
@@ -224,8 +224,8 @@ def _explained(
     new, metrics = apply_update(replay.step, state, replay.grads, None)
     changed = new.params.only(trained).map(torch.sub, state.params.only(trained))
     trees = {"params": state.params, "grads": with_kept(state, replay.grads), "updates": changed}
-    trees |= dict(named_moments(state.moments))
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
+    norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
     told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
     every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
     faults = [*_in_state(state, norms), *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
@@ -259,7 +259,7 @@ class _Replay:
         self, step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, limit: float
     ) -> None:
         rules = tuple([rule for rule in step.rules if rule.column != "compile"])
-        self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None)
+        self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None, metrics=())
         self._state, self._values = state, Values(state, limit)
         self._batch = _examples(step, inputs)
         own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
@@ -356,8 +356,8 @@ def _in_grads(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> li
 
 def _in_update(new: TrainState) -> list[Fault]:
     """The leaves of a state after an update whose values are not finite."""
-    trees = [*named_moments(new.moments), ("params", new.params.only(new.layout.trainable))]
-    norms = [(name, path, norm) for name, tree in trees for path, norm in _numbers(norms_by_leaf(tree)).items()]
+    every = moment_norms(new.moments) | {"params": norms_by_leaf(new.params.only(new.layout.trainable))}
+    norms = [(name, path, norm) for name, own in every.items() for path, norm in _numbers(own).items()]
     return [_of_leaf(UPDATE, new, name, path, norm) for name, path, norm in norms if not math.isfinite(norm)]
 
 
@@ -391,7 +391,10 @@ def _everyones(axis: Axis, own: _Told) -> list[_Told]:
     every = axis.exchange(text, "fz.explain")
     if axis.tensor is not None:
         every = [each for texts in axis.tensor.exchange(json.dumps(every), "fz.explain") for each in json.loads(texts)]
-    return [_Told([_fault_again(x) for x in faults], [Overflow(**x) for x in large]) for faults, large in map(json.loads, every)]
+    return [
+        _Told([_fault_again(x) for x in faults], [Overflow(**x) for x in large])
+        for faults, large in map(json.loads, every)
+    ]
 
 
 def _fault_again(said: dict[str, object]) -> Fault:

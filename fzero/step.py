@@ -42,7 +42,7 @@ from fzero.table.layout import Key
 from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
-from fzero.table.spec import Spec, need_step
+from fzero.table.spec import LEAF_NORMS, Spec, need_step
 from fzero.update.fused import fused_call
 from fzero.update.update import apply_update
 
@@ -211,6 +211,7 @@ def train_step(
     policy: Policy | ByPath | None = None,
     units: str | Sequence[str] | None = None,
     has_aux: bool = False,
+    metrics: Sequence[str] = (),
 ) -> Step:
     """A training step of a pure function.
 
@@ -221,6 +222,11 @@ def train_step(
         units: fnmatch patterns over paths, the shortest path that matches is the unit; None takes every path up to
             its first integer part, the elements of lists and ModuleLists.
         has_aux: `fn` returns `(outputs, aux)`.
+        metrics: those that an update gives besides the usual ones. "leaf_norms" is `{"params": {path: norm}, "grads":
+            ..., "updates": ..., "moments": {"mu": ..., ...}}`, 0-d float64 norms of each trained leaf over all shards:
+            params and moments after the update, what it adds to the params, and the mean gradient before clipping.
+            Elementwise optimizers sum them up as they come by, before values are rounded to a policy's formats; of
+            others new values are read again, and the old params are kept meanwhile.
 
     Example:
         >>> step = fz.train_step(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), fz.sgd(0.1))
@@ -236,8 +242,13 @@ def train_step(
         raise wrong("train_step", "policy", policy, "fz.Policy or fz.Policy.by_path")
     if units is not None and not (isinstance(units, (str, tuple, list)) and all(isinstance(u, str) for u in units)):
         raise wrong("train_step", "units", units, "a pattern over module paths, several of them, or None")
+    if not isinstance(metrics, (tuple, list)) or not all(isinstance(name, str) for name in metrics):
+        raise wrong("train_step", "metrics", metrics, f"a tuple of names, such as ({LEAF_NORMS!r},)")
+    unknown = [name for name in metrics if name != LEAF_NORMS]
+    if unknown:
+        raise ValueError(f"train_step: got metrics={tuple(metrics)}, expected none or ({LEAF_NORMS!r},).")
     patterns = (units,) if isinstance(units, str) else None if units is None else tuple(units)
-    return Step(fn, optimizer, policy or Policy(), patterns, has_aux)
+    return Step(fn, optimizer, policy or Policy(), patterns, has_aux, metrics=tuple(dict.fromkeys(metrics)))
 
 
 def with_fn(step: Step, fn: Callable[..., object], has_aux: bool | None = None) -> Step:

@@ -155,35 +155,57 @@ def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
 
 @functools.cache
 def kernel(
-    formula: Callable[..., Sequence[torch.Tensor]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int
+    formula: Callable[..., Sequence[torch.Tensor]],
+    formats: tuple[Format, ...],
+    grad: torch.dtype,
+    hypers: int,
+    measures: bool = False,
 ) -> Callable[..., None] | None:
-    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
-    function = _function(source_of(formula, formats, grad, hypers)) if carries(formats, grad) else None
+    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made.
+
+    Args:
+        measures: it is run with `within` and `sums` too: (start, end of what is measured, stop) of the elements to
+            update, and float64 sums, to which it adds those of the squares of new params, updates and new moments.
+    """
+    made = carries(formats, grad)
+    function = _function(source_of(formula, formats, grad, hypers, measures)) if made else None
     if function is None:
         return None
     every = [part.every for form in formats for part in form.parts] + [1]
 
-    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, counters: Counters, hyper: torch.Tensor) -> None:
+    def run(
+        parts: Sequence[torch.Tensor],
+        grads: torch.Tensor,
+        counters: Counters,
+        hyper: torch.Tensor,
+        within: tuple[int, int, int] | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> None:
         tensors, runs = [*parts, grads], counters.table
+        low, end, high = within or (0, 0, grads.numel())
+        ranges = _split(low, high, threads.get() or torch.get_num_threads())
+        own = None if sums is None else sums.new_zeros(len(ranges), *sums.shape)
 
-        def part_of(start: int, stop: int) -> None:
+        def part_of(number: int, start: int, stop: int) -> None:
             places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
             places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
-            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()))
+            last = [] if own is None else [ctypes.c_void_p(own[number].data_ptr()), ctypes.c_int64(max(end - start, 0))]
+            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()), *last)
 
-        ranges = _split(grads.numel(), threads.get() or torch.get_num_threads())
         if len(ranges) == 1:
-            part_of(*ranges[0])
+            part_of(0, *ranges[0])
         elif ranges:
             with concurrent.futures.ThreadPoolExecutor(len(ranges)) as pool:
-                list(pool.map(lambda cut: part_of(*cut), ranges))
+                list(pool.map(lambda number: part_of(number, *ranges[number]), range(len(ranges))))
+        if sums is not None and own is not None:
+            sums += own.sum(0)
 
     return run
 
 
-def _split(numel: int, threads: int) -> list[tuple[int, int]]:
+def _split(low: int, high: int, threads: int) -> list[tuple[int, int]]:
     """(start, stop) of about equal parts, multiples of N."""
-    blocks = numel // N
+    blocks = (high - low) // N
     threads = max(1, min(threads, blocks // 1024))
-    bounds = [blocks * i // threads * N for i in range(threads + 1)]
+    bounds = [low + blocks * i // threads * N for i in range(threads + 1)]
     return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]

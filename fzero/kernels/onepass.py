@@ -8,13 +8,14 @@ CPU, under torch.compile on CUDA, and otherwise eagerly, chunk by chunk, with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, drawn_by, word
-from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
+from fzero.formats.formats import ALIGN, CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
 from fzero.formats.ops import TorchOps
 from fzero.kernels import build
 
@@ -23,6 +24,49 @@ Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
+
+
+class Measure(NamedTuple):
+    """Sums of squares that an update is asked for as it comes by, before anything is rounded.
+
+    Attributes:
+        pieces: [start, stop) of a buffer, in order, each of which begins at a multiple of 64.
+        sums: float64[pieces, 2 + moments], of new params, of what is added to them, of new moments; they are added to.
+    """
+
+    pieces: Sequence[tuple[int, int]]
+    sums: torch.Tensor
+
+    def ranges(self, numel: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """(start, end of what is measured, stop, sums) of a buffer's parts, with what lies behind a piece."""
+        end = 0
+        for (start, stop), sums in zip(self.pieces, self.sums, strict=True):
+            if start < stop:
+                end = -(-stop // ALIGN) * ALIGN
+                yield start, stop, end, sums
+        if end < numel:
+            yield end, end, numel, torch.zeros_like(self.sums[0])
+
+
+def _cuts(
+    flat: torch.Tensor, size: int, measure: Measure | None
+) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+    """(start, stop, end of what is measured, sums) of a flat tensor's parts of at most so many elements."""
+    if measure is None:
+        for start, stop in chunks(flat, size):
+            yield start, stop, stop, None
+        return
+    for low, end, high, sums in measure.ranges(flat.numel()):
+        for start in range(low, high, size):
+            stop = min(start + size, high)
+            yield start, stop, max(min(end, stop), start), sums
+
+
+def _measured(sums: torch.Tensor | None, count: int, old: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
+    """Adds the squares of the first values of new params, of what was added to the old ones, and of new moments."""
+    if sums is not None and count:
+        values = [x.reshape(-1)[:count] for x in (new[0], new[0] - old, *new[1:])]
+        sums += torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in values]).square().to(sums.device)
 
 
 def _drawn(keys: torch.Tensor) -> Fields:
@@ -44,11 +88,19 @@ def _block(
     grads: torch.Tensor,
     keys: torch.Tensor,
     hyper: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    count: int = 0,
 ) -> None:
-    """One chunk, in torch's operations; writes the parts."""
+    """One chunk, in torch's operations; writes the parts.
+
+    Args:
+        sums, count: to which squares are added, of so many of its elements.
+    """
     dtype = hyper.dtype
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
-    new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
+    old = params()
+    new = formula(TorchOps, hyper.unbind(), old, grads.view(-1, GROUP).to(dtype), *moments)
+    _measured(sums, count, old, new)
     noise = _drawn(keys)
     for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
         store(formats[i], parts[i], new[i], noise)
@@ -102,6 +154,7 @@ def run(
     compiles: bool,
     kernel: Callable[..., None] | None,
     generated: bool,
+    measure: Measure | None = None,
 ) -> None:
     """Updates params and moments in place.
 
@@ -115,6 +168,7 @@ def run(
             computed in.
         generated: whether the formula is preferred to it where updates have the bits of generated kernels: a matter of
             device and dtype, never of a compiler or size.
+        measure: what is to be summed up of new values meanwhile.
     """
     params, *moments = buffers
     dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
@@ -122,15 +176,18 @@ def run(
     by_formula = cpu and dtype == torch.float32
     simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
     if kernel is not None and simple and not (generated and by_formula):
-        own = [m.parts[0] for m in moments]
-        if params.format.plain and params.dtype == dtype:
+        own, in_place = [m.parts[0] for m in moments], params.format.plain and params.dtype == dtype
+        if in_place and measure is None:
             kernel(params.parts[0], grads, *own)
             return
-        for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
-            part = params.cut(start, stop)
+        for start, stop, end, sums in _cuts(grads, CHUNK if cpu else ON_CUDA, measure):
+            part, rest = params.cut(start, stop), [m[start:stop] for m in own]
             value = part.to(dtype)
-            kernel(value, grads[start:stop], *[m[start:stop] for m in own])
-            write(part, value, counters.keys(value.device, start, stop))
+            old = value.clone() if sums is not None else value
+            kernel(value, grads[start:stop], *rest)
+            _measured(sums, end - start, old[: end - start], [value[: end - start], *rest])
+            if not in_place:
+                write(part, value, counters.keys(value.device, start, stop))
         return
     formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
@@ -139,12 +196,18 @@ def run(
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
-        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper))
+        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper), measure is not None)
         if made is not None:
-            made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
+            run_all = functools.partial(made, [part for each in buffers for part in each.parts], grads, counters)
+            if measure is None:
+                run_all(numbers)
+                return
+            for start, end, stop, sums in measure.ranges(grads.numel()):
+                run_all(numbers, (start, end, stop), sums)
             return
     compiled = large and grads.device.type == "cuda"
     block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
-    for start, stop in chunks(grads, chunk):
+    for start, stop, end, sums in _cuts(grads, chunk, measure):
         parts = [stored.cut(start, stop).parts for stored in buffers]
-        block(formula, formats, parts, grads[start:stop], counters.keys(grads.device, start, stop), numbers)
+        keys = counters.keys(grads.device, start, stop)
+        block(formula, formats, parts, grads[start:stop], keys, numbers, sums, end - start)

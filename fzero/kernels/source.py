@@ -145,6 +145,7 @@ class Source:
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
         self.tables: list[str] = []
+        self.sums = ""  # the arguments that sums of squares take
         self.stores: list[tuple[Part, str, str, bool]] = []  # the arguments of `store`
 
     def array(self, name: str, kind: str, numel: int = N) -> str:
@@ -223,10 +224,21 @@ class Source:
         self.text.append(f"      SIMD for (int i = 0; i < N / {part.every}; i++)")
         self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
 
+    def measure(self, array: str, place: int) -> None:
+        """Emits the sum of an array's squares, up to the end of what is measured, in double precision."""
+        if not self.sums:
+            self.text.append("      const int n = measured - start < N ? (int)(measured - start) : N;")
+        self.sums = "double* __restrict sums, int64_t measured"
+        self.text.append(
+            '      { double sum = 0; _Pragma("omp simd reduction(+:sum)") for (int i = 0; i < n; i++)\n'
+            f"        sum += (double){array}[i] * (double){array}[i];\n      sums[{place}] += sum; }}"
+        )
+
     def __str__(self) -> str:
         arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
         counted = ["const int32_t* __restrict runs_", "int64_t first"]
-        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h"])
+        last = ["const float* h", *([self.sums] if self.sums else [])]
+        arguments = ", ".join(["int64_t count", *self.arguments, *counted, *last])
         body = "\n".join(self.text)
         return (
             f'{_HEAD}extern "C" void kernel({arguments}) {{\n{"".join(self.tables)}{arrays}\n  int64_t run = 0;\n'
@@ -235,9 +247,17 @@ class Source:
 
 
 def source_of(
-    formula: Callable[..., Sequence[torch.Tensor]], formats: Sequence[Format], grad: torch.dtype, hypers: int
+    formula: Callable[..., Sequence[torch.Tensor]],
+    formats: Sequence[Format],
+    grad: torch.dtype,
+    hypers: int,
+    measures: bool = False,
 ) -> str:
-    """C++ of one update of a buffer: params in formats[0], moments in the others."""
+    """C++ of one update of a buffer: params in formats[0], moments in the others.
+
+    Args:
+        measures: adds the squares of the new params, of what is added to them and of the new moments to sums.
+    """
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
     if any(form.group > 1 for form in formats):
@@ -257,7 +277,11 @@ def source_of(
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
     hyper = [loop.value(f"h[{i}]", "f") for i in range(hypers)]
-    new = formula(_OPS, hyper, params(), loop.let(grads, "f"), *moments)
+    old = params()
+    new = formula(_OPS, hyper, old, loop.let(grads, "f"), *moments)
+    measured = [new[0], new[0] - old, *new[1:]] if measures else []
+    for i, value in enumerate(measured):
+        loop.keep(source.array(f"measured{i}", "float"), value)
     grouped: list[tuple[int, Grouped, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Grouped):
@@ -274,6 +298,8 @@ def source_of(
             loop.keep(target, out)
             source.stores.append((part, name, target, form.plain and not form.rounds))
     source.add(loop, shared=source.shared)
+    for i in range(len(measured)):
+        source.measure(f"measured{i}", i)
     if grouped:
         _grouped(source, noise, grouped, names)
     for stored in source.stores:

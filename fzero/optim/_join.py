@@ -51,6 +51,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         any(member.exchanges for member in members),
         own.paused if last.paused else None,
         own.sends if any(member.sends for member in members) else None,
+        last.measures and all(member.scales for member in before),
     )
 
 
@@ -176,6 +177,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         exchanges=any(member.exchanges for member in members),
         paused=own.paused if any(member.paused for member in members) else None,
         sends=own.sends if any(member.sends for member in members) else None,
+        measures=all(member.measures for member in members),
     )
 
 

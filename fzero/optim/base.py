@@ -18,6 +18,7 @@ from fzero.base.follow import any_follows, follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
+from fzero.optim._measured import measuring
 from fzero.state.entered import cuts, entered
 from fzero.state.moments import zeros_like
 from fzero.state.sharded import Draw, Sharded, map_trees
@@ -129,7 +130,7 @@ class Elementwise:
     @property
     def transformation(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True
+            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True, measures=True
         )
 
     def init(self, params: object) -> Kept:
@@ -182,12 +183,15 @@ class Elementwise:
         one = functools.partial(self.kernel, now, count) if self.kernel else None
         numbers, draw = (1.0 / grads.scale, *self.hyper(now, count)), params.draw or Draw(0, 0)
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
+        fields = getattr(old, "_fields", ("",) * len(old))
+        names = [name for name, tree in zip(fields, old, strict=True) if isinstance(tree, Sharded)]
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled = key.unit in draw.compiled
-            run(self.formula, numbers, stored, grads.local(key), counters, compiled, one, self.generated)
+            with measuring(draw.squares, params, key, names) as measure:
+                run(self.formula, numbers, stored, grads.local(key), counters, compiled, one, self.generated, measure)
         return self.state(pytree.Count(count), *old[1:])
 
     def label(self, path: str) -> str:

@@ -56,6 +56,7 @@ class GradientTransformation(NamedTuple):
             pullback of others goes on, do not wait either.
         sends: `sends(params, state) -> [{group: what it brings to whole leaves}]`, for each optimizer that exchanges
             them, which `fz.plan` counts.
+        measures: whether `fused` adds up the squares of what it computes where it is asked to (`params.draw.squares`).
     """
 
     init: Callable[..., Any]
@@ -71,6 +72,7 @@ class GradientTransformation(NamedTuple):
     exchanges: bool = False
     paused: Callable[..., Paused] | None = None
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
+    measures: bool = False
 
     @property
     def by_group(self) -> bool:

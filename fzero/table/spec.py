@@ -19,7 +19,8 @@ from fzero.table.policy import ByPath, Policy
 from fzero.table.rows import RUNNING, Leaf, Row, Rule, Sharding, Table, add_rule, resolve
 from fzero.table.slices import Hint, TensorAxis
 
-METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
+LEAF_NORMS = "leaf_norms"
+METRICS = ("loss", "grad_norm", "lr", "skipped", "aux", LEAF_NORMS)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Spec:
     extras: tuple[Extra, ...] = ()
     microbatches: Microbatches = Microbatches()  # noqa: RUF009 - frozen
     donates: bool = False
+    metrics: tuple[str, ...] = ()  # those that are asked for besides
     fusion: str | None = None  # how a fused update is to know the norm of all gradients
 
     # ---- what transforms use
@@ -240,6 +242,7 @@ class Spec:
             modes = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
             when = modes.get(mode, f"once the norm is known, grads held ({mode})")
             lines.append(f"fuse_update: each unit is updated {when}")
+        lines += [f"metrics: {', '.join(self.metrics)}"] if self.metrics else []
         return (*lines, "donate: the state passed in is overwritten") if self.donates else tuple(lines)
 
     def __str__(self) -> str:

@@ -24,8 +24,9 @@ from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
-from fzero.table.spec import Extra, Spec
+from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.changed import changed, draw_of, due
+from fzero.update.leaf_norms import followed_metric
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -47,7 +48,7 @@ def followed_update(
         extra["joint_norm"] = as_float64(grad_norm)
     applied = _applied([as_float64(x) for x in extra.values()])
     skipped = ~applied if isinstance(applied, torch.Tensor) else torch.tensor(not applied, device="cpu")
-    metrics = {"grad_norm": norm, **known, "skipped": skipped}
+    metrics: dict[str, object] = {"grad_norm": norm, **known, "skipped": skipped}
     params, moments, count = state.params, state.moments, state.step
     if isinstance(applied, torch.Tensor):  # or what is not finite in one member would be in what all share
         grads = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
@@ -63,6 +64,8 @@ def followed_update(
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
         extras = state.extra
+    if LEAF_NORMS in step.metrics:
+        metrics[LEAF_NORMS] = followed_metric(state.params, params, moments, grads)
     seen = as_seen(params)
     others = {
         each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras

@@ -105,12 +105,12 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
             update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
 
         run.pull(ct, receive=at_once, before=update.start)
-        decision = Decision(step, state, grads.norm())
+        decision = Decision(step, state, grads.norm(), None, grads.squares)
         decision.finite, decision.metrics["skipped"] = True, torch.tensor(False, device="cpu")  # it was applied already
         return decision
     if mode == "twice":
         run.pull(ct, retain_graph=True, receive=grads.measured)
-        decision = Decision(step, state, grads.norm())
+        decision = Decision(step, state, grads.norm(), None, grads.squares)
         if decision.finite:
             extra = decision.extra
             run.pull(ct, receive=lambda k, shard: update.apply([k], grads.of(k, shard), extra), before=update.start)
@@ -127,7 +127,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         update.apply(keys, parts[0].with_buffers(buffers), decision.extra, following)
 
     run.pull(ct, receive=hold)
-    decision = Decision(step, state, grads.norm())
+    decision = Decision(step, state, grads.norm(), None, grads.squares)
     parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
     for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
         apply_held(keys, following)

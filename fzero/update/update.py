@@ -31,10 +31,11 @@ from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
-from fzero.table.spec import Spec
+from fzero.table.spec import LEAF_NORMS, Spec
 from fzero.update.beside import Beside, spare_cores
 from fzero.update.changed import Changed, due
 from fzero.update.followed import followed_update
+from fzero.update.leaf_norms import changes_of, metric
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
@@ -70,7 +71,7 @@ def _applied(
 ) -> tuple[TrainState, dict[str, object]]:
     grads = with_kept(state, grads) if known is None else grads
     total, squares = known or squares_in(grads)
-    decision = Decision(step, state, total.sqrt(), grad_norm)
+    decision = Decision(step, state, total.sqrt(), grad_norm, squares)
     if state.params.axis.further:
         need_alike_beside(squares, state.params)
     if decision.finite:
@@ -98,10 +99,21 @@ def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
 
 
 class Decision:
-    """The decision by an update's norm: whether it is applied, the metrics, the next loss scale."""
+    """The decision by an update's norm: whether it is applied, the metrics, the next loss scale.
 
-    def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: object = None) -> None:
-        self.step, self.state = step, state
+    Args:
+        squares: of this rank's parts of the grads, where they are known.
+    """
+
+    def __init__(
+        self,
+        step: Spec,
+        state: TrainState,
+        norm: torch.Tensor,
+        joint: object = None,
+        squares: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.step, self.state, self._squares = step, state, squares
         self.extra: dict[str, object] = {"grad_norm": norm}
         self.finite = is_finite(norm)
         if joint is not None:
@@ -116,6 +128,9 @@ class Decision:
         step, state = self.step, self.state
         params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
+            if LEAF_NORMS in step.metrics:
+                changes = update.changes if update is not None else None
+                self.metrics[LEAF_NORMS] = metric(params, moments, self._squares, changes)
             old = {**state.extra, **(update.extra() if update is not None else {})}
             own = {extra.name: next_extra(extra, old[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
@@ -163,7 +178,9 @@ class Update:
         self._fused = in_place(step, self.layout)
         self._on_host = on_host(step, self.layout)
         self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
-        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
+        self.changes = changes_of(step, self._fused and not due(step, state))  # or behind what changes params besides
+        squares = self.changes.squares if self.changes is not None else None
+        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled, squares)
         trees = trees_of(state.moments) if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
         self._changed = [Changed(x, state, step.donates, copied.append, self._on_host) for x in due(step, state)]
@@ -267,6 +284,8 @@ class Update:
     def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Paused:
         """Updates some groups; returns their params."""
         own = self.params.open(keys).replaced(draw=self._draw)
+        if self.changes is not None:
+            self.changes.keep(own)
         if not self._fused:
             self._after = self._plainly(own, grads, extra)
         else:

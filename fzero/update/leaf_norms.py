@@ -1,0 +1,94 @@
+"""The metric "leaf_norms" of an update: norms of params, grads, updates and moments, leaf by leaf.
+
+An elementwise optimizer's update adds their squares up as it comes by the values. Of others the new values are read
+again, and the old params are kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fzero.state.draw import Squares
+from fzero.state.gather import squares_of
+from fzero.state.leaf_norms import moment_norms, moments_by_name, norms_by_leaf, norms_of_squares
+from fzero.state.sharded import Sharded
+from fzero.table.layout import Key
+from fzero.table.spec import LEAF_NORMS, Spec
+
+_TREES = ("params", "grads", "updates")  # the other names are those of moments
+Metric = dict[str, object]
+
+
+class Changes:
+    """What is kept of an update on its way for the norms of its leaves.
+
+    Args:
+        measures: whether the optimizer adds squares up by itself.
+
+    Attributes:
+        squares: where it puts them; None where it does not.
+    """
+
+    def __init__(self, measures: bool) -> None:
+        self.squares = Squares() if measures else None
+        self._old: dict[Key, torch.Tensor] = {}
+
+    def keep(self, params: Sharded) -> None:
+        """Keeps the values of some groups that are about to be written to."""
+        if self.squares is None:
+            self._old |= {key: params.local(key).clone() for key in params.groups}
+
+    def found(self, params: Sharded, moments: object) -> Mapping[str, Mapping[int, torch.Tensor]]:
+        """The squares of this rank's parts after the update."""
+        if self.squares is not None:
+            return self.squares.found
+        own = params.only(self._old)
+        updates = own.with_buffers({key: own.local(key) - old for key, old in self._old.items()})
+        self._old = {}
+        return {"params": squares_of(own), "updates": squares_of(updates), **_of_moments(moments)}
+
+
+def changes_of(step: Spec, in_place: bool) -> Changes | None:
+    """Where a step wants its leaves' norms."""
+    return Changes(in_place and step.optimizer.measures) if LEAF_NORMS in step.metrics else None
+
+
+def metric(
+    params: Sharded, moments: object, grads: Mapping[int, torch.Tensor] | None, changes: Changes | None
+) -> Metric:
+    """The norms after an update; NaN for grads that nobody has come to know.
+
+    Args:
+        grads: squares of this rank's parts.
+        changes: of the update; None where it was skipped.
+    """
+    own = params.only(params.layout.trainable)
+    if changes is not None:
+        found = changes.found(params, moments)
+    else:
+        squares = squares_of(own)
+        zeros = {leaf: torch.zeros_like(x) for leaf, x in squares.items()}
+        found = {"params": squares, "updates": zeros, **_of_moments(moments)}
+    if grads is None:
+        grads = {leaf: torch.full_like(x, torch.nan) for leaf, x in found["params"].items()}
+    return _ordered(norms_of_squares({"grads": grads, **found}, own))
+
+
+def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
+    """The same where a transform goes on through the update, of its trees."""
+    before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
+    norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}
+    norms["updates"] = norms_by_leaf(after.map(torch.sub, before))
+    return _ordered(norms | moment_norms(moments))
+
+
+def _of_moments(moments: object) -> dict[str, dict[int, torch.Tensor]]:
+    every = moments_by_name(moments).items()
+    return {name: {leaf: x for tree in trees for leaf, x in squares_of(tree).items()} for name, trees in every}
+
+
+def _ordered(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> Metric:
+    moments = {name: own for name, own in norms.items() if name not in _TREES}
+    return {**{name: norms[name] for name in _TREES}, "moments": moments}
