@@ -164,8 +164,8 @@ def kernel(
     """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made.
 
     Args:
-        measures: it is run with `within` and `sums` too: (start, end of what is measured, stop) of the elements to
-            update, and float64 sums, to which it adds those of the squares of new params, updates and new moments.
+        measures: it is run with `ends` and `sums` too: int64[pieces], where the pieces of a buffer end, and
+            float64[pieces + 1, 2 + moments], to which it adds the squares of new params, updates and new moments.
     """
     made = carries(formats, grad)
     function = _function(source_of(formula, formats, grad, hypers, measures)) if made else None
@@ -178,19 +178,21 @@ def kernel(
         grads: torch.Tensor,
         counters: Counters,
         hyper: torch.Tensor,
-        within: tuple[int, int, int] | None = None,
+        ends: torch.Tensor | None = None,
         sums: torch.Tensor | None = None,
     ) -> None:
         tensors, runs = [*parts, grads], counters.table
-        low, end, high = within or (0, 0, grads.numel())
-        ranges = _split(low, high, threads.get() or torch.get_num_threads())
+        ranges = _split(grads.numel(), threads.get() or torch.get_num_threads())
         own = None if sums is None else sums.new_zeros(len(ranges), *sums.shape)
 
         def part_of(number: int, start: int, stop: int) -> None:
             places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
             places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
-            last = [] if own is None else [ctypes.c_void_p(own[number].data_ptr()), ctypes.c_int64(max(end - start, 0))]
-            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()), *last)
+            places = [*places, ctypes.c_void_p(hyper.data_ptr())]
+            if own is not None and ends is not None:
+                measured = map(ctypes.c_void_p, (own[number].data_ptr(), ends.data_ptr()))
+                places = [*places, *measured, ctypes.c_int64(len(ends))]
+            function(ctypes.c_int64(stop - start), *places)
 
         if len(ranges) == 1:
             part_of(0, *ranges[0])
@@ -203,9 +205,9 @@ def kernel(
     return run
 
 
-def _split(low: int, high: int, threads: int) -> list[tuple[int, int]]:
+def _split(numel: int, threads: int) -> list[tuple[int, int]]:
     """(start, stop) of about equal parts, multiples of N."""
-    blocks = (high - low) // N
+    blocks = numel // N
     threads = max(1, min(threads, blocks // 1024))
-    bounds = [low + blocks * i // threads * N for i in range(threads + 1)]
+    bounds = [blocks * i // threads * N for i in range(threads + 1)]
     return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]

@@ -8,14 +8,14 @@ CPU, under torch.compile on CUDA, and otherwise eagerly, chunk by chunk, with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, drawn_by, word
-from fzero.formats.formats import ALIGN, CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
+from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
 from fzero.formats.ops import TorchOps
 from fzero.kernels import build
 
@@ -31,42 +31,23 @@ class Measure(NamedTuple):
 
     Attributes:
         pieces: [start, stop) of a buffer, in order, each of which begins at a multiple of 64.
-        sums: float64[pieces, 2 + moments], of new params, of what is added to them, of new moments; they are added to.
+        sums: float64[pieces + 1, 2 + moments], of new params, of what is added to them, of new moments; they are added
+            to. The last ones are of what lies in no piece, and may be anything.
     """
 
     pieces: Sequence[tuple[int, int]]
     sums: torch.Tensor
 
-    def ranges(self, numel: int) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """(start, end of what is measured, stop, sums) of a buffer's parts, with what lies behind a piece."""
-        end = 0
-        for (start, stop), sums in zip(self.pieces, self.sums, strict=True):
-            if start < stop:
-                end = -(-stop // ALIGN) * ALIGN
-                yield start, stop, end, sums
-        if end < numel:
-            yield end, end, numel, torch.zeros_like(self.sums[0])
-
-
-def _cuts(
-    flat: torch.Tensor, size: int, measure: Measure | None
-) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
-    """(start, stop, end of what is measured, sums) of a flat tensor's parts of at most so many elements."""
-    if measure is None:
-        for start, stop in chunks(flat, size):
-            yield start, stop, stop, None
-        return
-    for low, end, high, sums in measure.ranges(flat.numel()):
-        for start in range(low, high, size):
-            stop = min(start + size, high)
-            yield start, stop, max(min(end, stop), start), sums
-
-
-def _measured(sums: torch.Tensor | None, count: int, old: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
-    """Adds the squares of the first values of new params, of what was added to the old ones, and of new moments."""
-    if sums is not None and count:
-        values = [x.reshape(-1)[:count] for x in (new[0], new[0] - old, *new[1:])]
-        sums += torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in values]).square().to(sums.device)
+    def add(self, start: int, values: Sequence[torch.Tensor]) -> None:
+        """Adds the squares of these values, each of a part of the buffer that begins at `start`."""
+        flat = [x.reshape(-1) for x in values]
+        stop = start + flat[0].numel()
+        met = [(i, max(a, start), min(b, stop)) for i, (a, b) in enumerate(self.pieces)]
+        met = [(i, low, high) for i, low, high in met if low < high]
+        if met:
+            cuts = [x[low - start : high - start] for _, low, high in met for x in flat]
+            norms = torch.stack(torch._foreach_norm(cuts, 2, dtype=torch.float64)).view(len(met), -1)
+            self.sums[[i for i, _, _ in met]] += norms.square()
 
 
 def _drawn(keys: torch.Tensor) -> Fields:
@@ -88,22 +69,22 @@ def _block(
     grads: torch.Tensor,
     keys: torch.Tensor,
     hyper: torch.Tensor,
-    sums: torch.Tensor | None = None,
-    count: int = 0,
-) -> None:
+    measures: bool = False,
+) -> Sequence[torch.Tensor]:
     """One chunk, in torch's operations; writes the parts.
 
-    Args:
-        sums, count: to which squares are added, of so many of its elements.
+    Returns:
+        What is measured: new params, what was added to them, new moments.
     """
     dtype = hyper.dtype
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
     old = params()
     new = formula(TorchOps, hyper.unbind(), old, grads.view(-1, GROUP).to(dtype), *moments)
-    _measured(sums, count, old, new)
+    measured = [new[0], new[0] - old, *new[1:]] if measures else ()
     noise = _drawn(keys)
     for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
         store(formats[i], parts[i], new[i], noise)
+    return measured
 
 
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -136,7 +117,7 @@ def rounded(formats: Sequence[Format], values: Sequence[torch.Tensor], counters:
 
 
 @functools.cache
-def _compiled() -> Callable[..., None]:
+def _compiled() -> Callable[..., Sequence[torch.Tensor]]:
     return torch.compile(_block, dynamic=True)
 
 
@@ -180,12 +161,13 @@ def run(
         if in_place and measure is None:
             kernel(params.parts[0], grads, *own)
             return
-        for start, stop, end, sums in _cuts(grads, CHUNK if cpu else ON_CUDA, measure):
+        for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
             part, rest = params.cut(start, stop), [m[start:stop] for m in own]
             value = part.to(dtype)
-            old = value.clone() if sums is not None else value
+            old = value.clone() if measure is not None else value
             kernel(value, grads[start:stop], *rest)
-            _measured(sums, end - start, old[: end - start], [value[: end - start], *rest])
+            if measure is not None:
+                measure.add(start, [value, value - old, *rest])
             if not in_place:
                 write(part, value, counters.keys(value.device, start, stop))
         return
@@ -198,16 +180,15 @@ def run(
             return  # of fake tensors only the memory counts, and a kernel takes none
         made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper), measure is not None)
         if made is not None:
-            run_all = functools.partial(made, [part for each in buffers for part in each.parts], grads, counters)
-            if measure is None:
-                run_all(numbers)
-                return
-            for start, end, stop, sums in measure.ranges(grads.numel()):
-                run_all(numbers, (start, end, stop), sums)
+            ends = None if measure is None else torch.tensor([stop for _, stop in measure.pieces], device="cpu")
+            sums = None if measure is None else measure.sums
+            made([part for stored in buffers for part in stored.parts], grads, counters, numbers, ends, sums)
             return
     compiled = large and grads.device.type == "cuda"
     block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
-    for start, stop, end, sums in _cuts(grads, chunk, measure):
+    for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         keys = counters.keys(grads.device, start, stop)
-        block(formula, formats, parts, grads[start:stop], keys, numbers, sums, end - start)
+        values = block(formula, formats, parts, grads[start:stop], keys, numbers, measure is not None)
+        if measure is not None:
+            measure.add(start, values)

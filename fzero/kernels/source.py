@@ -127,6 +127,17 @@ static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {
   }}
 }}
 #endif
+static inline double each(const float* x, int64_t n) {{
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+  return sum;
+}}
+static inline double squares(const float* __restrict x) {{ // in single precision, where squares are in its range
+  float sum = 0;
+  _Pragma("omp simd reduction(+:sum)")
+  for (int i = 0; i < N; i++) sum += x[i] * x[i];
+  return sum > 1e-24f && sum < 1e36f ? sum : each(x, N);
+}}
 static inline uint16_t nearest(float x) {{
   uint32_t y = (uint32_t)bits(x);
   uint16_t z = (uint16_t)((y + 0x7fff + ((y >> 16) & 1)) >> 16);
@@ -145,7 +156,7 @@ class Source:
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
         self.tables: list[str] = []
-        self.sums = ""  # the arguments that sums of squares take
+        self.measured = 0  # arrays whose squares are summed up
         self.stores: list[tuple[Part, str, str, bool]] = []  # the arguments of `store`
 
     def array(self, name: str, kind: str, numel: int = N) -> str:
@@ -225,20 +236,22 @@ class Source:
         self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
 
     def measure(self, array: str, place: int) -> None:
-        """Emits the sum of an array's squares, up to the end of what is measured, in double precision."""
-        if not self.sums:
-            self.text.append("      const int n = measured - start < N ? (int)(measured - start) : N;")
-        self.sums = "double* __restrict sums, int64_t measured"
-        self.text.append(
-            '      { double sum = 0; _Pragma("omp simd reduction(+:sum)") for (int i = 0; i < n; i++)\n'
-            f"        sum += (double){array}[i] * (double){array}[i];\n      sums[{place}] += sum; }}"
-        )
+        """Emits the sum of an array's squares, which goes to the piece that the elements belong to."""
+        if not self.measured:
+            self.text.append(
+                "      const int64_t at = first * N + start;\n"
+                "      while (piece < pieces && (ends[piece] + N - 1) / N * N <= at) piece++;\n"
+                "      const int64_t left = piece < pieces ? ends[piece] - at : 0;"
+            )
+        self.measured += 1
+        self.text.append(f"      sums[piece * SUMS + {place}] += left < N ? each({array}, left) : squares({array});")
 
     def __str__(self) -> str:
         arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
         counted = ["const int32_t* __restrict runs_", "int64_t first"]
-        last = ["const float* h", *([self.sums] if self.sums else [])]
-        arguments = ", ".join(["int64_t count", *self.arguments, *counted, *last])
+        sums = ["double* __restrict sums", "const int64_t* ends", "int64_t pieces"] if self.measured else []
+        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h", *sums])
+        arrays = f"  enum {{ SUMS = {self.measured} }}; int64_t piece = 0;\n{arrays}" if self.measured else arrays
         body = "\n".join(self.text)
         return (
             f'{_HEAD}extern "C" void kernel({arguments}) {{\n{"".join(self.tables)}{arrays}\n  int64_t run = 0;\n'
@@ -256,7 +269,8 @@ def source_of(
     """C++ of one update of a buffer: params in formats[0], moments in the others.
 
     Args:
-        measures: adds the squares of the new params, of what is added to them and of the new moments to sums.
+        measures: adds the squares of the new params, of what is added to them and of the new moments, of each piece of
+            the buffer by itself, to sums[pieces + 1][...]; pieces begin at multiples of N, and end at `ends`.
     """
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]

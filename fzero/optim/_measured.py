@@ -14,7 +14,9 @@ from fzero.table.layout import Key
 
 
 @contextlib.contextmanager
-def measuring(squares: Squares | None, params: Sharded, key: Key, moments: Sequence[str]) -> Iterator[Measure | None]:
+def measuring(
+    squares: list[Squares] | None, params: Sharded, key: Key, moments: Sequence[str]
+) -> Iterator[Measure | None]:
     """Around the update of a group: what is to be summed up meanwhile, if anything is.
 
     Args:
@@ -25,9 +27,6 @@ def measuring(squares: Squares | None, params: Sharded, key: Key, moments: Seque
         return
     pieces, names = params.layout.pieces(key, params.rank_of(key)), ("params", "updates", *moments)
     device = params.placed(key).device
-    measure = Measure(
-        [piece[1:] for piece in pieces], torch.zeros(len(pieces), len(names), dtype=torch.float64, device=device)
-    )
-    yield measure
-    for (slot, _, _), sums in zip(pieces, measure.sums, strict=True):
-        squares.add(slot.leaf, names, sums)
+    sums = torch.zeros(len(pieces) + 1, len(names), dtype=torch.float64, device=device)
+    yield Measure([piece[1:] for piece in pieces], sums)
+    squares.append(Squares([slot.leaf for slot, _, _ in pieces], names, sums[:-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -14,20 +15,16 @@ from fzero.state.sliced import Sliced, sliced_in
 from fzero.table.layout import Key, Layout
 
 
-class Squares:
-    """Sums of squares of this rank's parts of leaves, which an optimizer adds as its update comes by them.
+class Squares(NamedTuple):
+    """Sums of squares of this rank's parts of some leaves, in several trees: of params, updates, moments.
 
     Attributes:
-        found: "params", "updates" or the name of a moment -> leaf -> the sum, a 0-d float64 tensor.
+        sums: float64[leaves, names].
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, dict[int, torch.Tensor]] = {}
-
-    def add(self, leaf: int, names: Sequence[str], sums: torch.Tensor) -> None:
-        """Those of a leaf: sums[names]."""
-        for name, square in zip(names, sums.unbind(), strict=True):
-            self.found.setdefault(name, {})[leaf] = square
+    leaves: Sequence[int]
+    names: Sequence[str]
+    sums: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Draw:
     seed: int
     count: int
     compiled: frozenset[str] = frozenset()
-    squares: Squares | None = field(default=None, compare=False)
+    squares: list[Squares] | None = field(default=None, compare=False)  # to which an update adds those of its leaves
 
     def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
         """The counters of rank's shard of a group: those of whole leaves, also where it has slices of them."""

@@ -8,11 +8,11 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.follow import root
+from fzero.state.draw import Squares
 from fzero.state.gather import over_ranks, squares_of
 from fzero.state.sharded import Sharded, is_sharded
 
 Norms = dict[str, torch.Tensor]  # path of a leaf -> 0-d float64
-Squares = Mapping[int, torch.Tensor]  # leaf -> the sum of squares of this rank's part, 0-d float64
 
 
 def norms_by_leaf(tree: Sharded) -> Norms:
@@ -46,23 +46,41 @@ def moment_norms(moments: object) -> dict[str, Norms]:
     return {name: {path: x for tree in trees for path, x in norms_by_leaf(tree).items()} for name, trees in every}
 
 
-def norms_of_squares(found: Mapping[str, Squares], like: Sharded) -> dict[str, Norms]:
-    """The norms of leaves, of this rank's sums of squares of several trees: one exchange for all of them.
+def parts_of(name: str, tree: Sharded) -> list[Squares]:
+    """The squares of a tree's leaves."""
+    squares = squares_of(tree)
+    return [named_squares(name, squares)] if squares else []
+
+
+def named_squares(name: str, squares: Mapping[int, torch.Tensor]) -> Squares:
+    """Those of a tree's leaves, which are known."""
+    return Squares([*squares], (name,), torch.stack([*squares.values()]).unsqueeze(1))
+
+
+def norms_of_squares(parts: Sequence[Squares], like: Sharded) -> dict[str, Norms]:
+    """Name of a tree -> the norms of its leaves, of this rank's parts of them: one exchange for all.
 
     Args:
-        found: name of a tree -> its squares; of the same leaves on all ranks.
+        parts: of the same leaves, in the same order, on all ranks.
     """
+    rows, names = like.layout.rows, [(name, leaf) for part in parts for leaf in part.leaves for name in part.names]
+    if not names:
+        return {}
+    squares = torch.cat([part.sums.reshape(-1).to(like.device) for part in parts])
     if like.axis.tensor is not None:
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for (name, leaf), square in zip(names, squares.unbind(), strict=True):
+            found.setdefault(name, {})[leaf] = square
         return {name: _named(sorted(own), root(over_ranks(own, like)), like) for name, own in found.items()}
-    device = like.device
-    every = [(name, leaf) for name, own in found.items() for leaf in sorted(own)]
-    if not every:
-        return {name: {} for name in found}
-    squares = torch.stack([found[name][leaf].to(device) for name, leaf in every])
-    cut = [place for place, (_, leaf) in enumerate(every) if like.layout.rows[leaf].cuts]
-    if cut:
+    cut = [place for place, (_, leaf) in enumerate(names) if rows[leaf].cuts]
+    if len(cut) == len(names):
+        squares = like.axis.sum(squares, "leaf_norms")
+    elif cut:
         squares[cut] = like.axis.sum(squares[cut], "leaf_norms")
-    out: dict[str, Norms] = {name: {} for name in found}
-    for (name, leaf), norm in zip(every, squares.sqrt().unbind(), strict=True):
-        out[name][like.layout.rows[leaf].path] = norm
+    order = sorted(range(len(names)), key=lambda place: names[place][1])
+    out: dict[str, Norms] = {name: {} for name, _ in names}
+    norms = squares.sqrt().unbind()
+    for place in order:
+        name, leaf = names[place]
+        out[name][rows[leaf].path] = norms[place]
     return out

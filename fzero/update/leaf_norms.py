@@ -11,8 +11,14 @@ from collections.abc import Mapping
 import torch
 
 from fzero.state.draw import Squares
-from fzero.state.gather import squares_of
-from fzero.state.leaf_norms import moment_norms, moments_by_name, norms_by_leaf, norms_of_squares
+from fzero.state.leaf_norms import (
+    moment_norms,
+    moments_by_name,
+    named_squares,
+    norms_by_leaf,
+    norms_of_squares,
+    parts_of,
+)
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key
 from fzero.table.spec import LEAF_NORMS, Spec
@@ -32,7 +38,7 @@ class Changes:
     """
 
     def __init__(self, measures: bool) -> None:
-        self.squares = Squares() if measures else None
+        self.squares = list[Squares]() if measures else None
         self._old: dict[Key, torch.Tensor] = {}
 
     def keep(self, params: Sharded) -> None:
@@ -40,14 +46,14 @@ class Changes:
         if self.squares is None:
             self._old |= {key: params.local(key).clone() for key in params.groups}
 
-    def found(self, params: Sharded, moments: object) -> Mapping[str, Mapping[int, torch.Tensor]]:
+    def found(self, params: Sharded, moments: object) -> list[Squares]:
         """The squares of this rank's parts after the update."""
         if self.squares is not None:
-            return self.squares.found
+            return self.squares
         own = params.only(self._old)
         updates = own.with_buffers({key: own.local(key) - old for key, old in self._old.items()})
         self._old = {}
-        return {"params": squares_of(own), "updates": squares_of(updates), **_of_moments(moments)}
+        return [*parts_of("params", own), *parts_of("updates", updates), *_of_moments(moments)]
 
 
 def changes_of(step: Spec, in_place: bool) -> Changes | None:
@@ -65,15 +71,18 @@ def metric(
         changes: of the update; None where it was skipped.
     """
     own = params.only(params.layout.trainable)
+    if not own.groups:  # all is frozen
+        return _ordered({name: {} for name in _TREES})
     if changes is not None:
-        found = changes.found(params, moments)
+        parts = changes.found(params, moments)
     else:
-        squares = squares_of(own)
-        zeros = {leaf: torch.zeros_like(x) for leaf, x in squares.items()}
-        found = {"params": squares, "updates": zeros, **_of_moments(moments)}
-    if grads is None:
-        grads = {leaf: torch.full_like(x, torch.nan) for leaf, x in found["params"].items()}
-    return _ordered(norms_of_squares({"grads": grads, **found}, own))
+        (now,) = parts_of("params", own)
+        parts = [now, now._replace(names=("updates",), sums=torch.zeros_like(now.sums)), *_of_moments(moments)]
+    if grads:
+        parts = [named_squares("grads", grads), *parts]
+    norms = norms_of_squares(parts, own)
+    nothing = {path: torch.full_like(x, torch.nan) for path, x in norms["params"].items()}
+    return _ordered({"grads": nothing, **norms})
 
 
 def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
@@ -84,9 +93,9 @@ def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Shard
     return _ordered(norms | moment_norms(moments))
 
 
-def _of_moments(moments: object) -> dict[str, dict[int, torch.Tensor]]:
+def _of_moments(moments: object) -> list[Squares]:
     every = moments_by_name(moments).items()
-    return {name: {leaf: x for tree in trees for leaf, x in squares_of(tree).items()} for name, trees in every}
+    return [part for name, trees in every for tree in trees for part in parts_of(name, tree)]
 
 
 def _ordered(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> Metric:
