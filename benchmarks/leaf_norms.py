@@ -82,7 +82,10 @@ def main() -> None:
     print(f"{'':<22}{'step':>9}{'update':>9}{'adds':>9}{'of a step':>11}{'steps':>8}")
     for name in names:
         plain, measured, without, with_norms = spawned(timed, args, [name])[name]
-        step, added = statistics.median(plain), statistics.median(b - a for a, b in zip(without, with_norms, strict=True))
+        step, added = (
+            statistics.median(plain),
+            statistics.median(b - a for a, b in zip(without, with_norms, strict=True)),
+        )
         ratio = statistics.median(b / a for a, b in zip(plain, measured, strict=True))
         line = f"{name:<22}{step * 1e3:>9.1f}{statistics.median(without) * 1e3:>9.2f}{added * 1e3:>9.2f}"
         print(f"{line}{added / step:>11.2%}{ratio:>8.3f}", flush=True)

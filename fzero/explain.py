@@ -6,18 +6,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import need_int, wrong
+from fzero.base.arguments import as_float64, need_int, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.ragged import places_in
 from fzero.comm.axis import Axis
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
+from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
 from fzero.engine.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
@@ -25,136 +25,6 @@ from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 from fzero.update.update import apply_update, with_kept
-
-STATE, UPDATE = "state", "update"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Where values first are not finite.
-
-    Attributes:
-        phase: "state" (they came with it), "forward", "backward" or "update".
-        kind: "nan" or "inf".
-        unit: the path of the unit, "" for what lies outside of units; None where it is not known.
-        op: the operator of torch that made them, such as "aten.div.Tensor"; "" where they came as they are.
-        pulled: in the backward, the operator of the forward whose pullback it is.
-        place: "file:line, in function: `code`" of the caller's line that calls it.
-        leaf: the path of the leaf concerned: that came so, that the operator takes, or whose gradient or update is the
-            first that is not finite; None for none.
-        source: what came so: a leaf, an input; "" where an operator made it.
-        rank, microbatch: where it was; None for what all have.
-        examples: numbers along the dim of examples, in this rank's batch.
-        count, shape, dtype: how many values of what was made are not finite, and of what.
-        operands: what the operator took, in words.
-        end: what this became, in words, where NaN was made of an infinity.
-        by_scale: whether it is the loss scale's: without it the gradients are finite.
-        at: its number among the operations of its rank.
-    """
-
-    phase: str
-    kind: str
-    unit: str | None = None
-    op: str = ""
-    pulled: str = ""
-    place: str = ""
-    leaf: str | None = None
-    source: str = ""
-    rank: int | None = None
-    microbatch: int | None = None
-    examples: tuple[int, ...] = ()
-    count: int = 0
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    operands: tuple[str, ...] = ()
-    end: str = ""
-    by_scale: bool = False
-    at: int = 0
-
-    def __str__(self) -> str:
-        what = {"nan": "NaN", "inf": "an infinity"}[self.kind]
-        unit = "" if self.unit is None else f" in unit {self.unit!r}" if self.unit else " outside of units"
-        made = f"{what} of {self.op}" if self.op else f"{what} in {self.source}"
-        if self.phase == STATE:
-            return f"first not finite: {made}{unit}, with which the state came"
-        lines = [f"first not finite: {made}{unit}, in the {self.phase}"]
-        lines += [f"pulling back {self.pulled}"] if self.pulled else []
-        lines += [f"at {self.place}"] if self.place else []
-        lines += [f"leaf {self.leaf!r}"] if self.leaf and self.op else []
-        if self.rank is not None:
-            where = f"rank {self.rank}, microbatch {self.microbatch}"
-            lines.append(f"{where}, {_listed(self.examples)}" if self.examples else where)
-        if self.count:
-            lines.append(f"{self.count} of {math.prod(self.shape)} values, {self.dtype}{list(self.shape)}")
-        lines += [f"of {', '.join(self.operands)}"] if self.operands else []
-        lines += [self.end] if self.end else []
-        lines += ["by the loss scale: without it all gradients are finite"] if self.by_scale else []
-        return "\n  ".join(lines)
-
-
-@dataclass(frozen=True)
-class Overflow:
-    """Values of a unit, finite, that are beyond what a dtype can hold.
-
-    Attributes:
-        unit: its path; "" for what lies outside of units.
-        phase: "forward" or "backward".
-        largest: the magnitude.
-        op, place, rank: of the operation that made it.
-    """
-
-    unit: str
-    phase: str
-    largest: float
-    op: str
-    place: str
-    rank: int
-
-    def __str__(self) -> str:
-        unit = f"unit {self.unit!r}" if self.unit else "outside of units"
-        return f"{unit}, {self.phase}: {self.largest:.4g} of {self.op}" + (f" at {self.place}" if self.place else "")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a step does; made by `explain`, the same on all ranks.
-
-    Attributes:
-        fault: the first in the order of the program, earliest microbatch first; None where all is finite.
-        faults: the first one of each rank, and of what all have.
-        overflows: where values are beyond what `dtype` can hold, though they are finite.
-        dtype: that was asked about.
-        norms: "params", "grads", "updates" and the names of moments ("mu", "nu") -> leaf path -> norm over all shards.
-            Params and moments are those before the update; an update is what it adds to a leaf.
-        loss: the mean over microbatches and ranks; None where the outputs are no scalar.
-        grad_norm: of the mean gradient.
-        skipped: whether the step skips its update.
-    """
-
-    fault: Fault | None
-    faults: tuple[Fault, ...]
-    overflows: tuple[Overflow, ...]
-    dtype: torch.dtype
-    norms: Mapping[str, Mapping[str, float]] = field(hash=False)
-    loss: float | None
-    grad_norm: float
-    skipped: bool
-
-    def __str__(self) -> str:
-        lines = [str(self.fault or "all values are finite")]
-        loss = "" if self.loss is None else f"loss {self.loss:.6g}, "
-        lines.append(f"{loss}gradient norm {self.grad_norm:.4g}" + (", update skipped" if self.skipped else ""))
-        if self.overflows:
-            lines += [f"beyond {torch.finfo(self.dtype).max:.4g}, the largest of {self.dtype}:"]
-            lines += [f"  {each}" for each in self.overflows]
-        names = list(self.norms)
-        paths = list(self.norms["params"])
-        wide = max(map(len, (*paths, "leaf")))
-        lines.append("  ".join(("leaf".ljust(wide), *[name.rjust(10) for name in names])))
-        for path in paths:
-            norms = [self.norms[name].get(path) for name in names]
-            lines.append("  ".join((path.ljust(wide), *[("" if x is None else f"{x:.4g}").rjust(10) for x in norms])))
-        return "\n".join(lines)
 
 
 def explain(
@@ -241,7 +111,7 @@ def _explained(
         dtype=dtype,
         norms=norms,
         loss=None if replay.loss is None else float(replay.loss),
-        grad_norm=float(metrics["grad_norm"]),
+        grad_norm=float(as_float64(metrics["grad_norm"])),
         skipped=bool(metrics["skipped"]),
     )
 
@@ -313,7 +183,7 @@ class _Replay:
             examples=tuple([first + number for number in birth.examples]),
             count=birth.count,
             shape=birth.shape,
-            dtype=_short(birth.dtype),
+            dtype=short(birth.dtype),
             operands=birth.operands,
             end="" if end is birth else f"from which {end.op} made NaN" + (f" at {end.place}" if end.place else ""),
             at=birth.at,
@@ -411,13 +281,3 @@ def _joined(told: Sequence[_Told]) -> tuple[Overflow, ...]:
             if known is None or one.largest > known.largest:
                 largest[one.unit, one.phase] = dataclasses.replace(one, rank=rank)
     return tuple(largest.values())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _listed(examples: Sequence[int]) -> str:
-    """Numbers of examples in words, of many the first."""
-    some = ", ".join(map(str, examples[:8])) + (", ..." if len(examples) > 8 else "")
-    return f"example {some}" if len(examples) == 1 else f"{len(examples)} examples: {some}"

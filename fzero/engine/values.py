@@ -6,9 +6,8 @@ that it takes is so; from there its births are followed through memory to what t
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -25,14 +24,22 @@ from fzero.capture.handle import Handle, storage_of
 from fzero.engine.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
 from fzero.engine.call import Call
 from fzero.engine.dispatch import plain_call
+from fzero.engine.operands import (
+    Operand,
+    Operator,
+    is_plain,
+    makes_nothing,
+    measured,
+    names_infinity,
+    overwritten_by,
+    writes,
+)
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
 from fzero.engine.traversal import known as known_leaves
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Group, Key
 from fzero.table.spec import Spec
-
-Operator = Callable[..., object]
 
 
 class Large(NamedTuple):
@@ -50,18 +57,6 @@ class _Op(NamedTuple):
     within: Within
     place: Place | None
     engine: bool = False  # it gathers, copies or sums, and the caller did not write it
-
-
-class _Operand(NamedTuple):
-    """A tensor that an operation takes, as it was before."""
-
-    tensor: torch.Tensor
-    low: float
-    high: float
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 class Values(dispatch.TorchDispatchMode):
@@ -119,19 +114,19 @@ class Values(dispatch.TorchDispatchMode):
         with without_dispatch_modes(), private.below_transforms():
             taint = Taint()
             for x in pytree.leaves(outputs):
-                if isinstance(x, torch.Tensor) and _is_plain(x := private.unwrapped(x)):
+                if isinstance(x, torch.Tensor) and is_plain(x := private.unwrapped(x)):
                     taint = taint.joined(self._taint(x.detach()))
             self.left[self.microbatch] = taint
 
     def _note_input(self, x: torch.Tensor, name: str) -> None:
-        if _is_plain(x):
-            self._inputs.setdefault(storage_of(x), []).append((x.storage_offset(), name))
+        if is_plain(x):
+            self._inputs.setdefault(storage_of(x), []).append((int(x.storage_offset()), name))
 
     def _note_leaf(self, index: int, leaf: torch.Tensor) -> None:
         x = private.unwrapped(leaf)
         key, slot = self._layout.key_of[self._layout.rows[index].path]
-        if _is_plain(x):
-            self._leaves[storage_of(x)] = self._layout.groups[key], x.storage_offset() - slot.offset
+        if is_plain(x):
+            self._leaves[storage_of(x)] = self._layout.groups[key], int(x.storage_offset()) - slot.offset
 
     # ---- an operation
 
@@ -139,19 +134,19 @@ class Values(dispatch.TorchDispatchMode):
         self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         kwargs, name = kwargs or {}, str(func)
-        given = [x for x in pytree.tensors_in(args, kwargs) if _is_plain(x)]
-        writes, overwritten = _writes(func), _overwritten(name, given)
-        before = [_measured(x) for x in given if x is not overwritten] if writes else None
+        given = [x for x in pytree.tensors_in(args, kwargs) if is_plain(x)]
+        does_write, overwritten = writes(func), overwritten_by(name, given)
+        before = [measured(x) for x in given if x is not overwritten] if does_write else None
         out = func(*args, **kwargs)
-        made = [x for x in pytree.tensors_in(out) if _is_plain(x)]
-        if writes:
+        made = [x for x in pytree.tensors_in(out) if is_plain(x)]
+        if does_write:
             made += [x for x in given if all(x is not other for other in made)]
         if overwritten is not None:
             self._taints.pop(storage_of(overwritten), None)
-        if _makes_nothing(name):  # what lies there is nobody's yet
-            for x in made:
-                self._taints.pop(storage_of(x), None)
-        elif made:
+        for memory in {storage_of(x) for x in made} - {storage_of(x) for x in given}:  # which others had before
+            for known in (self._taints, self._leaves, self._inputs):
+                known.pop(memory, None)
+        if made and not makes_nothing(name):
             self._look(name, (args, kwargs), given, before, made)
         return out
 
@@ -160,19 +155,16 @@ class Values(dispatch.TorchDispatchMode):
         name: str,
         arguments: object,
         given: Sequence[torch.Tensor],
-        before: Sequence[_Operand] | None,
+        before: Sequence[Operand] | None,
         made: Sequence[torch.Tensor],
     ) -> None:
         self._at += 1
         op = self._running(name, given)
-        memories = {storage_of(x) for x in given}
         for x in made:
-            own = _measured(x)
+            own = measured(x)
             if not own.finite:
-                before = [_measured(each) for each in given] if before is None else before
+                before = [measured(each) for each in given] if before is None else before
                 self._follow(x, op, arguments, before)
-            elif storage_of(x) not in memories:
-                self._taints.pop(storage_of(x), None)
             if not op.engine:
                 self._note_large(own, op)
 
@@ -220,7 +212,7 @@ class Values(dispatch.TorchDispatchMode):
                 within.unit = found[0].unit
         return within
 
-    def _note_large(self, own: _Operand, op: _Op) -> None:
+    def _note_large(self, own: Operand, op: _Op) -> None:
         value = max(abs(own.low), abs(own.high))
         if not self._limit < value < 0.5 * torch.finfo(own.tensor.dtype).max:  # where masks have their numbers
             return
@@ -230,7 +222,7 @@ class Values(dispatch.TorchDispatchMode):
 
     # ---- what is not finite
 
-    def _follow(self, x: torch.Tensor, op: _Op, arguments: object, before: Sequence[_Operand]) -> None:
+    def _follow(self, x: torch.Tensor, op: _Op, arguments: object, before: Sequence[Operand]) -> None:
         """Notes what the values of a result that is not finite come of."""
         came = Taint()
         for each in before:
@@ -241,7 +233,7 @@ class Values(dispatch.TorchDispatchMode):
         if has_nan and not came.nan:
             new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
         if has_inf and not came.inf and not came.nan:
-            new.inf = frozenset({self._birth(INF, x, op, before, not before or _names_infinity(arguments))})
+            new.inf = frozenset({self._birth(INF, x, op, before, not before or names_infinity(arguments))})
         elif has_inf and not came.inf:
             new.inf = came.nan
         self._taints[storage_of(x)] = new
@@ -282,7 +274,7 @@ class Values(dispatch.TorchDispatchMode):
         kind: str,
         x: torch.Tensor,
         op: _Op,
-        before: Sequence[_Operand],
+        before: Sequence[Operand],
         given: bool,
         of: frozenset[Birth] = frozenset(),
     ) -> Birth:
@@ -312,7 +304,7 @@ class Values(dispatch.TorchDispatchMode):
     def _leaf(self, x: torch.Tensor) -> str | None:
         """The path of the leaf that a tensor lies in."""
         found = self._leaves.get(storage_of(x))
-        return None if found is None else found[0].leaf_at(x.storage_offset() - found[1])
+        return None if found is None else found[0].leaf_at(int(x.storage_offset()) - found[1])
 
     # ---- cotangents of leaves
 
@@ -330,7 +322,7 @@ class Values(dispatch.TorchDispatchMode):
         variable, key = getattr(node, "variable", None), getattr(node, "key", None)
         if isinstance(variable, torch.Tensor) and tuple(variable.shape) == tuple(x.shape):
             own = private.unwrapped(variable)
-            return self._leaf(own) if _is_plain(own) else None
+            return self._leaf(own) if is_plain(own) else None
         if isinstance(key, Key):
             slots = self._layout.groups[key].slots
             return slots[place].path if place < len(slots) and slots[place].shape == tuple(x.shape) else None
@@ -367,47 +359,3 @@ def _line() -> tuple[Place | None, bool]:
         entered = entered or frame.f_code in _ENTRIES
         own = own or (not entered and str(frame.f_globals.get("__name__")).startswith(_ENGINE))
     return None, own
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    """Tells whether a tensor's values can be looked at: real or complex numbers in memory of its own."""
-    if not (x.is_floating_point() or x.is_complex()) or x.layout != torch.strided or x.is_quantized:
-        return False
-    return x.device.type != "meta" and not private.is_fake(x) and not private.is_dispatched(type(x))
-
-
-def _measured(x: torch.Tensor) -> _Operand:
-    x = x.detach()
-    if not x.numel():
-        return _Operand(x, 0.0, 0.0)
-    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    low, high = torch.aminmax(real.float() if real.itemsize == 1 else real)
-    return _Operand(x, float(low), float(high))
-
-
-@functools.lru_cache(4096)
-def _writes(func: Operator) -> bool:
-    """Tells whether an operator writes to what it takes."""
-    schema = getattr(func, "_schema", None)
-    return schema is not None and any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
-
-
-@functools.lru_cache(4096)
-def _makes_nothing(name: str) -> bool:
-    """Tells whether an operator gives memory and writes nothing there, or is none."""
-    return name.startswith(("prim.", "aten.empty", "aten.new_empty", "aten.set_", "aten.resize_"))
-
-
-_OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-
-
-def _overwritten(name: str, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor, all of its memory, whose values an operator writes over without reading them."""
-    if not given or name.removeprefix("aten.").partition(".")[0] not in _OVERWRITING:
-        return None
-    return given[0]
-
-
-def _names_infinity(arguments: object) -> bool:
-    """Tells whether an infinite number is among an operator's arguments."""
-    return any(isinstance(x, float) and not math.isfinite(x) for x in pytree.flatten(arguments)[0])

@@ -1,0 +1,280 @@
+"""fz.explain names the unit, operator, leaf and example of planted faults, and nothing where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import weakref
+from typing import Any
+
+import planted
+import pytest
+import torch
+from huggingface_models import llama
+from planted import BACKWARD, BLOCKS, CLEAN, FORWARD, Case, Loss, batch, drawn_params
+
+import fzero as fz
+from fzero.testing import assert_trees_equal, run_ranks
+
+F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """Cases of every kind of fault, in steps of every stage, on one to three ranks."""
+    draw, names = random.Random(seed), [*FORWARD, *BACKWARD]
+    out = []
+    for number in range(count):
+        stage = draw.randrange(4)
+        world = draw.choice([1, 2, 3]) if stage else 1
+        place = (draw.randrange(BLOCKS), draw.randrange(planted.BATCH), draw.randrange(world))
+        how = (draw.random() < 0.4, draw.choice([1, 2]), draw.choice([F32, F64]), draw.random() < 0.4)
+        out.append(Case(names[number % len(names)], *place, world, stage, *how))
+    return out
+
+
+@pytest.mark.parametrize("case", drawn(50, 0), ids=lambda case: f"{case.fault}-{case.stage}-{case.world}")
+def test_finds_planted_faults(case: Case) -> None:
+    case.check(run_ranks(case, case.world))
+
+
+@pytest.mark.usefixtures("hazards")
+@pytest.mark.parametrize("fault", ["division", "root", *CLEAN])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_while_everything_in_flight_is_poisoned(fault: str, stage: int) -> None:
+    case = Case(fault, 1, 2, 1, 3, stage, stage == 3, 2, F32)
+    case.check(run_ranks(case, 3))
+
+
+@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("fault", [*CLEAN])
+def test_what_is_taken_away_again_is_no_fault(fault: str, module: bool) -> None:
+    for stage in (0, 3):
+        Case(fault, 1, 2, 0, 1, stage, False, 1, F32, module).check(
+            run_ranks(Case(fault, 1, 2, 0, 1, stage, False, 1, F32, module), 1)
+        )
+
+
+def on_processes(rank: int) -> list[Any]:
+    return [case(rank) for case in ON_PROCESSES]
+
+
+ON_PROCESSES = [
+    Case("division", 0, 3, 1, 2, 3, False, 2, F32),
+    Case("masked_root", 2, 1, 0, 2, 2, False, 1, F32),
+    Case("own_backward", 1, 0, 1, 2, 3, True, 1, F32, True),
+    Case("in_place", 1, 2, 1, 2, 1, True, 2, F64),
+    Case("dropped", 1, 2, 1, 2, 3, False, 1, F32),
+]
+
+
+def test_on_real_processes() -> None:
+    by_rank = run_ranks(on_processes, 2, backend="processes")
+    for case, reports in zip(ON_PROCESSES, zip(*by_rank, strict=True), strict=True):
+        case.check(reports)
+
+
+TRANSFORMS = {
+    "fuse_update": fz.fuse_update,
+    "compile": fz.compile,
+    "donate": fz.donate,
+    "offload": lambda step: fz.offload(step, "host", "host", "host"),
+    "activations": lambda step: fz.offload(step, activations="host"),
+    "ema": lambda step: fz.ema(step, 0.9),
+    "freeze": lambda step: fz.freeze(step, "blocks.0.*"),
+    "loss_scale": lambda step: fz.loss_scale(step, 4.0),
+    "autocast": fz.autocast,
+}
+
+
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'", "ignore:Slow in torch")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_with_every_transform(name: str) -> None:
+    for fault in ("division", "masked_root", "dropped"):
+        case = Case(fault, 1, 2, 0, 1, 0, False, 1, F32)
+        step, params = case.made(TRANSFORMS[name])
+        state = step.init(params)
+        case.check([fz.explain(step, state, *batch(0, (0, 2, 1)))])
+        assert state.params["blocks.1.w"].isfinite().all()
+
+
+@pytest.mark.parametrize("policy", [fz.Policy.exact(), fz.Policy.compact16()], ids=["exact", "compact16"])
+def test_of_states_in_few_bits(policy: fz.Policy) -> None:
+    case = Case("division", 1, 2, 0, 1, 0, False, 1, F32)
+    step = fz.train_step(Loss("division"), fz.adamw(1e-3), dataclasses.replace(policy, compute=F32))
+    case.check([fz.explain(step, step.init(drawn_params()), *batch(0, (0, 2, 1)))])
+
+
+# ---- what comes with the state, or with the inputs
+
+
+def with_value(tree: fz.Sharded, path: str, value: float) -> fz.Sharded:
+    """A tree, the first value of whose leaf is another one."""
+    new = tree.replaced(buffers={name: x.clone() for name, x in tree.buffers.items()})
+    new[path].view(-1)[0] = value
+    return new
+
+
+def of_state(kind: str, path: str, value: float) -> Any:
+    """What is said of a state in which a value is another one."""
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3))
+    state = step.init(drawn_params())
+    if kind == "params":
+        state = state.replace(params=with_value(state.params, path, value))
+    else:
+        moment = with_value(getattr(state.moments, kind), path, value)
+        state = state.replace(moments=state.moments._replace(**{kind: moment}))
+    return fz.explain(step, state, *batch(0)).fault
+
+
+@pytest.mark.parametrize(("kind", "value"), [("params", NAN), ("params", INF), ("mu", NAN), ("nu", INF)])
+def test_a_leaf_that_came_so(kind: str, value: float) -> None:
+    fault = of_state(kind, "blocks.1.w", value)
+    assert (fault.phase, fault.leaf, fault.unit) == ("state", "blocks.1.w", "blocks.1")
+    assert fault.kind == ("nan" if value != value else "inf") and kind in fault.source
+    assert str(fault).startswith("first not finite: ")
+
+
+def test_an_update_that_is_at_fault() -> None:
+    fault = of_state("nu", "blocks.2.b", -1.0)  # of which there is no root
+    assert (fault.phase, fault.leaf, fault.kind) == ("update", "blocks.2.b", "nan")
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_an_input_that_came_so(value: float) -> None:
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3))
+    x, y, marks = batch(0)
+    y[3, 0, 0] = value
+    fault = fz.explain(step, step.init(drawn_params()), x, y, marks).fault
+    assert fault is not None and (fault.source, fault.examples, fault.op) == ("input 1", (3,), "")
+
+
+def test_a_cotangent_that_came_so() -> None:
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3))
+    fault = fz.explain(step, step.init(drawn_params()), *batch(0), cotangent=torch.tensor(NAN)).fault
+    assert fault is not None and (fault.source, fault.phase) == ("the cotangent", "backward")
+
+
+def half_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    for own in p["blocks"]:
+        x = fz.unit(lambda q, h: torch.tanh(h @ q["w"]))(own, x)
+    return (x.float() ** 2).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Slow in torch")
+def test_a_loss_scale_that_is_too_large() -> None:
+    step = fz.autocast(fz.train_step(half_loss, fz.sgd(0.1)), torch.float16)
+    params, x = {"blocks": [{"w": torch.eye(8)} for _ in range(2)]}, torch.ones(4, 8)
+    large, small = fz.loss_scale(step, 2.0**16), fz.loss_scale(step, 8.0)
+    fault = fz.explain(large, large.init(params), x).fault
+    assert fault is not None and fault.by_scale and fault.dtype == "float16" and "by the loss scale" in str(fault)
+    assert fz.explain(small, small.init(params), x).fault is None
+    # what is wrong without it too is not the scale's
+    step, params = Case("masked_root", 1, 2, 0, 1, 0, False, 1, F32).made(fz.loss_scale)
+    fault = fz.explain(step, step.init(params), *batch(0, (0, 2, 1))).fault
+    assert fault is not None and not fault.by_scale
+
+
+def test_overflows_of_units() -> None:
+    step = fz.train_step(
+        lambda p, x: fz.unit(lambda q, h: h * q["w"] * 1e4)(p["blocks"][0], x).mean() / 1e4, fz.sgd(0.1)
+    )
+    state = step.init({"blocks": [{"w": torch.ones(2)}]})
+    report = fz.explain(step, state, torch.full((3, 2), 9.0))
+    found, of_mean = report.overflows
+    assert of_mean.unit == "" and report.fault is None and (found.unit, found.phase) == ("blocks.0", "forward")
+    assert found.largest == pytest.approx(9e4) and "test_explain.py" in found.place
+    assert not fz.explain(step, state, torch.full((3, 2), 9.0), dtype=torch.bfloat16).overflows
+
+
+def test_of_a_model_of_another_library() -> None:
+    """Its masks hold the least number that there is, and an example begins with padding."""
+    apply, params = fz.functional(llama(2, True))
+    step = fz.shard_zero3(
+        fz.train_step(lambda p, ids, mask: apply(p, ids, mask).logits.float().square().mean(), fz.sgd(0.1))
+    )
+
+    def on_rank(rank: int) -> Any:
+        ids = torch.arange(24).view(3, 8) % 16
+        mask = torch.ones(3, 8, dtype=torch.long)
+        mask[1, :3] = 0
+        report = fz.explain(step, step.init(params), ids, mask)
+        assert report.fault is None and not [each for each in report.overflows if each.phase == "forward"], report
+
+    run_ranks(on_rank, 1)
+
+
+# ---- the report, and what an explanation leaves
+
+
+def test_norms_are_those_of_the_trees() -> None:
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3))
+    state, _ = step(step.init(drawn_params()), *batch(0))
+    report = fz.explain(step, state, *batch(1))
+    new, metrics = step(state, *batch(1))
+    assert report.loss == pytest.approx(metrics["loss"].item()) and report.grad_norm == metrics["grad_norm"].item()
+    assert list(report.norms) == ["params", "grads", "updates", "mu", "nu"]
+    for path in state.params:
+        assert report.norms["params"][path] == pytest.approx(state.params[path].norm().item(), rel=1e-5)
+        assert report.norms["nu"][path] == pytest.approx(state.moments.nu[path].norm().item(), rel=1e-5)
+        moved = (new.params[path] - state.params[path]).norm().item()
+        assert report.norms["updates"][path] == pytest.approx(moved, rel=1e-4)
+    assert "all values are finite" in str(report) and "blocks.1.w" in str(report)
+
+
+def test_leaves_nothing_behind() -> None:
+    step, params = Case("division", 1, 2, 0, 1, 0, False, 1, F32).made(fz.donate)
+    state, other = step.init(params), step.init(params)
+    inputs = batch(0, (0, 2, 1))
+    fz.explain(step, state, *inputs)
+    held = weakref.ref(inputs[0])
+    assert_trees_equal(dict(state.params), dict(other.params))
+    assert (state.step, state.seed) == (other.step, other.seed)
+    inputs = batch(0)
+    gc.collect()
+    assert held() is None
+    new, metrics = step(state, *inputs)
+    expected, others = step(other, *inputs)
+    assert_trees_equal(dict(new.params), dict(expected.params))
+    assert metrics["loss"] == others["loss"]
+
+
+def dropped_out(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return fz.unit(lambda q, h: torch.nn.functional.dropout(h @ q["w"], 0.5))(p["blocks"][0], x).mean()
+
+
+def test_draws_the_numbers_of_the_step() -> None:
+    step = fz.accumulate(fz.train_step(dropped_out, fz.sgd(0.1)), 2)
+    state = step.init({"blocks": [{"w": torch.eye(8)}]}, seed=3)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for rng in (0, 1):
+        report, (_, metrics) = fz.explain(step, state, x, rng=rng), step(state, x, rng=rng)
+        assert report.loss == metrics["loss"].item() and report.grad_norm == metrics["grad_norm"].item()
+
+
+def test_of_steps_with_aux_and_a_carry() -> None:
+    def fn(p: Any, carry: Any, x: torch.Tensor) -> Any:
+        y = x / p["w"]
+        return (y.mean(), y.sum()), {"mean": carry["mean"] + y.mean().detach()}
+
+    step = fz.carry(fz.train_step(fn, fz.sgd(0.1), has_aux=True), {"mean": torch.zeros(())})
+    state = step.init({"w": torch.tensor([1.0, 0.0])})
+    fault = fz.explain(step, state, torch.ones(3, 2)).fault
+    assert fault is not None and (fault.op, fault.leaf, fault.unit) == ("aten.div.Tensor", "w", "")
+
+
+def test_refusals() -> None:
+    stages = [
+        fz.train_step(lambda p, x: x * p["w"], fz.sgd(0.1)),
+        fz.train_step(lambda p, x: (x * p["w"]).mean(), fz.sgd(0.1)),
+    ]
+    pipe = fz.pipeline(stages, fz.schedules.gpipe(stages=2, microbatches=2))
+    with pytest.raises(TypeError, match=r"explain: got step=Pipeline, .*steps one by one"):
+        fz.explain(pipe, None, torch.ones(2))  # type: ignore[arg-type]
+    step = stages[1]
+    state = step.init({"w": torch.ones(2)})
+    with pytest.raises(TypeError, match="dtype='half', expected a floating dtype"):
+        fz.explain(step, state, torch.ones(2, 2), dtype="half")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"fz.explain.*torch\.func\.grad"):
+        torch.func.grad(lambda x: (fz.explain(step, state, x), x.sum())[1])(torch.ones(2, 2))
