@@ -188,6 +188,7 @@ REFUSED: dict[str, Any] = {
     "donate": around(fz.donate),
     "tape": (taped, X),
     "convert": of_state(lambda state: fz.convert(state, STEP)),
+    "explain": (lambda x: torch.tensor(fz.explain(STEP, STATE, x).grad_norm), X),
     "hvp": (lambda x: summed(fz.hvp(STEP, STATE, GRADS, x)), X),
     "per_example_grads": (lambda x: summed(fz.per_example_grads(STEP, STATE, x)), X),
     "save": saved("saved", fz.save),

@@ -241,10 +241,10 @@ class Source:
             self.text.append(
                 "      const int64_t at = first * N + start;\n"
                 "      while (piece < pieces && (ends[piece] + N - 1) / N * N <= at) piece++;\n"
-                "      const int64_t left = piece < pieces ? ends[piece] - at : 0;"
+                "      const int64_t real = piece < pieces ? ends[piece] - at : 0;"
             )
         self.measured += 1
-        self.text.append(f"      sums[piece * SUMS + {place}] += left < N ? each({array}, left) : squares({array});")
+        self.text.append(f"      sums[piece * SUMS + {place}] += real < N ? each({array}, real) : squares({array});")
 
     def __str__(self) -> str:
         arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())

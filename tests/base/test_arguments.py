@@ -112,6 +112,13 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "state": (lambda v: fz.hvp(STEP, v, GRADS, X), {"a state"}),
         "v": (lambda v: fz.hvp(STEP, STATE, v, X), {"grads"}),
     },
+    "explain": {
+        "step": (lambda v: fz.explain(v, STATE, X), {"a step"}),
+        "state": (lambda v: fz.explain(STEP, v, X), {"a state"}),
+        "rng": (lambda v: fz.explain(STEP, STATE, X, rng=v), {"an int", "a negative"}),
+        "cotangent": (lambda v: fz.explain(STEP, STATE, X, cotangent=v), {"None", "a 0-d tensor"}),
+        "dtype": (lambda v: fz.explain(STEP, STATE, X, dtype=v), set()),
+    },
     "per_example_grads": {
         "step": (lambda v: fz.per_example_grads(v, STATE, X), {"a step"}),
         "state": (lambda v: fz.per_example_grads(STEP, v, X), {"a state"}),
@@ -178,6 +185,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "policy": (lambda v: fz.train_step(loss, fz.sgd(0.1), v), {"a policy", "None"}),
         "units": (lambda v: fz.train_step(loss, fz.sgd(0.1), units=v), {"a string", "None"}),
         "has_aux": (lambda v: fz.train_step(loss, fz.sgd(0.1), has_aux=v), {"a bool"}),
+        "metrics": (lambda v: fz.train_step(loss, fz.sgd(0.1), metrics=v), set()),
     },
     "loop": {
         "step": (lambda v: looped(step=v), {"a step", "a function"}),

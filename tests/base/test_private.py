@@ -429,6 +429,29 @@ def test_whether_a_mode_looks_at_every_operator() -> None:
         assert private.dispatch_modes()
 
 
+def test_which_node_an_operator_belongs_to() -> None:
+    """In the forward the one that was made last, in the pullback the one that runs."""
+    seen: list[tuple[str, int]] = []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = hooks.node_that_runs()
+            number = hooks.next_number() - 1 if node is None else hooks.number_of(node)
+            seen.append((str(func), number))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Looks():
+        out = x.exp().sin().sum()
+    forward = dict(seen)
+    seen.clear()
+    with Looks():
+        out.backward()
+    assert hooks.node_that_runs() is None
+    assert ("aten.cos.default", forward["aten.sin.default"]) in seen
+    assert ("aten.mul.Tensor", forward["aten.exp.default"]) in seen
+
+
 def test_traces() -> None:
     seen = []
 
