@@ -25,7 +25,8 @@ class Fault:
         leaf: the path of the leaf concerned: that came so, that the operator takes, or whose gradient or update is the
             first that is not finite; None for none.
         source: what came so: a leaf, an input; "" where an operator made it.
-        rank, microbatch: where it was; None for what all have.
+        rank, microbatch: where it was; None for what all have. Ranks are counted along the data axes, those of a tensor
+            axis one after another.
         examples: numbers along the dim of examples, in this rank's batch.
         count, shape, dtype: how many values of what was made are not finite, and of what.
         operands: what the operator took, in words.

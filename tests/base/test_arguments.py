@@ -117,7 +117,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "state": (lambda v: fz.explain(STEP, v, X), {"a state"}),
         "rng": (lambda v: fz.explain(STEP, STATE, X, rng=v), {"an int", "a negative"}),
         "cotangent": (lambda v: fz.explain(STEP, STATE, X, cotangent=v), {"None", "a 0-d tensor"}),
-        "dtype": (lambda v: fz.explain(STEP, STATE, X, dtype=v), set()),
+        "dtype": (lambda v: fz.explain(STEP, STATE, X, dtype=v), {"a dtype"}),
     },
     "per_example_grads": {
         "step": (lambda v: fz.per_example_grads(v, STATE, X), {"a step"}),

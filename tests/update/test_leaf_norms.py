@@ -29,7 +29,7 @@ OPTIMIZERS = {
 }
 POLICIES = {
     "none": None,
-    "exact": dataclasses.replace(fz.Policy.exact(), compute=F32),
+    "exact": dataclasses.replace(fz.Policy.exact(F32), compute=F32),
     "compact16": dataclasses.replace(fz.Policy.compact16(), compute=F32),
 }
 
@@ -96,9 +96,9 @@ def compare(step: fz.Step, params: Any, x: torch.Tensor, rounding: float) -> Non
 
 
 @pytest.mark.usefixtures("hazards")
-@by_day(12)
+@by_day(8)
 @given(
-    chosen=strategies.transforms(stages=(0, 1, 2, 3), patterns=("blocks.*", "*")),
+    chosen=strategies.transforms(stages=(0, 1, 2, 3)),
     world=st.integers(1, 3),
     optimizer=st.sampled_from([*OPTIMIZERS]),
     policy=st.sampled_from([*POLICIES]),
@@ -110,7 +110,8 @@ def test_are_those_of_the_gathered_trees(
 ) -> None:
     dtype = F64 if wide and policy == "none" else F32
     policy = "none" if optimizer in ("lamb", "muon") else policy
-    chosen = [pair for pair in chosen if pair[0] != "autocast"]
+    unfit = {"autocast", *(["fuse_update"] if optimizer == "lamb" else [])}
+    chosen = [pair for pair in chosen if pair[0] not in unfit]
     world = world if any(name.startswith("shard") for name, _ in chosen) else 1
 
     def on_rank(rank: int) -> None:
