@@ -32,7 +32,7 @@ STEPS: dict[str, tuple[Callable[[fz.Step], fz.Step], fz.Policy | None, fz.Gradie
     "ZeRO-3, clipped": (fz.shard_zero3, None, fz.chain(fz.clip_by_global_norm(1.0), ADAMW)),
     "ZeRO-3, exact()": (fz.shard_zero3, fz.Policy.exact(), ADAMW),
     "ZeRO-3, compact16()": (fz.shard_zero3, fz.Policy.compact16(), ADAMW),
-    "ZeRO-3, muon": (fz.shard_zero3, None, fz.partition({"blocks.*.weight": fz.muon(1e-3), "*": ADAMW})),
+    "ZeRO-3, muon": (fz.shard_zero3, None, fz.partition({"blocks.*.attention.*.weight": fz.muon(1e-3), "*": ADAMW})),
 }
 
 

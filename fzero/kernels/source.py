@@ -129,6 +129,7 @@ static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {
 #endif
 static inline double each(const float* x, int64_t n) {{
   double sum = 0;
+  _Pragma("omp simd reduction(+:sum)")
   for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
   return sum;
 }}
