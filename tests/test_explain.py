@@ -176,6 +176,28 @@ def test_a_loss_scale_that_is_too_large() -> None:
     assert fault is not None and not fault.by_scale
 
 
+def masked_out(p: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.softmax((x @ p["w"]).masked_fill(mask, -torch.inf), -1)[:, 0].mean()
+
+
+@pytest.mark.parametrize("as_input", [False, True])
+def test_of_a_row_in_which_all_is_masked(as_input: bool) -> None:
+    """The mask is as it should be; what is made of a row without any value is not."""
+    fn = (lambda p, x, mask: torch.softmax(x @ p["w"] + mask, -1)[:, 0].mean()) if as_input else masked_out
+    step = fz.train_step(fn, fz.sgd(0.1))
+    mask = torch.zeros(4, 3, dtype=torch.bool)
+    mask[1, 2] = True
+    state, x = step.init({"w": torch.ones(2, 3)}), torch.ones(4, 2)
+
+    def explained() -> Any:
+        return fz.explain(step, state, x, torch.zeros(4, 3).masked_fill(mask, -torch.inf) if as_input else mask)
+
+    assert explained().fault is None
+    mask[2] = True
+    fault = explained().fault
+    assert fault is not None and (fault.op, fault.examples) == ("aten._softmax.default", (2,))
+
+
 def test_overflows_of_units() -> None:
     step = fz.train_step(
         lambda p, x: fz.unit(lambda q, h: h * q["w"] * 1e4)(p["blocks"][0], x).mean() / 1e4, fz.sgd(0.1)
