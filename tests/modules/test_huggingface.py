@@ -1,0 +1,123 @@
+"""Models of Hugging Face as their documentation calls them, under ZeRO-3 on two processes, beside the modules alone.
+
+Each with its configuration's defaults but for sizes, so with a cache of keys where it has one, and with all hidden
+states: outputs, gradients, three updates, buffers, with and without recomputation. `make hf` does so with every
+architecture of the installed transformers.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero as fz
+from fzero.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+import huggingface_compared as compared  # noqa: E402
+import huggingface_tiny as tiny  # noqa: E402
+
+F32, F64 = torch.float32, torch.float64
+MODELS = {
+    "LlamaForCausalLM": F64,
+    "GPT2LMHeadModel": F64,  # its head is tied to its embedding
+    "T5ForConditionalGeneration": F64,
+    "BertForMaskedLM": F64,
+    "ViTForImageClassification": F64,
+    "Qwen2VLForConditionalGeneration": F64,  # two towers, of which one takes the patches of all images in a row
+    "CLIPModel": F64,
+    "MixtralForCausalLM": F32,  # its grouped products are not there in float64
+    "Qwen2MoeForCausalLM": F32,
+    "MambaForCausalLM": F64,
+    "WhisperForConditionalGeneration": F64,
+    "ResNetForImageClassification": F64,  # with buffers that its forward writes to
+    "CTRLLMHeadModel": F64,  # its forward assigns a buffer anew
+}
+NEAR = {F64: 1e-10, F32: 1e-5}
+
+
+def compare(rank: int, names: list[str]) -> dict[str, str]:
+    """What is wrong with each; "" for nothing."""
+    said: dict[str, str] = {}
+    for name in names:
+        kind = getattr(transformers, name)
+        module = tiny.built(kind, tiny.smaller(kind.config_class()), MODELS[name])
+        batches = tiny.batches_for(module, (1, 2))
+        try:
+            found = compared.differences(module, batches, rank)
+        except Exception:
+            said[name] = traceback.format_exc()
+            continue
+        far = {what: value for what, value in found.items() if value[0] > NEAR[MODELS[name]]}
+        said[name] = str(far) if far else ""
+        if compared.writes(module, batches[0]):
+            assert {"buffers", "buffers, remat"} <= found.keys()
+    return said
+
+
+def test_models_as_their_documentation_calls_them() -> None:
+    with fz.testing.hazards(0):
+        for said in run_ranks(Named(list(MODELS)), 2, backend="processes", timeout=120):
+            assert said == dict.fromkeys(MODELS, "")
+
+
+class Named:
+    """A rank's work on some models, as processes take it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __call__(self, rank: int) -> dict[str, str]:
+        warnings.simplefilter("ignore")  # of transformers' own
+        return compare(rank, self.names)
+
+
+# ---- LoRA by peft
+
+
+def adapted(base: str) -> nn.Module:
+    """A model that peft has wrapped; its factors are not zero, so that all have gradients."""
+    peft = pytest.importorskip("peft")
+    kind = getattr(transformers, base)
+    module = tiny.built(kind, tiny.smaller(kind.config_class()))
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return peft.get_peft_model(module, config).double().train()
+
+
+def compare_adapted(rank: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    module = adapted("LlamaForCausalLM")
+    batches = tiny.batches_for(module.get_base_model(), (1, 2))  # type: ignore[operator]
+    found = compared.differences(module, batches, rank)
+
+    apply, params = fz.functional(module)
+    step = fz.shard_zero3(fz.train_step(lambda params, batch: apply(params, **batch).loss, fz.adamw(1e-2)))
+    state = step.init(params)
+    loss, pullback = step.vjp(state, batches[rank])
+    grads, _ = pullback(torch.ones_like(loss))
+    full, state = fz.gather(grads), step.update(state, grads)[0]
+    after, moments = fz.gather(state.params), fz.gather(state.moments[1].mu)
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    return {
+        "apart": max(far for far, _ in found.values()),
+        "factors": len(trained),
+        "trained": all(full[name].any() and not torch.equal(after[name], params[name]) for name in trained),
+        "frozen": all(torch.equal(after[name], params[name]) for name in frozen),
+        "nothing of the base": all(full[name] is None and moments[name] is None for name in frozen),
+    }
+
+
+def test_lora_by_peft_unchanged() -> None:
+    pytest.importorskip("peft")
+    for found in run_ranks(compare_adapted, 2, backend="processes"):
+        assert found.pop("apart") < 1e-10
+        assert found.pop("factors") == 2 * 7 * 2
+        assert found == {"trained": True, "frozen": True, "nothing of the base": True}
