@@ -46,11 +46,16 @@ class Container:
         self.of = of
         self.found: Content = self.read() if found is None else found
 
+    @property
+    def own(self) -> Any:
+        """The class whose methods read and write it: a subclass's may make what they return, or count."""
+        return collections.OrderedDict if isinstance(self.of, collections.OrderedDict) else dict
+
     def read(self) -> Content:
-        return dict(self.of)
+        return dict(self.of) if type(self.of) is dict else dict(self.own.items(self.of))
 
     def write(self, content: Content) -> None:
-        own = collections.OrderedDict if isinstance(self.of, collections.OrderedDict) else dict  # not a subclass's
+        own = self.own
         own.clear(self.of)
         for key, value in content.items():
             own.__setitem__(self.of, key, value)

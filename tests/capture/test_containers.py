@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+import fzero as fz
 from fzero.capture.contents import containers_of
+from fzero.testing import run_ranks
 
 
 class Slotted:
@@ -30,6 +32,27 @@ def with_default(x: int = 1) -> int:
 
 class Items(collections.UserDict):  # type: ignore[type-arg]
     pass
+
+
+class Makes(collections.OrderedDict):  # type: ignore[type-arg]
+    """Makes what is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Counts(dict):  # type: ignore[type-arg]
+    """Counts what is asked for."""
+
+    asked = 0
+
+    def __getitem__(self, key: str) -> Any:
+        type(self).asked += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        type(self).asked += 1
+        return super().__iter__()
 
 
 # what is made, and what changes it
@@ -85,3 +108,34 @@ def test_a_variable_that_two_functions_share() -> None:
     (cell,) = [container for container in containers if container.differs(container.found) is not None]
     cell.put(cell.found)
     assert total == 0
+
+
+def test_a_dict_with_an_access_of_its_own_is_not_asked() -> None:
+    makes, counts = Makes(a=list, b=dict), Counts(a=1)
+    makes.move_to_end("a")
+    for value, content in ((makes, {"b": dict, "a": list}), (counts, {"a": 1})):
+        (container,) = [own for own in containers_of(value) if own.of is value and own.found.keys() == value.keys()]
+        assert list(container.read().items()) == list(content.items()) and container.differs(content) is None
+    assert Counts.asked == 0
+
+
+def unasked() -> Any:
+    raise AssertionError("nobody has asked for this")
+
+
+MAKES = Makes(other=unasked, double=lambda: lambda x: 2 * x)
+
+
+def test_a_unit_that_reaches_one_makes_only_what_it_asks_for() -> None:
+    @fz.unit
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return MAKES["double"](p["w"] * x)
+
+    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][0], x).sum(), fz.sgd(0.1)))
+
+    def rank_main(rank: int) -> torch.Tensor:
+        state, _ = step(step.init({"blocks": [{"w": torch.ones(2)}]}), torch.ones(2))
+        return fz.gather(state.params)["blocks"][0]["w"]
+
+    for found in run_ranks(rank_main, 2):
+        assert found.tolist() == pytest.approx([0.8, 0.8])

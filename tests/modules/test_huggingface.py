@@ -103,7 +103,7 @@ def compare_adapted(rank: int) -> dict[str, Any]:
     loss, pullback = step.vjp(state, batches[rank])
     grads, _ = pullback(torch.ones_like(loss))
     full, state = fz.gather(grads), step.update(state, grads)[0]
-    after, moments = fz.gather(state.params), fz.gather(state.moments[1].mu)
+    after, moments = fz.gather(state.params), fz.gather(state.moments.mu)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     trained = [name for name, param in module.named_parameters() if param.requires_grad]
     return {
