@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak lasting killing killing-components mutants bench bench-gpu clean
+.PHONY: demo test lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
@@ -46,6 +46,10 @@ killing-components: .venv/.installed
 # leaves out each wait in turn; some test must turn red each time
 mutants: .venv/.installed
 	@$(BIN)/python tests/mutants.py
+
+# every architecture of the installed transformers that a tiny configuration builds, and benchmarks/huggingface.json
+hf: .venv/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/huggingface_sweep.py
 
 # benchmarks want an otherwise idle machine
 bench: .venv/.installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,9 @@ class Microbatches:
                 f"accumulate(in_dims=...): got {len(per_input)} dims, expected one per input, {len(inputs)}."
             )
         pairs = [(dim, leaf) for dim, tree in zip(per_input, inputs, strict=True) for leaf in pytree.flatten(tree)[0]]
+        for dim, leaf in pairs:
+            if dim is not None and isinstance(leaf, Mapping):
+                _refuse_rows_inside(leaf)
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
     def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
@@ -114,6 +117,16 @@ class Microbatches:
             own = [part for part in parts if part is not None]  # all of them or none
             out.append(None if not own else torch.stack(own).sum(0) if dim is None else torch.cat(own, dim))
         return out
+
+
+def _refuse_rows_inside(leaf: Mapping[object, object]) -> None:
+    """Refuses a mapping that is no pytree and holds tensors, which every microbatch would be given whole."""
+    if any(isinstance(x, torch.Tensor) for x in leaf.values()):
+        raise TypeError(
+            f"accumulate: an input holds a {type(leaf).__name__} of tensors, which is no pytree and would not be split; "
+            "expected tensors in dicts, lists, tuples and NamedTuples. Pass dict(batch), or in_dims= with None for "
+            "inputs that each microbatch is given whole."
+        )
 
 
 def need_in_dims(in_dims: object, who: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -179,3 +180,23 @@ def test_a_dim_that_an_input_does_not_have_is_refused(dim: Any) -> None:
     step = fz.accumulate(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.sgd(1.0)), 2, in_dims=dim)
     with pytest.raises(ValueError, match=r"input 0 has shape \(4, 1\), expected dim -?\d to divide into 2"):
         step(step.init({"w": torch.ones(1)}), torch.ones(4, 1))
+
+
+class Batch(collections.UserDict):  # type: ignore[type-arg]
+    """As a tokenizer of transformers returns one; no pytree."""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_mapping_that_is_no_pytree_is_not_given_whole_to_every_microbatch(count: int) -> None:
+    x = torch.arange(4.0, dtype=F64)
+    step = fz.train_step(lambda p, batch, _: (p["w"] * batch["x"]).sum(), fz.sgd(0.1))
+    params, whole = {"w": torch.ones((), dtype=F64)}, fz.accumulate(step, count, in_dims=(None, 0))
+    step = fz.accumulate(step, count)
+    assert whole.vjp(whole.init(params), Batch(x=x), x)[0] == 6.0
+    if count == 1:
+        assert step.forward(step.init(params), Batch(x=x), x) == 6.0
+        return
+    for call in (step.forward, step.vjp, step):
+        with pytest.raises(TypeError, match=r"accumulate: an input holds a Batch of tensors.*Pass dict\(batch\)"):
+            call(step.init(params), Batch(x=x), x)
+    assert step.forward(step.init(params), dict(Batch(x=x)), x) == 3.0
