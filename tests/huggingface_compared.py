@@ -165,7 +165,7 @@ def differences(
 def _of_step(step: fz.Step, params: Any, batch: Batch, plain: Plain, carries: bool) -> dict[str, tuple[float, str]]:
     state = step.init(params)
     seeded(0)
-    loss, pullback, aux = step.vjp(state, batch)
+    loss, pullback, aux = step.vjp(state, batch, argnums=())
     outputs = aux[0] if carries else aux
     grads, _ = pullback(torch.ones_like(loss))
     full = fz.gather(grads)

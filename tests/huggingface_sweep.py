@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_compared as compared
+import huggingface_inputs as inputs
 import huggingface_tiny as tiny
 import torch
 import torch.distributed as dist
@@ -71,7 +72,10 @@ class NotBuilt(Exception):
     """The module itself does not run."""
 
 
-def model_of(name: str, model_type: str, group: str) -> tuple[torch.nn.Module, list[tiny.Batch]]:
+Subject = tuple[torch.nn.Module, list[inputs.Batch]]  # a model, and each rank's batch
+
+
+def model_of(name: str, model_type: str, group: str) -> Subject:
     """A tiny one and a batch for each rank, in float64 or, where that is not supported, in float32.
 
     Raises:
@@ -86,13 +90,15 @@ def model_of(name: str, model_type: str, group: str) -> tuple[torch.nn.Module, l
     raise NotBuilt(f"{type(error).__name__}: {error}") from error
 
 
-def _that_runs(name: str, model_type: str, group: str, dtype: torch.dtype) -> tuple[torch.nn.Module, list[tiny.Batch]]:
+def _that_runs(
+    name: str, model_type: str, group: str, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[inputs.Batch]]:
     kind = getattr(transformers, name)
     config = CONFIG_MAPPING[model_type]()
     if isinstance(kind.config_class, type) and not isinstance(config, kind.config_class):
         config = kind.config_class()  # the model type is that of a larger model, of which this is a part
     module = tiny.built(kind, tiny.smaller(config), dtype)
-    batches = tiny.batches_for(module, (1, 2), group not in TEXT)
+    batches = inputs.batches_for(module, (1, 2), group not in TEXT)
     loss = compared.loss_of(module(**batches[0]))
     if not loss.isfinite():
         raise ValueError(f"its loss is {loss.item()}")

@@ -7,6 +7,7 @@ was there, and says what the unit changed, whose tensors become outputs of the n
 
 from __future__ import annotations
 
+import contextvars
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from fzero.base import texts
+from fzero.base.context import variables
 from fzero.base.refusals import place_of
 from fzero.capture.containers import Container, Content, Params, moves
 from fzero.capture.contents import replaced
@@ -56,12 +58,14 @@ class Surroundings:
 
 
 class Reach:
-    """The places that one call reaches: those in its arguments, and those around its function or module."""
+    """The places that one call reaches: in its arguments, in context variables, around its function or module."""
 
     def __init__(self, arguments: Sequence[object], around: Surroundings) -> None:
         own = Found()
         for value in arguments:
             own.search(value, True)
+        for value in _in_context():
+            own.search(value, False)
         other = around.found(own.ids)
         self._founds = (own, other)
         self._entered: dict[int, Content] = {}  # id of a container -> what it was filled with
@@ -192,6 +196,12 @@ class Reach:
         for container, content in contents:
             container.put(content)
         self._entered, self._filled = {}, set()
+
+
+def _in_context() -> list[object]:
+    """The dicts and lists that context variables hold, which code anywhere may fill: what a model collects of layers."""
+    held = contextvars.copy_context().items()
+    return [value for variable, value in held if isinstance(value, (dict, list)) and variable not in variables]
 
 
 def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:

@@ -133,11 +133,10 @@ class Untouched:
 
 
 def _alike(before: object, now: object) -> bool:
-    """Tells whether two values are one, also as a level of torch.func returns it from an operation that does nothing."""
-    if before is now:
-        return True
-    pair = isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor)
-    return pair and not private.is_mapped(now) and private.unwrapped(now) is before  # self.table = self.table.to(x)
+    """Tells whether two values are one, also as what torch.func returns of an operation that does nothing."""
+    if before is now or not isinstance(now, torch.Tensor) or private.is_mapped(now):
+        return before is now
+    return private.unwrapped(now) is before  # self.table = self.table.to(x)
 
 
 def _refuse_changes(said: list[str]) -> None:

@@ -123,9 +123,9 @@ def _refuse_rows_inside(leaf: Mapping[object, object]) -> None:
     """Refuses a mapping that is no pytree and holds tensors, which every microbatch would be given whole."""
     if any(isinstance(x, torch.Tensor) for x in leaf.values()):
         raise TypeError(
-            f"accumulate: an input holds a {type(leaf).__name__} of tensors, which is no pytree and would not be split; "
-            "expected tensors in dicts, lists, tuples and NamedTuples. Pass dict(batch), or in_dims= with None for "
-            "inputs that each microbatch is given whole."
+            f"accumulate: an input holds a {type(leaf).__name__} of tensors, which is no pytree and would not be "
+            "split; expected tensors in dicts, lists, tuples and NamedTuples. Pass dict(batch), or in_dims= with None "
+            "for inputs that each microbatch is given whole."
         )
 
 

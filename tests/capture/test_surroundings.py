@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import weakref
 from typing import Any
@@ -207,3 +208,49 @@ def test_the_default_dtype_around_a_unit() -> None:
     want = torch.func.grad(fn)(params_of(), X)
     step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
     assert_trees_close(fz.gather(step.vjp(step.init(params_of()), X)[1](ONE)[0]), want, rtol=1e-12)
+
+
+_collected: contextvars.ContextVar[dict[str, list[torch.Tensor]] | None] = contextvars.ContextVar("x", default=None)
+
+
+def _collect(x: torch.Tensor) -> torch.Tensor:
+    held = _collected.get()
+    if held is not None:
+        held["seen"].append(x)
+    return x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_a_unit_puts_into_a_context_variables_list_leaves_it_with_its_gradient(remat: bool) -> None:
+    """As transformers collects attentions and what routers say, for a loss of them all."""
+
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + _collect(torch.tanh(x * p["w"]))
+
+    def loss(params: Any, x: torch.Tensor, layer: Any = fz.unit(layer)) -> torch.Tensor:
+        token = _collected.set({"seen": []})
+        try:
+            for p in params["layers"]:
+                x = layer(p, x)
+            held = _collected.get()
+        finally:
+            _collected.reset(token)
+        assert held is not None and len(held["seen"]) == 3
+        return x.sum() + sum(own.square().sum() for own in held["seen"])
+
+    params = {"layers": [{"w": torch.tensor(own, dtype=torch.float64)} for own in (0.5, -0.3, 0.8)]}
+    x = torch.linspace(-1.0, 1.0, 4, dtype=torch.float64)
+    want = torch.func.grad(lambda params: loss(params, x, layer))(params)
+    step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+    step = fz.remat(step) if remat else step
+
+    def rank_main(rank: int) -> Any:
+        state = step.init(params)
+        for _ in range(2):  # the second run gathers in the order of the first
+            out, pullback = step.vjp(state, x)
+            grads = fz.gather(pullback(torch.ones_like(out))[0])
+        return grads
+
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want, rtol=1e-12)
+    assert _collected.get() is None

@@ -1,7 +1,7 @@
 """Models of Hugging Face as their documentation calls them, under ZeRO-3 on two processes, beside the modules alone.
 
 Each with its configuration's defaults but for sizes, so with a cache of keys where it has one, and with all hidden
-states: outputs, gradients, three updates, buffers, with and without recomputation. `make hf` does so with every
+states, attentions, and the routers' own loss: outputs, gradients, three updates, buffers, with and without recomputation. `make hf` does so with every
 architecture of the installed transformers.
 """
 
@@ -20,6 +20,7 @@ from fzero.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 import huggingface_compared as compared  # noqa: E402
+import huggingface_inputs as inputs  # noqa: E402
 import huggingface_tiny as tiny  # noqa: E402
 
 F32, F64 = torch.float32, torch.float64
@@ -38,6 +39,11 @@ MODELS = {
     "ResNetForImageClassification": F64,  # with buffers that its forward writes to
     "CTRLLMHeadModel": F64,  # its forward assigns a buffer anew
 }
+# what more it is asked for, and by which settings
+MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "LlamaForCausalLM": ({"output_attentions": True}, {"_attn_implementation": "eager"}),
+    "MixtralForCausalLM": ({"output_router_logits": True}, {"router_aux_loss_coef": 1.0}),
+}
 NEAR = {F64: 1e-10, F32: 1e-5}
 
 
@@ -46,8 +52,11 @@ def compare(rank: int, names: list[str]) -> dict[str, str]:
     said: dict[str, str] = {}
     for name in names:
         kind = getattr(transformers, name)
-        module = tiny.built(kind, tiny.smaller(kind.config_class()), MODELS[name])
-        batches = tiny.batches_for(module, (1, 2))
+        config, (options, settings) = tiny.smaller(kind.config_class()), MORE.get(name, ({}, {}))
+        for field, value in settings.items():
+            setattr(config, field, value)
+        module = tiny.built(kind, config, MODELS[name])
+        batches = [{**batch, **options} for batch in inputs.batches_for(module, (1, 2))]
         try:
             found = compared.differences(module, batches, rank)
         except Exception:
@@ -94,7 +103,7 @@ def adapted(base: str) -> nn.Module:
 def compare_adapted(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     module = adapted("LlamaForCausalLM")
-    batches = tiny.batches_for(module.get_base_model(), (1, 2))  # type: ignore[operator]
+    batches = inputs.batches_for(module.get_base_model(), (1, 2))  # type: ignore[operator]
     found = compared.differences(module, batches, rank)
 
     apply, params = fz.functional(module)
