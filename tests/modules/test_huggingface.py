@@ -71,7 +71,7 @@ def compare(rank: int, names: list[str]) -> dict[str, str]:
 
 def test_models_as_their_documentation_calls_them() -> None:
     with fz.testing.hazards(0):
-        for said in run_ranks(Named(list(MODELS)), 2, backend="processes", timeout=120):
+        for said in run_ranks(Named(list(MODELS)), 2, backend="processes", timeout=200):
             assert said == dict.fromkeys(MODELS, "")
 
 
@@ -126,7 +126,7 @@ def compare_adapted(rank: int) -> dict[str, Any]:
 
 def test_lora_by_peft_unchanged() -> None:
     pytest.importorskip("peft")
-    for found in run_ranks(compare_adapted, 2, backend="processes"):
+    for found in run_ranks(compare_adapted, 2, backend="processes", timeout=200):
         assert found.pop("apart") < 1e-10
         assert found.pop("factors") == 2 * 7 * 2
         assert found == {"trained": True, "frozen": True, "nothing of the base": True}
