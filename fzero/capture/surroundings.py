@@ -199,7 +199,7 @@ class Reach:
 
 
 def _in_context() -> list[object]:
-    """The dicts and lists that context variables hold, which code anywhere may fill: what a model collects of layers."""
+    """The dicts and lists that context variables hold, which code anywhere may fill: what is collected of layers."""
     held = contextvars.copy_context().items()
     return [value for variable, value in held if isinstance(value, (dict, list)) and variable not in variables]
 

@@ -1,8 +1,8 @@
 """Models of Hugging Face as their documentation calls them, under ZeRO-3 on two processes, beside the modules alone.
 
 Each with its configuration's defaults but for sizes, so with a cache of keys where it has one, and with all hidden
-states, attentions, and the routers' own loss: outputs, gradients, three updates, buffers, with and without recomputation. `make hf` does so with every
-architecture of the installed transformers.
+states; with attentions and the routers' own loss where MORE says so: outputs, gradients, three updates, buffers, with
+and without recomputation. `make hf` does so with every architecture of the installed transformers.
 """
 
 from __future__ import annotations
