@@ -19,7 +19,8 @@ from fzero.schedules.timeline import Timeline
 from fzero.state.checks import can_follow_here, check_grads, check_optimizer, check_state, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
-from fzero.update.update import apply_update, known_metrics, with_kept
+from fzero.update.known import known_metrics
+from fzero.update.update import apply_update, with_kept
 
 State = Any  # a TrainState, or a handle of one
 Grads = Any  # a Sharded, or a handle of one

@@ -21,7 +21,7 @@ from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
-from fzero.update.update import in_place, on_host
+from fzero.update.known import in_place, on_host
 
 DISK = "disk"
 MEMORIES = (DEVICE, HOST, DISK)

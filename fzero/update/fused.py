@@ -24,7 +24,8 @@ from fzero.state.train_state import TrainState
 from fzero.stores.away import Placed, tensor_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
-from fzero.update.update import Decision, Update, is_finite
+from fzero.update.known import is_finite
+from fzero.update.update import Decision, Update
 
 _HELD = Companded(signed=True)
 

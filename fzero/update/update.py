@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import pages, private
+from fzero.base import pages
 from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
@@ -29,12 +29,13 @@ from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
-from fzero.table.layout import Key, Layout
+from fzero.table.layout import Key
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
 from fzero.update.beside import Beside, spare_cores
 from fzero.update.changed import Changed, due
 from fzero.update.followed import followed_update
+from fzero.update.known import in_place, is_finite, known_metrics, on_host
 from fzero.update.leaf_norms import changes_of, metric
 from fzero.update.writing import Writing
 
@@ -91,13 +92,6 @@ def _applied(
     return decision.next_state(None)
 
 
-def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
-    """The metrics of an update that do not depend on its gradients: "lr", the loss scale."""
-    known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
-    scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
-    return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}
-
-
 class Decision:
     """The decision by an update's norm: whether it is applied, the metrics, the next loss scale.
 
@@ -139,26 +133,6 @@ class Decision:
             raise
         count = state.step + (update is not None)
         return state.replace(params=params, moments=moments, grads=None, extra=own, step=count), self.metrics
-
-
-def is_finite(norm: torch.Tensor) -> bool:
-    """Tells whether a norm is finite; a fake tensor, which has no value, is."""
-    return private.is_fake(norm) or bool(torch.isfinite(norm))
-
-
-def in_place(step: Spec, layout: Layout) -> bool:
-    """Tells whether the optimizer writes to the buffers of its moments; otherwise it returns others."""
-    formats = [layout.groups[key].row.policy.param_format for key in layout.trainable]
-    # one that knows nothing of formats writes to buffers that hold values
-    plain = all(form.plain and not form.rounds for form in formats)
-    return step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
-
-
-def on_host(step: Spec, layout: Layout) -> frozenset[Key]:
-    """The groups whose update runs in the host's memory, as all that it writes lies elsewhere than on the device."""
-    keys = frozenset(key for key in layout.trainable if layout.groups[key].row.updates_on_host)
-    alike = step.optimizer.by_group or len(keys) == len(layout.trainable)
-    return keys if alike and in_place(step, layout) else frozenset()
 
 
 def _to_cpu(value: Any) -> Any:

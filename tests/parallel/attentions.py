@@ -137,9 +137,9 @@ def differences(rank: int, case: Case) -> dict[str, float]:
         return tuple(x[..., places, :] for x in tensors)
 
     tensors, along = case.tensors(0), case.tensors(1)
-    members = (tuple(range(len(case.lengths))),) if case.averaged else ()
-    with during(averaged, members):
-        found = derivatives(case.attention(fz.parallel.axis(None, "sp")), cut(tensors), cut(along))
+    ax = fz.parallel.axis(None, "sp")
+    with during(averaged, (ax,) if case.averaged else ()):
+        found = derivatives(case.attention(ax), cut(tensors), cut(along))
     expected = derivatives(case.plain(), tensors, along)
     return {
         name: (found[name] - whole[..., places, :]).abs().max().item() if len(places) else 0.0

@@ -284,7 +284,7 @@ def test_a_mean_over_all_ranks(lengths: list[int], seed: int, kind: str, average
 
         if not averages or ax.size == 1:
             return of_params(loss, params, along)
-        with during(averaged, (ax.members,)):  # as a step does, whose gradients are means over the ranks
+        with during(averaged, (ax,)):  # as a step does, whose gradients are means over the ranks
             found = of_params(loss, params, along)
             return [found[0], found[1], *(fz.parallel.sum(x, ax) / ax.size for x in found[2:])]
 

@@ -528,7 +528,8 @@ def test_ranks_that_disagree_are_told(what: str, backend: str) -> None:
 def test_an_axis_of_which_a_step_takes_means_over_a_part() -> None:
     def rank_main(rank: int) -> None:
         ax = fz.parallel.axis(None, "tp")
-        with during(averaged, (types.SimpleNamespace(members=(0, 1)),)):
+        some: Any = types.SimpleNamespace(members=(0, 1))
+        with during(averaged, (some,)):
             with pytest.raises(
                 ValueError, match=r"axis 'tp' goes over ranks \[0, 1, 2\].* means over some of them only"
             ):
