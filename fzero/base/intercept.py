@@ -279,8 +279,8 @@ def _within(region: Region, fn: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-# by the function of torch's that calls what will run again
+# by the function of torch's that calls what will run again; since torch 2.15 `checkpoint` has another one do it
 _CHECKPOINTS = {
-    inspect.unwrap(checkpoint.checkpoint).__code__: _take_generator,
+    inspect.unwrap(getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)).__code__: _take_generator,
     checkpoint.CheckpointFunction.forward.__code__: _take_function,
 }

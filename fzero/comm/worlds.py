@@ -16,6 +16,16 @@ from fzero.comm import backend
 
 _c10d: Any = backend.dist.distributed_c10d
 
+_BY_GROUP = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "tags_to_pg",
+    "pg_to_tag",
+    "pg_flight_recorder_hooks",  # since torch 2.15
+)
+
 
 class _World:
     """What torch notes of the process groups of one thread."""
@@ -23,7 +33,7 @@ class _World:
     def __init__(self) -> None:
         self.default_pg: backend.Group | None = None
         self.group_count = 0
-        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
+        for name in _BY_GROUP:
             setattr(self, name, {})
         self.pg_coalesce_state: dict[backend.Group, list[object]] = {}
         self.comms: list[object] = []
