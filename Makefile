@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak lasting killing killing-components mutants hf bench bench-gpu clean
+.PHONY: demo test test-torch wheel lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
@@ -19,6 +19,41 @@ lint: .venv/.installed
 	@echo "== ruff and pyright"
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
+
+# an environment outside of the repository, for what must not find the source beside it
+ENVIRONMENTS ?= $(or $(TMPDIR),/tmp)/fzero-environments
+OTHER = $(ENVIRONMENTS)/torch-$(VERSION)
+WHEEL = $(ENVIRONMENTS)/wheel
+TESTS ?= tests
+WORKERS ?= 3
+
+# the tests on another version of torch: make test-torch VERSION=2.11.0, of some only with TESTS=tests/base. The ordinary
+# wheels bring 5 GB of CUDA packages; PIP_INDEX_URL=https://download.pytorch.org/whl/cpu gets those without
+test-torch:
+	@test -n "$(VERSION)" || { echo "Say which: make test-torch VERSION=2.11.0"; exit 1; }
+	@echo "== installing torch $(VERSION) and the extras examples, hf, test in $(OTHER)"
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@echo "torch==$(VERSION)" > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch
+	@$(OTHER)/bin/pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt -e '.[examples,hf,test]'
+	@echo "== tests on torch $(VERSION)"
+	@PYTHONDONTWRITEBYTECODE= $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# dist/fzero-*.whl, and the tests of what it installs in an empty environment, with a C++ compiler and without one
+wheel:
+	@echo "== building the wheel"
+	@rm -rf dist build/lib build/bdist.* $(WHEEL)
+	@$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	@echo "== installing torch, then the wheel with the extras examples, hf, test, in $(WHEEL)"
+	@$(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[examples,hf,test]"
+	@mkdir $(WHEEL)/tree && cp -r tests examples benchmarks notebooks *.md Makefile *.txt pyproject.toml $(WHEEL)/tree
+	@cd $(WHEEL)/tree && ../bin/python -c 'import fzero; print("==", fzero.__file__)'
+	@echo "== tests with a C++ compiler"
+	@cd $(WHEEL)/tree && PYTHONDONTWRITEBYTECODE= ../bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	@echo "== tests without one"
+	@cd $(WHEEL)/tree && CXX=/nonexistent PYTHONDONTWRITEBYTECODE= ../bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 # programs drawn inside fn and around it, against plain torch: make soak MINUTES=30 SEED=20000
 MINUTES ?= 10
@@ -80,5 +115,5 @@ bench-gpu: .venv/.installed
 
 clean:
 	@echo "== removing .venv, out and caches"
-	@rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

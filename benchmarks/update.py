@@ -2,6 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/update.py
     OMP_NUM_THREADS=2 python benchmarks/update.py
+    OMP_NUM_THREADS=1 CXX="g++ -mno-avx512f" python benchmarks/update.py  # as on a machine with AVX2 only
+    OMP_NUM_THREADS=1 python benchmarks/update.py --eager --log2 22       # as on one without a C++ compiler
 
 2^27 params, with 4-bit codes 2^28, so that buffers are of 134 to 537 MB (scales of 4 or 8), gradients in bfloat16
 (float32 in the first line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and
@@ -10,6 +12,9 @@ gradients.
 
 from __future__ import annotations
 
+import argparse
+import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,11 +49,19 @@ def seconds(fns: Sequence[Callable[[], object]], rounds: int = 11) -> list[list[
 
 
 def main() -> None:
-    how = "compiled" if build.compiler() else "no C++ compiler: eager, in chunks"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--eager", action="store_true", help="update as where there is no C++ compiler")
+    parser.add_argument("--log2", type=int, default=27, help="the logarithm of the number of params")
+    parser.add_argument("--only", nargs="+", choices=SCHEMES, default=[*SCHEMES], metavar="SCHEME")
+    args = parser.parse_args()
+    if args.eager:
+        os.environ["CXX"] = "/nonexistent"
+    command = build.compiler()
+    how = "eager, in chunks: no C++ compiler" if command is None else f"compiled by {shlex.join(command)}"
     print(f"{torch.get_num_threads()} threads; {how}")
     print(f"{'':<28}{'update ms':>10}{'copy ms':>10}{'ratio':>8}{'ns/param':>10}")
-    for name, policy in SCHEMES.items():
-        numel = 1 << (28 if "4-bit" in name else 27)
+    for name in args.only:
+        policy, numel = SCHEMES[name], 1 << args.log2 + ("4-bit" in name)
         step = fz.donate(fz.train_step(lambda p: p, fz.adamw(1e-3), policy))
         state = step.init({"w": torch.zeros(numel)})
         assert policy.grad

@@ -34,6 +34,12 @@ def test_overhead() -> None:
 
 
 @at_length
+def test_update() -> None:
+    small = *"--log2 16 --only compact16".split(), "bf16, nearest"
+    assert "compiled by" in run("update.py", *small) and "no C++ compiler" in run("update.py", "--eager", *small)
+
+
+@at_length
 def test_muon() -> None:
     out = run("muon.py", *"--width 16 --heads 2 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split())
     assert "muon / (adamw + alone)" in out

@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 _building = threading.Lock()
 threads = variable("kernel_threads", 0)  # that a kernel may take, 0 for as many as torch does
 _told: set[str] = set()
-_SLOWER = "Large buffers are updated in several passes of torch's meanwhile: slower, to the same bits."
+_SLOWER = (  # `benchmarks/update.py --eager`
+    "Large buffers are updated in several passes of torch's meanwhile: 10 to 50 times slower, to the same bits."
+)
 
 
 def compiler() -> tuple[str, ...] | None:
