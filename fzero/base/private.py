@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from fzero.base import probe
+
+probe.need(probe.NAMES)
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 K = TypeVar("K")
 
@@ -390,10 +393,3 @@ def inductor(graph: object, inputs: object) -> object:
 
     with without_donation():
         return compile_fx(graph, inputs, config_patches={"fallback_random": True})  # type: ignore[arg-type]
-
-
-def without_values() -> AbstractContextManager[object]:
-    """Inside, tensors that are made are fake: a shape and no values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and rarely needed
-
-    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -61,6 +61,13 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def without_values() -> AbstractContextManager[object]:
+    """Inside, tensors that are made are fake: a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and rarely needed
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def isolate_group_names(on: bool) -> None:
     """Whether names of process groups are each thread's own, or the process's."""
     torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]

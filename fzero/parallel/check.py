@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
@@ -213,7 +213,7 @@ def _reads(where: Place) -> str:
 
 
 def _modes(values: bool) -> AbstractContextManager[object]:
-    return contextlib.nullcontext() if values else private.without_values()
+    return contextlib.nullcontext() if values else thread_state.without_values()
 
 
 def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[str, tuple[str, ...]]:

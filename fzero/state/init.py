@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from fzero.base import pages, private, pytree
+from fzero.base import pages, private, pytree, thread_state
 from fzero.base.arguments import named
 from fzero.base.follow import below_unless, tangents_of
 from fzero.comm.axis import Axis
@@ -83,7 +83,7 @@ def _made_without_memory(path: str, make: Callable[..., object]) -> object:
             f"params[{path!r}]: got {named(make)}, which cannot be called without arguments ({error}); expected a "
             "floating tensor, or a callable that makes one."
         ) from None
-    with private.without_values():
+    with thread_state.without_values():
         return make()
 
 

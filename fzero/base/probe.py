@@ -1,0 +1,63 @@
+"""The names of torch's own that fzero stands on, looked up before any is used: they may go with any version."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+TESTED = ("2.11", "2.13", "2.15")  # with which all tests ran: `make test-torch`
+
+# by what has them; without those that torch loads late (its compilers, fake tensors), which name themselves
+NAMES: Mapping[str, str] = {
+    "torch.Tensor": "_version",
+    "torch._C": """
+        DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunctionSubclass _ExcludeDispatchKeyGuard
+        _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
+        _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
+        _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
+        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
+        _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
+        _storage_Use_Count _will_engine_execute_node""",
+    "torch._C._autograd": """
+        _get_current_graph_task_keep_graph _pop_saved_tensors_default_hooks _saved_tensors_hooks_disable
+        _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled _top_saved_tensors_default_hooks""",
+    "torch._C._functorch": """
+        CGradInterpreterPtr TransformType.Grad TransformType.Jvp _unwrap_for_grad _wrap_for_grad
+        get_dynamic_layer_stack_depth get_interpreter_stack get_single_level_autograd_function_allowed get_unwrapped
+        is_batchedtensor is_functorch_wrapped_tensor maybe_current_level maybe_get_level peek_interpreter_stack
+        pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth push_dynamic_layer_stack
+        set_single_level_autograd_function_allowed""",
+    "torch._C._distributed_c10d": "_set_thread_isolation_mode",
+    "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
+    "torch.autograd": "_unsafe_preserve_version_counter forward_ad._current_level function._SingleLevelFunction",
+    "torch.distributed.distributed_c10d": "_register_process_group _unregister_process_group _world",
+    "torch.ops.aten": """
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward""",
+    "torch.overrides": """
+        _get_current_function_mode _get_current_function_mode_stack _pop_mode _pop_mode_temporarily _push_mode""",
+}
+
+
+def need(names: Mapping[str, str]) -> None:
+    """Looks names up in torch, given as in `NAMES`.
+
+    Raises:
+        ImportError: this version of torch has not all of them.
+    """
+    every = [f"{place}.{name}" for place, listed in names.items() for name in listed.split()]
+    missing = [name for name in every if not _is_there(name)]
+    if missing:
+        raise ImportError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which fzero needs. fzero is tested with torch "
+            f"{', '.join(TESTED)}: install one of these, or a version between them, or a newer fzero."
+        )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], torch)
+    except AttributeError:
+        return False
+    return True
