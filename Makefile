@@ -28,7 +28,7 @@ TESTS ?= tests
 WORKERS ?= 3
 
 # the tests on another version of torch: make test-torch VERSION=2.11.0, of some only with TESTS=tests/base. The ordinary
-# wheels bring 5 GB of CUDA packages; PIP_INDEX_URL=https://download.pytorch.org/whl/cpu gets those without
+# wheels bring 5 GB of CUDA packages, and run on a CPU all the same
 test-torch:
 	@test -n "$(VERSION)" || { echo "Say which: make test-torch VERSION=2.11.0"; exit 1; }
 	@echo "== installing torch $(VERSION) and the extras examples, hf, test in $(OTHER)"
