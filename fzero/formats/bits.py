@@ -101,12 +101,14 @@ def _signed(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+LANES = [_signed(lane * _GOLDEN) for lane in range(ALIGN)]  # what each lane of a block adds to its hashed counter
+
+
 def drawn_by(keys: torch.Tensor) -> torch.Tensor:
     """int32[blocks, 64], the sum of a block's hashed counter and of its lane's share, for every element."""
     if keys.ndim == 2:
         return keys
-    lanes = torch.arange(ALIGN, dtype=torch.int32, device=keys.device)
-    return hashed(keys.view(-1, 1), TorchOps.shift) + lanes * _GOLDEN
+    return hashed(keys.view(-1, 1), TorchOps.shift) + torch.tensor(LANES, dtype=torch.int32, device=keys.device)
 
 
 def word(block: torch.Tensor, lane: torch.Tensor | int, stream: int, shift: Shift) -> torch.Tensor:

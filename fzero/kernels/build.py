@@ -31,7 +31,8 @@ from fzero.base.context import variable
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Format
 from fzero.kernels import cache
-from fzero.kernels.source import TYPES, N, source_of
+from fzero.kernels.head import N
+from fzero.kernels.source import TYPES, source_of
 
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
@@ -131,12 +132,10 @@ def _compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
 def _flags() -> list[str]:
     """The options for a compiler after its own, none of which may change a number."""
     flags = ["-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    flags += ["-fopenmp-simd", "-shared", "-fPIC", "-fschedule-insns"]
+    # the order of instructions, which is worth a tenth
+    flags += ["-fopenmp-simd", "-shared", "-fPIC", "-fschedule-insns", "-fsched-pressure"]
     if platform.machine() == "x86_64":
         flags.append("-mprefer-vector-width=512")
-    # the order of instructions, which is worth a tenth: of the models tried the best for vectors of 512 bits on AMD's
-    # Zen 4 too, which g++ 12 does not know
-    flags.append("-mtune=icelake-server" if "avx512bw" in _machine() else "-fsched-pressure")
     return flags
 
 

@@ -11,7 +11,8 @@ def _operator(symbol: str, wraps: str = "", swapped: bool = False, kind: str = "
     """A binary operator; `wraps` names its form for integers, which wraps around as torch's do."""
 
     def method(self: Value, other: object) -> Value:
-        a, b = self.name, literal(other, self.kind)
+        shifts = symbol in ("<<", ">>")
+        a, b = self.name, literal(other, self.kind) if shifts else self.loop.operand(other, self.kind)
         a, b = (b, a) if swapped else (a, b)
         integral = wraps and self.kind == "i"
         return self.loop.let(f"{wraps}({a}, {b})" if integral else f"{a} {symbol} {b}", kind or self.kind)
@@ -48,31 +49,38 @@ def literal(value: object, kind: str) -> str:
 
 
 class Loop:
-    """A loop over N elements (or their groups); its values live in its body."""
+    """A loop over vectors of N elements, or over their groups one by one; its values live in its body."""
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, names: str, vectors: bool = True) -> None:
         self.lines: list[str] = []
-        self.names = names
+        self.names, self.vectors = names, vectors
 
     def value(self, name: str, kind: str) -> Any:
         """A `Value`, which formulas and formats take for a tensor."""
         return Value(self, name, kind)
 
+    def operand(self, value: object, kind: str) -> str:
+        """C text of a value or a number, which all lanes of a vector have."""
+        text = literal(value, kind)
+        return f"all({text})" if self.vectors and not isinstance(value, Value) else text
+
     def let(self, expression: str, kind: str) -> Any:
         name = f"{self.names}{len(self.lines)}"
-        self.lines.append(f"const {'float' if kind == 'f' else 'int32_t'} {name} = {expression};")
+        types = ("F", "I") if self.vectors else ("float", "int32_t")
+        self.lines.append(f"const {types[kind != 'f']} {name} = {expression};")
         return self.value(name, kind)
 
     def keep(self, array: str, value: Any) -> None:
-        self.lines.append(f"{array}[i] = {value.name};")
+        self.lines.append(f"put({array} + i, {value.name});")
 
 
-def _function(name: str, kind: str) -> Callable[..., Value]:
-    """An operation that is a function of that name in C++."""
+def _function(name: str, kind: str, counts: bool = False) -> Callable[..., Value]:
+    """An operation that is a function of that name in C++; `counts` where a number says how many bits."""
 
     def call(*args: object) -> Value:
         loop = next(x.loop for x in args if isinstance(x, Value))
-        return loop.let(f"{name}({', '.join(literal(x, kind) for x in args)})", kind)
+        texts = [literal(x, kind) if counts else loop.operand(x, kind) for x in args]
+        return loop.let(f"{name}({', '.join(texts)})", kind)
 
     return call
 
@@ -82,10 +90,10 @@ class KernelOps:
 
     bits, floats = _function("bits", "i"), _function("floats", "f")
     upper = floats  # a store takes the upper half
-    shift, extended = _function("shift", "i"), _function("extended", "i")
+    shift, extended = _function("shift", "i", counts=True), _function("extended", "i", counts=True)
     least, most = _function("least", "i"), _function("most", "i")
-    sqrt, sign = _function("sqrtf", "f"), _function("sign", "f")
-    times_plus = _function("__builtin_fmaf", "f")
+    sqrt, sign = _function("root", "f"), _function("sign", "f")
+    times_plus = _function("times_plus", "f")
 
     @staticmethod
     def level(code: Value, of: object) -> Value:
@@ -98,4 +106,5 @@ class KernelOps:
     @staticmethod
     def where(condition: Value, a: object, b: object) -> Value:
         kind = next(x.kind for x in (a, b) if isinstance(x, Value))
-        return condition.loop.let(f"{condition.name} ? {literal(a, kind)} : {literal(b, kind)}", kind)
+        texts = [condition.loop.operand(x, kind) for x in (a, b)]
+        return condition.loop.let(f"{condition.name} ? {texts[0]} : {texts[1]}", kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import platform
 import shutil
 import signal
 import stat
@@ -421,6 +422,23 @@ def test_options_of_cxx_change_no_bits(home: Path, monkeypatch: pytest.MonkeyPat
     forget()
     assert_trees_equal(large("adamw"), want)
     assert (torch.tensor([1e-40]) * 1.0).item() != 0, "subnormal numbers are not flushed"
+
+
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86")
+NARROWER = [pytest.param("-mno-avx512f", marks=X86), pytest.param("-mno-avx512f -mno-avx2", marks=X86)]
+LOSSY = ("bf16", "exact", "compact24", "compact16", "compact16, bf16 moments", "compact16, 4-bit")
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", NARROWER)
+def test_narrower_vectors_change_no_bits(options: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: as one with AVX2 only, and as one without vectors of 256 bits, does them."""
+    run = lambda: [updates.updated("adamw", updates.POLICIES[name], onepass.LARGE, scaled=False) for name in LOSSY]
+    want = run()
+    monkeypatch.setenv("CXX", f"g++ {options}")
+    forget()
+    assert_trees_equal(run(), want)
+    assert len(libraries(home)) == 2 * len(LOSSY), "each was built twice"
 
 
 # ---- builds at once
