@@ -258,8 +258,8 @@ def _pool(size: int) -> _Pool:
 def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
-    # torch's own, when its forward-mode decompositions are first imported
-    warnings.filterwarnings("ignore", message="`torch.jit.script.*` is deprecated", category=DeprecationWarning)
+    # torch's own, when its forward-mode decompositions are first imported; since 2.15 a FutureWarning
+    warnings.filterwarnings("ignore", message="`torch.jit.script.*` is deprecated")
     warnings.filterwarnings("ignore", message="Slow in torch", category=UserWarning)  # true of some machines
     warnings.filterwarnings("ignore", message="fz.offload to 'host': this step computes", category=UserWarning)
     torch.set_num_threads(1)
