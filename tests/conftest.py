@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each that compiles has a pool of processes with torch
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import fzero.testing  # noqa: F401
+from fzero.kernels import build
 
 pytest_plugins = ["fzero.testing.plugin"]
 torch.set_num_threads(1)
@@ -34,3 +35,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.set_threshold(10_000)  # garbage of tests is soon all there is, and to look for it takes a twentieth of the time
     gc.freeze()  # what is imported is no garbage: tests that collect it look at half a million objects less
+
+
+_IN_VAIN = "InvalidCxxCompiler: No working C++ compiler found"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Without a C++ compiler torch.compile fails on a CPU: tests to which torch says so are skipped, no others."""
+    report = yield
+    if report.failed and build.compiler() is None and _IN_VAIN in report.longreprtext:
+        path, line, _ = item.location
+        report.outcome, report.longrepr = "skipped", (path, line or 0, "torch.compile needs a C++ compiler")
+    return report

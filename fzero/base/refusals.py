@@ -62,6 +62,11 @@ def is_ours(error: BaseException) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("fzero.")
 
 
+def of_compiler(error: BaseException) -> bool:
+    """True where torch.compile failed, as it does on a CPU without a C++ compiler: what it carries is torch's own."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames that an error has left, the innermost last."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -315,7 +315,7 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Tells whether tensors leave the node with an error, in it or in what the function had changed before."""
-        if texts.says(error, texts.WRITES_LEAF, *refusals.of_derivatives()):
+        if refusals.of_compiler(error) or texts.says(error, texts.WRITES_LEAF, *refusals.of_derivatives()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
