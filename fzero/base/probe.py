@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-TESTED = ("2.11", "2.13", "2.15")  # with which all tests ran: `make test-torch`
+TESTED = ("2.11", "2.13", "2.15")  # that tests ran with: `make test-torch`
 
 # by what has them; without those that torch loads late (its compilers, fake tensors), which name themselves
 NAMES: Mapping[str, str] = {
