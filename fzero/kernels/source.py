@@ -186,9 +186,10 @@ def source_of(
         if isinstance(form, Grouped):
             kept = source.array(f"new{i}", "float")
             loop.keep(kept, value)
-            magnitude: Any = form.magnitude(_OPS, value)
+            magnitude = form.magnitude(_OPS, value)
             loop.keep(source.array(f"size{i}", "int32_t"), magnitude)
-            loop.lines.append(f"top{i} = most(top{i}, {magnitude.name});")
+            top = _OPS.most(loop.value(f"top{i}", "i"), magnitude)
+            loop.lines.append(f"top{i} = {top.name};")
             grouped.append((i, form, kept))
             continue
         encoded: Any = form.encode(_OPS, value, noise)
