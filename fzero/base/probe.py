@@ -15,14 +15,15 @@ NAMES: Mapping[str, str] = {
     "torch._C": """
         DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunctionSubclass _ExcludeDispatchKeyGuard
         _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
-        _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
+        _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
         _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
         _storage_Use_Count _will_engine_execute_node""",
     "torch._C._autograd": """
-        _get_current_graph_task_keep_graph _pop_saved_tensors_default_hooks _saved_tensors_hooks_disable
-        _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled _top_saved_tensors_default_hooks""",
+        _get_current_graph_task_keep_graph _get_sequence_nr _pop_saved_tensors_default_hooks
+        _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled
+        _top_saved_tensors_default_hooks""",
     "torch._C._functorch": """
         CGradInterpreterPtr TransformType.Grad TransformType.Jvp _unwrap_for_grad _wrap_for_grad
         get_dynamic_layer_stack_depth get_interpreter_stack get_single_level_autograd_function_allowed get_unwrapped

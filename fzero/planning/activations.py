@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree, thread_state
 from fzero.base.context import during
 from fzero.base.flops import Flops, flops_of
 from fzero.base.program import Operation, Value, map_views
@@ -72,7 +72,7 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
     plain = dataclasses.replace(step, rules=rules, extras=(), microbatches=Microbatches(), donates=False, fusion=None)
     looks = cast(_Verbs, plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)"))
     found: list[Unit] = []
-    with private.without_values():
+    with thread_state.without_values():
         batch = step.microbatches.split(tuple(inputs))[0]
         state = looks.init(pytree.map_leaves(_without_value, params))
         fake = [pytree.map_leaves(_without_value, each) for each in batch]
