@@ -77,7 +77,7 @@ def in_a_unit(x: torch.Tensor) -> torch.Tensor:
 
 def with_names(x: torch.Tensor) -> torch.Tensor:
     call = fz.unit(lambda p, x: torch.tanh(fz.name(torch.sin(x @ p["w"]), "sine")).mean())
-    return run_of(fz.remat(fz.train_step(lambda p, x: call(p, x), fz.sgd(0.1)), save=("sine",)), x=x)
+    return run_of(fz.remat(fz.train_step(lambda p, x: call(p, x), fz.sgd(0.1))), x=x)
 
 
 def piped(w: torch.Tensor) -> torch.Tensor:

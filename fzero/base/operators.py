@@ -21,6 +21,8 @@ _SHAPES_ONLY = frozenset(
 _BLANK = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 # which write all of a tensor, whatever was there
 _OVERWRITES = frozenset("copy_ fill_ zero_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split())
+# which write to statistics, and whose schemas do not say so
+_STATISTICS = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats".split())
 _UNTRACKED = frozenset("set_ resize_ resize_as_ _resize_output_ set_data".split())  # give a tensor another memory
 
 
@@ -31,7 +33,7 @@ class Kind(NamedTuple):
         known: whether it does no more than its schema says, so that it may be run again.
         writes_unsaid: whether it may write to any operand.
         targets: positions and names of the operands that it writes to.
-        draws: whether it draws random numbers.
+        draws: whether it draws random numbers, of `generator` where it is given one.
         chances: positions and names of what it draws with; where one of them is 0 it draws nothing.
         overwrites: whether it reads nothing of what it writes to.
         shapes_only, blank: whether it reads no values, and makes none.
@@ -41,6 +43,7 @@ class Kind(NamedTuple):
     writes_unsaid: bool = False
     targets: tuple[tuple[int, str], ...] = ()
     draws: bool = False
+    generator: tuple[tuple[int, str], ...] = ()
     chances: tuple[tuple[int, str], ...] = ()
     overwrites: bool = False
     shapes_only: bool = False
@@ -48,7 +51,8 @@ class Kind(NamedTuple):
 
     def drawing(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Tells whether it draws random numbers, called with these."""
-        return self.draws and 0 not in _given(self.chances, args, kwargs)
+        chances = _given(self.chances, args, kwargs)
+        return self.draws and not any(isinstance(x, (int, float)) and x == 0 for x in chances)
 
     def written(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors among the operands that it writes to."""
@@ -64,12 +68,15 @@ def kind_of(func: Function) -> Kind:
     arguments = func._schema.arguments
     targets = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     name = func._schema.name.rpartition("::")[2]
+    if name in _STATISTICS:
+        targets += [(i, a.name) for i, a in enumerate(arguments) if a.name in ("running_mean", "running_var")]
     return Kind(
         func.namespace in ("aten", "prims") and name not in _UNTRACKED,
         func.namespace in ("c10d", "_c10d_functional") or name in _UNTRACKED,
         tuple(targets),
         torch.Tag.nondeterministic_seeded in func.tags,
-        tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout", "p")]),
+        tuple([(i, a.name) for i, a in enumerate(arguments) if a.name == "generator"]),
+        tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout")]),
         name in _OVERWRITES or any(argument == "out" for _, argument in targets),
         name in _SHAPES_ONLY,
         name in _BLANK,
@@ -80,9 +87,11 @@ def _given(places: Iterable[tuple[int, str]], args: Sequence[object], kwargs: Ma
     return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
 
 
-def drawing_of(operands: Sequence[torch.Tensor], kwargs: Mapping[str, object]) -> Drawing | None:
+def drawing_of(
+    kind: Kind, operands: Sequence[torch.Tensor], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Drawing | None:
     """The generator that an operator draws from, and its state; None where it is shared with other threads."""
-    generator = kwargs.get("generator")
+    generator = next(iter(_given(kind.generator, args, kwargs)), None)
     if not isinstance(generator, torch.Generator):
         if not intercept.acts_for_main():
             return None

@@ -78,6 +78,7 @@ class Operation(NamedTuple):
     makes: tuple[Value, ...]  # which it writes
     results: tuple[View | None, ...]  # those that it returns in memory of its own
     drawing: Drawing | None = None  # what it drew from, and that one's state before
+    records: bool = False  # whether plain autograd was on, which some operators look at
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Part:
                     if given is not None:  # which stays as it is
                         held[buffer] = given.clone()
                 args, kwargs = map_views(operation.args, tensor), map_views(operation.kwargs, tensor)
-                with redrawn(operation.drawing):
+                with redrawn(operation.drawing), torch.set_grad_enabled(operation.records):
                     out = operation.function(*args, **kwargs)  # type: ignore[misc]
                 for view, x in zip(operation.results, tensors_in(out), strict=True):
                     if view is not None:
@@ -152,7 +153,7 @@ class Program(TorchDispatchMode):
             return func(*args, **named)
         kind, operands = kind_of(func), tensors_in((args, named))
         draws = kind.drawing(args, named)
-        drawing = drawing_of(operands, named) if draws else None
+        drawing = drawing_of(kind, operands, args, named) if draws else None
         written = kind.written(args, named)
         if not kind.known or (draws and drawing is None) or not all(map(is_plain, operands)):
             out = func(*args, **named)
@@ -162,12 +163,13 @@ class Program(TorchDispatchMode):
             self._keep_before(x)
         over = {id(x) for x in written} if kind.overwrites else ()
         views = {id(x): self.view(x, read=not (kind.shapes_only or id(x) in over)) for x in operands}
+        records = torch.is_grad_enabled()
         out = func(*args, **named)
         makes, results = self._made(kind, [views[id(x)].buffer for x in written], tensors_in(out), views)
         if makes:  # otherwise it is a view, or a look at a value
             reads = () if kind.shapes_only else dict.fromkeys(view.value for view in views.values())
             template = map_views((args, named), lambda x: views[id(x)])
-            self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing))
+            self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing, records))
         return out
 
     def _made(
@@ -199,8 +201,8 @@ class Program(TorchDispatchMode):
 
     def _keep_before(self, x: torch.Tensor) -> None:
         """Copies what cannot be made again and is about to be written over."""
-        buffer = self.view(x).buffer
-        if (buffer, buffer.writes) in self.given:
+        buffer = self.view(x, read=False).buffer
+        if (buffer, buffer.writes) in self.given and not buffer.blank:
             self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
 
     # ---- what is known
@@ -229,7 +231,7 @@ class Program(TorchDispatchMode):
     def name(self, x: torch.Tensor, name: str) -> None:
         """Gives a value a name."""
         found = self.names.setdefault(name, [])
-        with self.paused():
+        with self.paused(), private.below_transforms():
             plain = private.unwrapped(x).detach()
             if is_plain(plain):
                 found.append((self.view(plain), plain))

@@ -26,7 +26,7 @@ class Facts(NamedTuple):
     draws: bool = False  # from random generators that are Python's or numpy's own
     # with tensors of functorch levels that have ended, which only a look at each operation tells from those that go on
     watched: bool = False
-    # it opens memory to others, so that operations do not say what is in it: it is recomputed as a whole
+    # its operations do not say all that it does, as it opens memory to others: it is recomputed as a whole
     whole: bool = False
     joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
 

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fzero.base.context import variables
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.capture.containers import mark
 from fzero.capture.contents import MANY
+from fzero.capture.handle import storage_of
 from fzero.capture.surroundings import Reach
 from fzero.capture.watch import is_watch
 
@@ -93,11 +94,7 @@ class SecondRun:
         now = self._versions()
         for x, entered, left, version in zip(self._reach.constants, self._entered, self._left, now, strict=True):
             if entered != left:
-                raise ValueError(
-                    f"Unit {unit!r} changes a tensor in place that it closes over, of shape {tuple(x.shape)}, and runs "
-                    "again, which would change it twice. Make it an argument of the unit, or assign another tensor to "
-                    "what holds it."
-                )
+                raise ValueError(_changes_twice(unit, x))
             if left != version:  # it is not saved for the unit, as its inputs are
                 raise ValueError(
                     f"A tensor of shape {tuple(x.shape)} that unit {unit!r} closes over was changed in place after it "
@@ -122,6 +119,21 @@ class SecondRun:
 
     def _versions(self) -> list[int]:
         return [private.version(x) for x in self._reach.constants]
+
+
+def refuse_writes(unit: str, constants: Iterable[torch.Tensor], written: Collection[int]) -> None:
+    """Refuses writes to what a unit closes over and that is to run again, by storages: those that no version counts."""
+    for x in constants:
+        if storage_of(x) in written:
+            raise ValueError(_changes_twice(unit, x))
+
+
+def _changes_twice(unit: str, x: torch.Tensor) -> str:
+    return (
+        f"Unit {unit!r} changes a tensor in place that it closes over, of shape {tuple(x.shape)}, and runs again, "
+        "which would change it twice. Make it an argument of the unit, or assign another tensor to what holds it; a "
+        "module and its buffers become a function by fz.functional(module, buffers=True)."
+    )
 
 
 def _variables(ours: bool) -> list[tuple[contextvars.ContextVar[Any], object]]:

@@ -51,6 +51,12 @@ class Surroundings:
         around = [module._parameters for module in found.modules if id(module) not in self._own]
         return [container for own in around if own and (container := Params(own)).found]
 
+    def buffers(self, modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+        """Those of modules that a function reaches; of one that is a function itself they are its own matter."""
+        if isinstance(self.of, nn.Module):
+            return []
+        return [x for module in modules for x in module._buffers.values() if x is not None]
+
     def _search(self, seen: Iterable[int]) -> Found:
         found = Found(seen)
         found.function(self.of, True)
@@ -82,6 +88,9 @@ class Reach:
         self._read: frozenset[int] = frozenset()
         for tensor, argument in (*own.tensors, *other.tensors):
             self._tensor(tensor, argument)
+        for tensor in around.buffers((*own.modules, *other.modules)):
+            if not self.knows(tensor):
+                self._tensor(tensor, False)
         for container in around.params(other):
             own.containers.append(container)
             for tensor in container.found.values():

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -42,7 +45,34 @@ def strict_capture(enabled: bool = True) -> Iterator[None]:
 
 
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+# function -> where it takes running statistics, and what says whether it writes to them
+_STATISTICS = {
+    torch.nn.functional.batch_norm: ("running_mean", "running_var", "training"),
+    torch.nn.functional.instance_norm: ("running_mean", "running_var", "use_input_stats"),
+}
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class _Uncompiled:
+    """While a thread is inside, what is compiled runs as it is written: Dynamo takes wrong steps under such modes."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads, self._stance = threading.Lock(), 0, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1 and "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                self._stance.close()
+
+
+_uncompiled = _Uncompiled()
 
 
 class Watch(torch.overrides.TorchFunctionMode):
@@ -51,6 +81,9 @@ class Watch(torch.overrides.TorchFunctionMode):
     Args:
         protected: storage -> what names the leaf that a view of it belongs to.
         own: ids of what the unit made, or made a leaf of a graph, itself.
+
+    Attributes:
+        statistics: storages of running statistics that batch norms have written to, which no version counts.
     """
 
     def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Iterable[int] = ()) -> None:
@@ -58,6 +91,15 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.unit, self.protected = unit, protected
         self.seen = seen.get()
         self.own = {*own}
+        self.statistics: set[int] = set()
+
+    def __enter__(self) -> Watch:
+        _uncompiled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _uncompiled.__exit__()
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():
@@ -74,6 +116,8 @@ class Watch(torch.overrides.TorchFunctionMode):
         if func in _ASKS:
             _refuse_parts(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
+        if func in _STATISTICS:
+            self.statistics.update(map(storage_of, _statistics(func, args, kwargs or {})))
         if self.unit is not None:
             results = pytree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
             for x in results if func != _SET_REQUIRES_GRAD else args[:1]:
@@ -82,6 +126,15 @@ class Watch(torch.overrides.TorchFunctionMode):
                     if self.seen is not None:
                         self.seen.note(x, self.unit)
         return out
+
+
+def _statistics(func: Function, args: Operands, kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+    """The running statistics that a call writes to."""
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    *names, writes = _STATISTICS[func]
+    found = [given.arguments[name] for name in names] if given.arguments[writes] else []
+    return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 class _Guard(torch.overrides.TorchFunctionMode):

@@ -12,6 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
+from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
@@ -183,10 +184,15 @@ def _need_names(traversal: Traversal) -> None:
     told = [each for each in traversal.named if each is not None]
     given = {name for each in told for name in each}
     lost = sorted(traversal.table.names - given)
+    if lost and all(row.unit == ROOT for row in traversal.table.rows if row.names.save or row.names.offload):
+        raise ValueError(
+            f"remat: got the name {lost[0]!r} to keep, and its leaves lie in no unit, which could be recomputed; "
+            "expected leaves of units, in a list ('blocks.0.w'), or named by train_step(units=...)."
+        )
     if lost and told and len(told) == len(traversal.named):
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, which no unit gives that is recomputed; expected one of "
-            f"{', '.join(map(repr, sorted(given))) or 'a name that fz.name gives, of which they call none'}. Say "
+            f"{', '.join(map(repr, sorted(given))) or 'those that fz.name gives, of which they call none'}. Say "
             f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
         )
 

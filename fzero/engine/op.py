@@ -20,6 +20,7 @@ from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse
 from fzero.base.pytree import is_real
 from fzero.capture.again import Again
 from fzero.capture.handle import Seen, seen, storage_of
+from fzero.capture.second_run import refuse_writes
 from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
@@ -274,17 +275,19 @@ class UnitOp(Op):
                 protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
                 watch = Watch(self.unit, protected, map(id, begin))
             self._watched = watch is not None
-            looks = [x for x in (watch, recorded and recorded.noting(self.call.first)) if x is not None]
+            looks = [x for x in (watch, recorded and recorded.noting(self.call.first or is_strict())) if x is not None]
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
             except Again:  # with what is gathered: the other ranks need not run again
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
                 raise
+        if watch is not None and derived and self.call.recomputes:
+            refuse_writes(self.unit, self.call.reach.constants, watch.statistics)
         if recorded is not None:
             recorded.shown(self.unit, inputs)
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
-            traversal.named.append(recorded.settle([(place, tensors[place]) for place in stand_ins]))
+            traversal.named.append(recorded.settle([(place, tensors[place]) for place in stand_ins], fulls))
         elif self._gives_names:
             traversal.named.append(None)
         if watch is not None and wanted:

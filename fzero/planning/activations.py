@@ -79,7 +79,13 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
         with during(looking, found.append), Flops() as flops:
             out, pullback, *_ = looks.vjp(state, *fake, argnums=())
             pullback(pytree.map_leaves(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, out))
-        return _alike(found, step.table(state.layout).units), flops.total
+        table, given = step.table(state.layout), {name for unit in found for name in unit.program.names}
+        if lost := sorted(table.names - given):
+            raise ValueError(
+                f"remat: got the name {lost[0]!r} to keep, which no unit gives; expected one of "
+                f"{', '.join(map(repr, sorted(given))) or 'those that fz.name gives, of which they call none'}."
+            )
+        return _alike(found, table.units), flops.total
 
 
 def without_axis(step: Spec) -> Spec:

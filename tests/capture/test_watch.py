@@ -356,3 +356,22 @@ def test_what_another_thread_has_put_there_for_itself() -> None:
     thread.start()
     thread.join()
     assert "run ranks as processes" in errors[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, as it traces
+def test_what_is_compiled_inside_a_unit_computes_what_it_says_in_the_first_run_too() -> None:
+    """Dynamo computes something else under torch function modes as the watch is one."""
+
+    @torch.compile(backend="eager")
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * 2).cos() + x.square().mean()
+
+    unit = fz.unit(lambda p, x: inner(x @ p["w"]))
+    step = fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().mean(), fz.sgd(0.0))
+    w, x = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(0, 1, 12).view(3, 4)
+    hidden = x @ w
+    wanted = ((hidden.sin() * 2).cos() + hidden.square().mean()).square().mean()
+    state = step.init({"blocks": [{"w": w}]})
+    for _ in range(2):
+        state, metrics = step(state, x)
+        torch.testing.assert_close(metrics["loss"], wanted)

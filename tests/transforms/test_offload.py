@@ -16,10 +16,10 @@ from memories import DISK, HOST, MEMORIES, OF_PROCESSES
 from nightly import NIGHTLY
 
 import fzero as fz
+from fzero.optim import _paused
 from fzero.optim.base import call_fused
 from fzero.stores.away import Away
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
-from fzero.update import update
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
@@ -263,7 +263,7 @@ def test_an_update_that_fails_leaves_nothing_on_its_way(fused: bool, monkeypatch
             raise RuntimeError("the second group")
         return plainly(*args)
 
-    monkeypatch.setattr(update, "call_fused", fails_later)
+    monkeypatch.setattr(_paused, "call_fused", fails_later)
     with fz.testing.hazards(1):  # which asks at its end
         state = step.init(params)
         with pytest.raises(RuntimeError, match="the second group"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,34 @@ def _opened_later(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
     return x * scales + y
 
 
+def _by_a_thread(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    scales = torch.zeros(D, dtype=x.dtype)
+    thread = threading.Thread(target=lambda: scales.fill_(0.25))
+    thread.start()
+    thread.join()
+    return torch.tanh(x) * scales
+
+
+def _forces(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    energy = (x.sin() @ p["w"]).square().sum()
+    (slope,) = torch.autograd.grad(energy, [x], create_graph=True)
+    return torch.tanh(slope)
+
+
+def _of_its_own_generator(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return x * (1 + torch.poisson(y.detach().abs(), generator=generator)).reciprocal()  # which it takes by position
+
+
+def _in_other_defaults(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return x * (torch.arange(D) / 3)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _branching(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
     return torch.tanh(x) if x.detach().sum().item() > 0 else torch.sin(x)
 
@@ -104,6 +133,10 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
     "constant": lambda x, y, p: x * x.detach().abs().amax().clamp(min=1.0).reciprocal() * 2,
     "drops": lambda x, y, p: F.dropout(x, 0.5) + y,
     "noise": lambda x, y, p: x * torch.randn_like(y).tanh(),
+    "by a thread": _by_a_thread,
+    "forces": _forces,
+    "own generator": _of_its_own_generator,
+    "other defaults": _in_other_defaults,
     "opened": _opened,
     "opened later": _opened_later,
     "checkpoint": lambda x, y, p: torch.utils.checkpoint.checkpoint(
@@ -356,6 +389,53 @@ def test_a_name_that_nobody_gives_is_refused() -> None:
     step = fz.remat(fz.train_step(loss_of(drawn, fz.unit), fz.sgd(0.1)), "blocks.*", ("a", "d"))
     with pytest.raises(ValueError, match=r"the name 'd' to keep, which no unit gives .* expected one of 'a', 'b', 'c'"):
         step(step.init(params_of(1)), torch.ones(D, D, dtype=F64))
+
+
+def test_leaves_in_no_unit_are_refused() -> None:
+    step = fz.remat(fz.train_step(lambda p, x: body([], p, x).sum(), fz.sgd(0.1)), save=("a",))
+    params = params_of(1)["blocks"][0]
+    with pytest.raises(ValueError, match="the name 'a' to keep, and its leaves lie in no unit"):
+        step(step.init(params), torch.ones(D, D, dtype=F64))
+
+
+@pytest.mark.parametrize("keep", [((), ()), (("a",), ())])
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_statistics_of_a_norm_that_a_unit_closes_over_are_refused(how: str, keep: Keep) -> None:
+    """A second run would change them twice, which no version of theirs tells."""
+    norm = torch.nn.BatchNorm1d(D, dtype=F64, affine=False)
+    mean, variance = torch.zeros(D, dtype=F64), torch.ones(D, dtype=F64)
+
+    @fz.unit
+    def unit(p: Params, x: torch.Tensor) -> torch.Tensor:
+        x = fz.name(x * p["s"], "a")
+        return torch.tanh(norm(x) if how == "module" else F.batch_norm(x, mean, variance, training=True))
+
+    step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), "blocks.*", *keep)
+    with pytest.raises(ValueError, match=r"changes a tensor in place that it closes over, .* buffers=True"):
+        step(step.init({"blocks": params_of(1)["blocks"]}), torch.eye(D, dtype=F64))
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(fz.name(self.lstm(x)[0], "a"))
+
+
+def test_a_float_lstm() -> None:
+    """Whose kernel makes something else where nothing is recorded."""
+    net = torch.nn.Sequential()
+    net.blocks = torch.nn.ModuleList([Recurrent(), Recurrent()])
+    net.forward = lambda x: net.blocks[1](net.blocks[0](x))  # type: ignore[method-assign, operator]
+    apply, params = fz.functional(net)
+    found = []
+    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a",))):
+        step = transform(fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1)))
+        state, metrics = step(step.init(params), torch.ones(3, 2, D))
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
 
 
 def test_what_is_written_after_it_was_kept_is_refused() -> None:

@@ -97,3 +97,9 @@ def test_microbatches_and_dtypes_count() -> None:
     assert half.flops * 2 == whole.flops
     cast = fz.plan(fz.autocast(step, torch.bfloat16), params, inputs=inputs).activations[0].chosen
     assert isinstance(cast, Choice) and cast.nbytes < whole.activations[0].chosen.nbytes
+
+
+def test_a_name_that_no_unit_gives_is_refused() -> None:
+    step, params = step_of(("attended", "hiden"))
+    with pytest.raises(ValueError, match=r"'hiden' to keep, which no unit gives; expected one of 'attended', 'hidden'"):
+        fz.plan(step, params, inputs=(torch.empty(*TOKENS, WIDTH),))
