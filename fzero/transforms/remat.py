@@ -15,8 +15,7 @@ def remat(step: S, pattern: str = "*", save: Sequence[str] = (), offload: Sequen
 
     With names, selectively (Korthikanti et al. 2022): what the unit calls `fz.name(x, "qkv")` is kept, and of the rest
     is computed again what the pullback needs, from the kept values and the unit's inputs: neither what lies before a
-    kept value alone, nor the unit's outputs. Numbers are
-    the same to the bit whatever is kept. What cannot be computed
+    kept value alone, nor the unit's outputs. Numbers are the same to the bit whatever is kept. What cannot be computed
     again alone is kept as well: what comes by messages (`fz.parallel`), and results of other libraries' operators. A
     unit is recomputed as a whole under derivatives of derivatives, where it is compiled, and where its operations, run
     again in its first run, make something else, as others have written to their memory (numpy, an extension).
