@@ -137,7 +137,11 @@ def draws(module: nn.Module, batch: Batch) -> bool:
 
 
 def differences(
-    module: nn.Module, batches: Sequence[Batch], rank: int, shard: Callable[[fz.Step], fz.Step] = fz.shard_zero3
+    module: nn.Module,
+    batches: Sequence[Batch],
+    rank: int,
+    shard: Callable[[fz.Step], fz.Step] = fz.shard_zero3,
+    remats: Sequence[bool] = (False, True),
 ) -> dict[str, tuple[float, str]]:
     """What differs between the module itself and its step, by what is compared, with and without `fz.remat`."""
     plain = Plain(module, batches, rank)
@@ -156,7 +160,8 @@ def differences(
     plain_step = fz.train_step(fn if carries else fn_alone, optimizer, has_aux=True)
     whole = shard(fz.carry(plain_step, buffers[0]) if carries else plain_step)
     found: dict[str, tuple[float, str]] = {}
-    for remat, step in ((False, whole), (True, fz.remat(whole))):
+    for remat in remats:
+        step = fz.remat(whole) if remat else whole
         for what, value in _of_step(step, params, batches[rank], plain, carries).items():
             found[f"{what}, remat" if remat else what] = value
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nightly import at_length
 from torch import nn
 
 from fzero.engine.compiled import _with_own_code, compiled
@@ -39,6 +40,7 @@ def test_own_code_is_the_same_function() -> None:
     assert _with_own_code(module) is module
 
 
+@at_length
 def test_without_a_compiler_torchs_own_words_are_left(tmp_path: Path) -> None:
     """The error carries the compiler's objects, which are no outputs of the unit."""
     program = tmp_path / "program.py"
