@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
-import torch
-
-from fzero.base.arguments import named, need_int, need_path, wrong
+from fzero.base.arguments import need_int, need_path, need_str, wrong
 from fzero.checkpoint.kept import Checkpoints
 from fzero.loops.asked import Asked
 from fzero.loops.evaluation import Evaluation
+from fzero.loops.given import need_functions, need_saves, numbered, pair, taken
 from fzero.loops.ranks import Ranks
 from fzero.loops.record import Record
-from fzero.loops.saves import OWN, Saves
-from fzero.state.train_state import TrainState
-from fzero.table.needs import is_component
+from fzero.loops.saves import Saves
 
 S = TypeVar("S")  # a state
 T = TypeVar("T")
@@ -100,13 +98,13 @@ def loop(
         ([0.0, 1.0], [1.0, 1.0])
         >>> folder.cleanup()
     """
-    _need_functions(step=step, evaluate=evaluate, extra=extra, stop=stop)
+    need_functions(step=step, evaluate=evaluate, extra=extra, stop=stop)
     for name, given, least in (("total", total, 0), ("patience", patience, 1)):
         if given is not None:
             need_int(given, "loop", name, "a number or None", least=least)
     for name, given in (("every", every), ("evaluate_every", evaluate_every)):
         need_int(given, "loop", name, "a number of steps", least=1)
-    _need_saves(state, checkpoints, best, save_every)
+    need_saves(state, checkpoints, best, save_every)
     if progress is not None and not isinstance(progress, (bool, str)):
         raise wrong("loop", "progress", progress, "True, False, None or a label")
     if evaluate is None and (patience is not None or best is not None):
@@ -118,7 +116,7 @@ def loop(
     return Loop(
         step,
         state,
-        _numbered(batches),
+        numbered(batches),
         after,
         total,
         Record(path, folder, progress, every),
@@ -147,7 +145,7 @@ class Loop(Generic[S, M]):
         self,
         step: Callable[..., tuple[S, M]],
         state: S,
-        batches: Callable[[int], object],
+        batches: Callable[[int], object] | None,
         after: int | Mapping[str, object] | None,
         total: int | None,
         record: Record,
@@ -155,15 +153,44 @@ class Loop(Generic[S, M]):
         saves: Saves,
         stop: Callable[[], bool] | None,
     ) -> None:
-        self.state, self.done, self.ended, self.note = state, 0, "", ""
+        self.ended, self._state, self._done, self._note = "", state, 0, ""
         self._step, self._batches, self._total, self._resumed = step, batches, total, after is not None
         self._record, self._evaluation, self._saves = record, evaluation, saves
         self._signals = Asked() if stop is None else None
         self._stop = stop or self._signals
         self._ranks: Ranks | None = None  # once it has begun
+        self._process = 0  # that it has begun in
+        self._unread: Mapping[str, object] | None = None  # metrics of the newest step, as long as no row has them
         self._error: Exception | None = None
         if after is not None:
-            self.done, evaluation.best, evaluation.since = _taken(after)
+            self._done, evaluation.best, evaluation.since = taken(after)
+
+    @property
+    def state(self) -> S:
+        return self._state
+
+    @state.setter
+    def state(self, state: S) -> None:
+        self._state = state
+        self._moved()
+
+    @property
+    def done(self) -> int:
+        return self._done
+
+    @done.setter
+    def done(self, done: int) -> None:
+        self._done = need_int(done, "loop", "done", "a number of steps", least=0)
+        self._moved()
+
+    @property
+    def note(self) -> str:
+        return self._note
+
+    @note.setter
+    def note(self, note: str) -> None:
+        need_str(note, "loop", "note", "a text")
+        self._note = note
 
     @property
     def logged(self) -> Mapping[str, float]:
@@ -176,64 +203,96 @@ class Loop(Generic[S, M]):
         if self.ended:
             raise StopIteration
         try:
-            if self._ranks is None:
-                self._begin()
-            self._between()
-            inputs = self._inputs()
-            self.state, metrics = self._step(self.state, *inputs)
-            del inputs
-            self.done += 1
-            self._tell(metrics)
-            return self.state, metrics
-        except BaseException:
+            out = self._next()
+        except BaseException as error:
+            self.ended = "failed" if isinstance(error, Exception) else "left"
             self.close()
+            if isinstance(error, StopIteration):  # which would end the `for` as if all was well
+                raise RuntimeError("loop: step, evaluate, stop or extra raised StopIteration.") from error
             raise
+        if out is None:
+            self.close()
+            raise StopIteration
+        return out
 
     def close(self) -> None:
         """Leaves the loop: what it has begun to save is whole, files are closed, signals go where they went before."""
-        self.ended, ranks, self._ranks = self.ended or "left", self._ranks, None
-        if ranks is None:
-            return
-        try:
-            self._record.show(self.done, self.note, self._evaluation.values)
-            self._record.close()
-            self._saves.wait()
-        finally:
-            if self._signals is not None:
-                self._signals.end()
+        self._close(later=False)
 
     def __del__(self) -> None:
-        self.close()
+        self._close(later=True)
+
+    def _close(self, later: bool) -> None:
+        self.ended, ranks, self._ranks = self.ended or "left", self._ranks, None
+        self._unread, self._batches = None, None  # an iterator that nobody else has ends, and its workers
+        if ranks is None or self._process != os.getpid():  # all of it is that process's
+            return
+        with contextlib.ExitStack() as ends:  # each of them, the last one first
+            if self._signals is not None:
+                ends.callback(self._signals.end, later)
+            ends.enter_context(self._failing())
+            ends.callback(self._saves.wait)
+            ends.callback(self._record.close)
+            self._record.show(self._done, self._note, self._evaluation.values)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.ended = "failed"
+            raise
 
     # ---- one after the other
 
     def _begin(self) -> None:
-        self._ranks = ranks = Ranks(self.state)
+        self._ranks, self._process = Ranks(self._state), os.getpid()
         if self._signals is not None:
             self._signals.begin()
-        self._tried(lambda: self._record.begin(self.done, self._total, self._resumed, ranks.leads), None)
+        ranks = self._ranks
+        self._tried(lambda: self._record.begin(self._done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)
-        self._saves.begin(self.done)
-        if not self._resumed and self._evaluation.due(self.done, True):
-            values = self._look()
-            self._tried(lambda: self._record.add({}, values), None)
+        self._saves.begin(self._resumed)
+        if not self._resumed and self._evaluation.due(self._done, True):
+            self._tell(looks=True)
 
-    def _between(self) -> None:
+    def _next(self) -> tuple[S, M] | None:
+        """What is given after one more step; None where the loop ends."""
+        if self._ranks is None:
+            self._begin()
+        inputs = self._inputs() if self._goes_on() else None
+        if inputs is None:
+            return None
+        self._unread = None
+        self._state, metrics = pair(self._step(self._state, *inputs))
+        del inputs
+        self._done += 1
+        self._unread = {name: value for name, value in metrics.items() if name != "aux"}
+        self._saves.saved = self._evaluation.fresh = False
+        self._record.taken()
+        last = self._done == self._total
+        looks = self._evaluation.due(self._done, last)
+        if looks or last or self._record.due(self._done):
+            self._tell(looks)
+        return self._state, metrics
+
+    def _goes_on(self) -> bool:
         """What comes after the body of the `for`: here a loop ends, and states are saved."""
         assert self._ranks is not None
-        self._record.show(self.done, self.note, self._evaluation.values)
-        why, due = self._ranks.most(self._why(), self._saves.due(self.done))
+        self._record.show(self._done, self._note, self._evaluation.values)
+        why, due = self._ranks.most(self._why(), self._saves.due(self._done))
         if why:
             self._end(why)
-        if due or self._saves.better:
-            self._record.pause(self._save(bool(due)))
+        elif due:
+            self._record.pause(self._save())
+        return not why
 
-    def _inputs(self) -> Sequence[object]:
+    def _inputs(self) -> Sequence[object] | None:
         """Of the next step: all ranks have them, or none."""
-        assert self._ranks is not None
+        assert self._ranks is not None and self._batches is not None
         why, batch = 0, None
         try:
-            batch = self._batches(self.done)
+            batch = self._batches(self._done)
         except StopIteration:
             why = BATCHES
         except Exception as error:
@@ -241,21 +300,28 @@ class Loop(Generic[S, M]):
         (why,) = self._ranks.most(why)
         if why:
             self._end(why)
+            return None
         return batch if isinstance(batch, (tuple, list)) else (batch,)
 
-    def _tell(self, metrics: Mapping[str, object]) -> None:
-        """What is known after a step; where that fails on one rank, all hear of it before the next one."""
-        last = self.done == self._total
-        looks = self._evaluation.due(self.done, last)
-        if looks or last or self._record.due(self.done):
-            row = self._tried(lambda: self._record.read(self.done, metrics), {})
-            values = self._look() if looks else {}
-            self._tried(lambda: self._record.add(row, values), None)
-
-    def _look(self) -> Mapping[str, float]:
+    def _tell(self, looks: bool) -> None:
+        """A row, with an evaluation or without; where that fails on one rank, the loop ends on all."""
         assert self._ranks is not None
-        self._saves.better |= self._evaluation.look(self.state, self._ranks)
-        return self._evaluation.values
+        metrics, self._unread = self._unread, None
+        row = {} if metrics is None else self._tried(lambda: self._record.read(metrics), {})
+        if looks:
+            self._tried(self._look, None)
+        values = self._evaluation.values if looks else {}
+        if self._error is None:
+            self._tried(lambda: self._record.add(self._done, row, values), None)
+        (failed,) = self._ranks.most(self._error is not None)
+        if failed:
+            self._end(FAILED)
+
+    def _look(self) -> None:
+        """Evaluates, and begins to save a state that is the best so far; where that fails, all ranks raise."""
+        assert self._ranks is not None
+        if self._evaluation.look(self._state, self._ranks):
+            self._saves.save_best(self._state, self._known(), self._ranks)
 
     def _tried(self, job: Callable[[], T], otherwise: T) -> T:
         try:
@@ -270,90 +336,36 @@ class Loop(Generic[S, M]):
         asked = self._tried(self._stop, False)
         if self._error is not None:
             return FAILED
-        if self._total is not None and self.done >= self._total:
+        if self._total is not None and self._done >= self._total:
             return TOTAL
         return PATIENCE if self._evaluation.over else ASKED if asked else 0
 
-    def _end(self, why: int) -> NoReturn:
-        """Ends it on all ranks, which come here at once."""
+    def _end(self, why: int) -> None:
+        """Ends it on all ranks, which come here at once; where one has failed, all raise once the state is saved."""
         assert self._ranks is not None
         self.ended, error, self._error = WHY[why], self._error, None
+        looks = why not in (ASKED, FAILED) and not self._evaluation.fresh and self._evaluation.due(self._done, True)
+        if why == ASKED and self._signals is not None:
+            self._signals.done()
         try:
-            self._save(True)
+            if why != FAILED and (looks or self._unread is not None):
+                self._tell(looks)
+            self._save()
         finally:
             try:
                 if why == FAILED:
                     self._ranks.all_well(error)
             finally:
                 del error  # which holds this frame
-        if self._signals is not None:
-            self._signals.heard = True
-        self.close()
-        raise StopIteration
 
-    def _save(self, newest: bool) -> float:
-        own = {"done": self.done, "best": self._evaluation.best, "since": self._evaluation.since}
+    def _moved(self) -> None:
+        """It goes on from another state: what was known of the newest one is not known of this one."""
+        self._unread, self._saves.saved, self._evaluation.fresh = None, False, False
+        self._record.back(self._done)
+
+    def _known(self) -> dict[str, object]:
+        return {"done": self._done, "best": self._evaluation.best, "since": self._evaluation.since}
+
+    def _save(self) -> float:
         assert self._ranks is not None
-        return self._saves.save(self.state, self.done, own, newest, self._ranks)
-
-
-# ---- what it is given
-
-
-def _need_functions(**given: object) -> None:
-    for name, fn in given.items():
-        if name == "step" and (not callable(fn) or isinstance(fn, (type, torch.nn.Module))):
-            raise wrong("loop", name, fn, "a function step(state, *inputs) -> (state, metrics)")
-        if name != "step" and fn is not None and (not callable(fn) or is_component(fn)):
-            raise wrong("loop", name, fn, "a function or None")
-
-
-def _need_saves(state: object, checkpoints: object, best: object, every: object) -> None:
-    for name, kept in (("checkpoints", checkpoints), ("best", best)):
-        if kept is not None and not isinstance(kept, Checkpoints):
-            raise wrong("loop", name, kept, "fz.Checkpoints(folder) or None")
-        if kept is not None and not isinstance(state, TrainState):
-            raise TypeError(
-                f"loop: got {name}=fz.Checkpoints(...) and state={named(state)}, expected the state of one step, which "
-                "these keep. Save others in the body of the loop, by fz.save or their own ways."
-            )
-    if isinstance(every, datetime.timedelta):
-        if every <= datetime.timedelta(0):
-            raise ValueError(f"loop: got save_every={every}, expected a time of more than 0.")
-    elif every is not None:
-        need_int(every, "loop", "save_every", "a number of steps, a datetime.timedelta or None", least=1)
-
-
-def _numbered(batches: object) -> Callable[[int], object]:
-    """The batch behind so many others, as a function; of an iterable the next one."""
-    expected = "an iterable of batches, or a function of the number of steps that were taken before"
-    scalar = isinstance(batches, torch.Tensor) and not batches.ndim
-    if isinstance(batches, Iterable) and not isinstance(batches, (str, Mapping, tuple)) and not scalar:
-        begun: list[Iterator[object]] = []
-
-        def taken(_: int) -> object:
-            if not begun:
-                begun.append(iter(batches))
-            return next(begun[0])
-
-        return taken
-    if is_component(batches) or not callable(batches):
-        raise wrong("loop", "batches", batches, expected)
-    return batches
-
-
-def _taken(after: object) -> tuple[int, float | None, int]:
-    """The number of steps, the best number of an evaluation, and the number of evaluations since then."""
-    if not isinstance(after, Mapping):
-        return (
-            need_int(after, "loop", "after", "the extra of a loop's checkpoint, a number of steps or None", 0),
-            None,
-            0,
-        )
-    own = after.get(OWN)
-    if not isinstance(own, Mapping) or not {"done", "best", "since"} <= own.keys():
-        raise ValueError(
-            f"loop: got after with the keys {sorted(map(str, after))}, expected the extra of a checkpoint that a loop "
-            f"has saved, which has {OWN!r}; or a number of steps."
-        )
-    return own["done"], own["best"], own["since"]
+        return self._saves.save(self._state, self._known(), self._ranks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from fzero.loops.numbers import numbers_of
 from fzero.loops.ranks import Ranks
-from fzero.loops.record import numbers_of
 
 Evaluate = Callable[..., Mapping[str, object]]
 
@@ -15,6 +15,7 @@ class Evaluation:
 
     Attributes:
         values: the last ones, by name.
+        fresh: whether they are the newest state's.
         best, since: the lowest first number so far, and the number of evaluations since then.
     """
 
@@ -22,7 +23,7 @@ class Evaluation:
         self._evaluate, self._every, self._patience = evaluate, every, patience
         self.values: dict[str, float] = {}
         self.best: float | None = None
-        self.since = 0
+        self.since, self.fresh = 0, True
 
     @property
     def over(self) -> bool:
@@ -34,17 +35,26 @@ class Evaluation:
         return self._evaluate is not None and (anyway or done % self._every == 0)
 
     def look(self, state: object, ranks: Ranks) -> bool:
-        """Evaluates; whether this state is the best so far."""
-        assert self._evaluate is not None
-        self.values = numbers_of(self._evaluate(state), "evaluate")
-        if not ranks.alike(repr(self.values)):
+        """Evaluates; whether this state is the best so far. Where that fails on one rank, all raise."""
+        values, error = dict[str, float](), None
+        try:
+            assert self._evaluate is not None
+            values = numbers_of(self._evaluate(state), "evaluate")
+        except Exception as own:
+            error = own
+        try:
+            ranks.all_well(error)
+        finally:
+            del error  # which holds this frame
+        if not ranks.alike(repr(values)):
             raise ValueError(
-                f"loop: evaluate gave {self.values} on this rank and other numbers on another, expected the same on "
+                f"loop: evaluate gave {values} on this rank and other numbers on another, expected the same on "
                 "all. Take the mean over ranks in it: torch.distributed.all_reduce, or fz.parallel.weighted_mean."
             )
-        if not self.values:
+        self.values, self.fresh = values, True
+        if not values:
             return False
-        first = next(iter(self.values.values()))
+        first = next(iter(values.values()))
         better = first < self.best if self.best is not None else first == first
         self.best, self.since = (first, 0) if better else (self.best, self.since + 1)
         return better

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 from fzero.base import pytree
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
+from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
@@ -51,14 +53,25 @@ class Ranks:
         return most == -least
 
     def all_well(self, error: BaseException | None) -> None:
-        """Raises on all ranks if one has failed."""
-
-        def own() -> None:
+        """Raises on all ranks if one has failed: each axis and each pipeline hears of it before any rank raises."""
+        tells = [functools.partial(_agreed, axis) for axis in self._axes]
+        for tell in [*tells, *[state.places.all_well for state in self._pipelines]]:
+            try:
+                tell(error)
+            except Exception as own:
+                error = error or own
+        try:
             if error is not None:
                 raise error
+        finally:
+            del error  # which holds this frame
 
-        for axis in self._axes:
-            agreed(axis, own)
-        for state in self._pipelines:
-            state.places.all_well(error)
-        own()
+
+def _agreed(axis: Axis, error: BaseException | None) -> None:
+    """Raises on all ranks of an axis if one has failed."""
+
+    def own() -> None:
+        if error is not None:
+            raise error
+
+    agreed(axis, own)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
-
-from fzero.base.arguments import named
-from fzero.loops.rows import STEP, Board, Table, Writer
-from fzero.state.beyond import here
-from fzero.table.needs import numbers_in
-
-SECONDS = "seconds"  # of a step, in a row
+from fzero.loops.numbers import SECONDS, STEP, numbers_of
+from fzero.loops.rows import Board, Table, Writer
 
 
 class Bar(Protocol):
@@ -43,7 +36,9 @@ class Record:
         self._log, self._tensorboard, self._progress, self._every = log, tensorboard, progress, every
         self._writers, self._stack = list[Writer](), contextlib.ExitStack()
         self._bar: Bar | None = None
-        self._at, self._since = 0, 0.0  # the step that time counts from, and that time
+        self._since, self._taken = 0.0, 0  # time counts from here, and the steps taken since
+        self._back: int | None = None  # the step that the run has gone back to since the last row
+        self._begun = False  # whether there is a row of a step
 
     def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
         """Opens what is shown, on the rank that leads.
@@ -52,7 +47,7 @@ class Record:
             ImportError: what shows it is not installed.
             OSError, ValueError: it cannot be written, or another program's file is there.
         """
-        self._at, self._since, after = done, time.perf_counter(), done if resumed else None
+        self._since, after = time.perf_counter(), done if resumed else None
         for kind, path in ((Table, self._log), (Board, self._tensorboard)):
             if path is not None and leads:
                 self._writers.append(kind(path, after))
@@ -65,27 +60,38 @@ class Record:
         """Leaves seconds out of the time that steps take."""
         self._since += seconds
 
+    def taken(self) -> None:
+        """One more step."""
+        self._taken += 1
+
+    def back(self, done: int) -> None:
+        """The run goes on from another state, after so many steps."""
+        self._back = done if self._back is None else min(self._back, done)
+
     def due(self, done: int) -> bool:
         """Whether there is a row after so many steps: after the first one that is taken here, and every n-th."""
-        return done % self._every == 0 or SECONDS not in self.logged
+        return done % self._every == 0 or not self._begun
 
-    def read(self, done: int, metrics: Mapping[str, object]) -> dict[str, float]:
+    def read(self, metrics: Mapping[str, object]) -> dict[str, float]:
         """The numbers of a step, which are waited for, and the seconds that steps took until here."""
-        row = {STEP: done, **numbers_of(metrics, "metrics")}
-        seconds = (time.perf_counter() - self._since) / (done - self._at) if done > self._at else math.nan
-        return {**row, SECONDS: seconds}
+        self._begun, row = True, numbers_of(metrics, "metrics")
+        return {**row, SECONDS: (time.perf_counter() - self._since) / self._taken}
 
-    def add(self, row: dict[str, float], evaluated: Mapping[str, float]) -> None:
-        """One row, from whose end on time counts anew."""
+    def add(self, done: int, row: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
+        """One row after so many steps, or more numbers in it, from whose end on time counts anew."""
+        same = self._back is None and self.logged.get(STEP) == done
+        row = {**(self.logged if same else {STEP: done}), **row}
         if both := sorted(row.keys() & evaluated.keys()):
             raise ValueError(
                 f"loop: evaluate gave {both}, which are names of the step's metrics or of the log's own columns; "
                 "expected others, such as 'held out loss'."
             )
-        self.logged, self._at = {STEP: self._at, **row, **evaluated}, int(row.get(STEP, self._at))
+        self.logged = {**row, **evaluated}
         for writer in self._writers:
+            if self._back is not None:
+                writer.back(self._back)
             writer.add(self.logged)
-        self._since = time.perf_counter()
+        self._since, self._taken, self._back = time.perf_counter(), 0, None
 
     def show(self, done: int, note: str, evaluated: Mapping[str, float]) -> None:
         """The bar after so many steps."""
@@ -97,22 +103,6 @@ class Record:
 
     def close(self) -> None:
         self._stack.close()
-
-
-def numbers_of(values: object, what: str) -> dict[str, float]:
-    """Numbers by their names; one for each member of an ensemble as `loss.0`, `loss.1`, ...; "aux" is left out."""
-    if not isinstance(values, Mapping):
-        raise TypeError(f"loop: got {named(values)} as {what}, expected a mapping of names to numbers.")
-    out: dict[str, float] = {}
-    for name, value in here({name: value for name, value in values.items() if name != "aux"}).items():
-        if not isinstance(value, (torch.Tensor, int, float)) or (isinstance(value, torch.Tensor) and value.ndim > 1):
-            raise TypeError(
-                f"loop: got {what}[{name!r}] of {named(value)}, expected a number, or those of an ensemble, a tensor "
-                "[members]. Give other values as the step's aux."
-            )
-        own = numbers_in(value)
-        out |= {name: own[0]} if len(own) == 1 else {f"{name}.{i}": each for i, each in enumerate(own)}
-    return out
 
 
 def _bar(progress: bool | str | None, total: int | None, done: int) -> Bar | None:

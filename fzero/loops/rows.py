@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-STEP = "step"
+from fzero.loops.numbers import STEP
+
 Row = Mapping[str, float]
 
 
@@ -16,7 +20,11 @@ class Writer(Protocol):
     """What takes rows."""
 
     def add(self, row: Row) -> None:
-        """Writes one: "step", and numbers by their names."""
+        """Writes one: "step", and numbers by their names. It takes the place of one of the same step."""
+        ...
+
+    def back(self, done: int) -> None:
+        """The run goes on from so many steps: rows of later ones go."""
         ...
 
     def close(self) -> None:
@@ -30,43 +38,67 @@ class Table:
     Args:
         after: the step that a run goes on after: rows of later ones go as it writes its first one, and at once what a
             killed run has half written. None for a new run, whose file begins anew.
+
+    Raises:
+        OSError, ValueError: it cannot be written, or something else than a loop's log is there.
     """
 
     def __init__(self, path: str, after: int | None) -> None:
-        self.path = path
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        rows = self._found() if after is not None and os.path.exists(path) else []
-        self._begin(rows, [*rows[0]] if rows else [])
+        self.path = os.path.realpath(path)  # what a link leads to; wherever the program goes
+        self._until = sys.maxsize if after is None else after
+        if os.path.isdir(self.path):
+            raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        columns, rows = self._found()
+        self._begin(*((columns, rows) if after is not None else ([], [])))
 
-    def _found(self) -> list[dict[str, str]]:
-        """The whole rows in it."""
-        text = Path(self.path).read_text(encoding="utf-8")
-        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines(keepends=True), restval=""))
-        if text and not (rows and all(row.get(STEP, "").isdigit() for row in rows)):
-            raise ValueError(f"loop: got log={self.path!r}, which is no log of a loop, expected one, or no file.")
-        return rows
+    def _found(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns, and the whole rows, that are in the file."""
+        if not os.path.exists(self.path):
+            return [], []
+        text = Path(self.path).read_bytes().decode(errors="replace")
+        table = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), restval="")
+        rows, columns = list(table), [*(table.fieldnames or ())]
+        if text and not (columns[:1] == [STEP] and all(row[STEP].isdigit() for row in rows)):
+            raise ValueError(
+                f"loop: got log={self.path!r}, a file that is no log of a loop, expected one, or a path for it."
+            )
+        return columns, rows
 
-    def _begin(self, rows: list[dict[str, str]], columns: list[str]) -> None:
+    def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """The file with these rows, to which others are added; the old one stays until it is whole."""
         new = f"{self.path}.new"
-        with open(new, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, restval="")
-            if columns:
-                writer.writeheader()
-            writer.writerows(rows)
-        os.replace(new, self.path)
+        try:
+            with open(new, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, columns, restval="")
+                if columns:
+                    writer.writeheader()
+                writer.writerows(rows)
+            os.replace(new, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(new)
+            raise
         self._file = open(self.path, "a", newline="", encoding="utf-8")
         self._writer, self._at = csv.DictWriter(self._file, columns, restval=""), int(rows[-1][STEP]) if rows else -1
 
     def add(self, row: Row) -> None:
         columns, step = [*self._writer.fieldnames], int(row[STEP])
-        new = [name for name in row if name not in columns]
-        if new or step <= self._at:  # another number; or the run goes on from an earlier state
+        new, last = [name for name in row if name not in columns], min(self._until, step - 1)
+        if new or last < self._at:
             self._file.close()
-            self._begin([own for own in self._found() if int(own[STEP]) < step], columns + new)
-        self._writer.writerow({name: repr(value) for name, value in row.items()})
-        self._file.flush()
-        self._at = step
+            self._begin(columns + new, [own for own in self._found()[1] if int(own[STEP]) <= last])
+        try:
+            self._writer.writerow({name: repr(value) for name, value in row.items()})
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # which would be raised again for what is not yet written
+                self._file.close()
+            raise
+        self._at, self._until = step, sys.maxsize
+
+    def back(self, done: int) -> None:
+        self._until = min(self._until, done)
 
     def close(self) -> None:
         self._file.close()
@@ -82,12 +114,19 @@ class Board:
             raise ImportError(
                 f"loop: got tensorboard={path!r}, which needs the package tensorboard: pip install tensorboard."
             ) from error
-        self._writer = SummaryWriter(path, purge_step=0 if after is None else after + 1)
+        self._open = lambda after: SummaryWriter(path, purge_step=after + 1)
+        self._writer, self._last = self._open(-1 if after is None else after), dict[str, float]()
 
     def add(self, row: Row) -> None:
-        for name, value in row.items():
-            if name != STEP:
-                self._writer.add_scalar(name, value, int(row[STEP]))
+        known = self._last if self._last.get(STEP) == row[STEP] else {STEP: 0}
+        for name in row.keys() - known.keys():
+            self._writer.add_scalar(name, row[name], int(row[STEP]))
+        self._last = dict(row)
+
+    def back(self, done: int) -> None:
+        if self._last.get(STEP, 0) > done:
+            self._writer.close()
+            self._writer, self._last = self._open(done), {}
 
     def close(self) -> None:
         self._writer.close()

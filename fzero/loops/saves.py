@@ -19,7 +19,7 @@ class Saves:
     """Checkpoints of a run, in the background, and those of its best states.
 
     Attributes:
-        better: whether the newest state is the best so far, and not saved as such.
+        saved: whether there is a checkpoint of the newest state.
     """
 
     def __init__(
@@ -31,36 +31,37 @@ class Saves:
     ) -> None:
         self._checkpoints, self._every, self._best, self._extra = checkpoints, every, best, extra
         self._saving: Saving | None = None
-        self._at, self._clock, self.better = -1, 0.0, False
+        self._clock, self.saved = 0.0, False
 
-    def begin(self, done: int) -> None:
-        """From here on states are new, and time counts."""
-        self._at, self._clock = done, time.monotonic()
+    def begin(self, resumed: bool) -> None:
+        """From here on time counts; the state that a run goes on from is saved."""
+        self._clock, self.saved = time.monotonic(), resumed
 
     def due(self, done: int) -> bool:
         """Whether it is time for one after so many steps; where that is a time, ranks may differ."""
-        if self._checkpoints is None or self._every is None or done == self._at:
+        if self._checkpoints is None or self._every is None or self.saved or not done:
             return False
         if isinstance(self._every, datetime.timedelta):
             return time.monotonic() - self._clock >= self._every.total_seconds()
         return done % self._every == 0
 
-    def save(self, state: object, done: int, known: Mapping[str, object], newest: bool, ranks: Ranks) -> float:
-        """Begins to save what is due: a state that is the best so far, and where it is asked for the newest one.
-
-        Returns:
-            The seconds that it took.
-        """
+    def save(self, state: object, known: Mapping[str, object], ranks: Ranks) -> float:
+        """Begins to save the newest state, where it is not yet; the seconds that this took."""
         begun = time.perf_counter()
-        pairs = ((self._best, self.better), (self._checkpoints, newest and done != self._at))
-        for kept in [kept for kept, wanted in pairs if kept is not None and wanted]:
-            extra = self._given(ranks)
-            assert isinstance(state, TrainState)
-            self._saving = kept.save_async(state, {OWN: dict(known), **extra})
-        if newest:
-            self.begin(done)
-        self.better = False
+        if self._checkpoints is not None and not self.saved:
+            self._begin(self._checkpoints, state, known, ranks)
+        self.begin(True)
         return time.perf_counter() - begun
+
+    def save_best(self, state: object, known: Mapping[str, object], ranks: Ranks) -> None:
+        """Begins to save a state that is the best so far."""
+        if self._best is not None:
+            self._begin(self._best, state, known, ranks)
+
+    def _begin(self, kept: Checkpoints, state: object, known: Mapping[str, object], ranks: Ranks) -> None:
+        extra = self._given(ranks)
+        assert isinstance(state, TrainState)
+        self._saving = kept.save_async(state, {OWN: dict(known), **extra})
 
     def _given(self, ranks: Ranks) -> dict[str, object]:
         """What the user adds; where that fails on one rank, all raise, and none waits for it in a save."""

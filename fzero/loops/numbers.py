@@ -1,0 +1,53 @@
+"""The numbers of a step and of an evaluation, by their names."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+
+import torch
+
+from fzero.base.arguments import named
+from fzero.state.beyond import here
+from fzero.table.needs import numbers_in
+
+STEP, SECONDS = "step", "seconds"  # of a row: how many were taken, and what one took
+
+
+def numbers_of(values: object, what: str) -> dict[str, float]:
+    """Numbers by their names; one for each member of an ensemble as `loss.0`, `loss.1`, ...; "aux" is left out.
+
+    Raises:
+        TypeError: a name that is no str, or a value that is no number.
+        ValueError: a name of the row's own, two values of one name, or a number without a float.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"loop: got {named(values)} as {what}, expected a mapping of names to numbers.")
+    out: dict[str, float] = {}
+    for name, value in here({name: value for name, value in values.items() if name != "aux"}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"loop: got the name {name!r} in {what}, expected a str.")
+        own = _floats(value, f"{what}[{name!r}]")
+        names = [name] if len(own) == 1 else [f"{name}.{i}" for i in range(len(own))]
+        if taken := [each for each in names if each in out or each in (STEP, SECONDS)]:
+            raise ValueError(
+                f"loop: got {what}[{name!r}] for the column {taken[0]!r} of the log, which has another value there; "
+                "expected another name."
+            )
+        out |= dict(zip(names, own, strict=True))
+    return out
+
+
+def _floats(value: object, place: str) -> list[float]:
+    if isinstance(value, torch.Tensor):
+        if value.ndim <= 1 and not value.is_complex() and (own := numbers_in(value)):
+            return own
+    elif isinstance(value, numbers.Real):
+        try:
+            return [float(value)]
+        except OverflowError:
+            raise ValueError(f"loop: got {place}, a number that is too large for a float, expected others.") from None
+    raise TypeError(
+        f"loop: got {place} of {named(value)}, expected a real number, or those of an ensemble, a tensor [members]. "
+        "Give other values as the step's aux."
+    )
