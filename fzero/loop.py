@@ -111,8 +111,8 @@ def loop(
         raise ValueError("loop: got patience or best, expected evaluate beside it: its first number says what is best.")
     if checkpoints is None and (save_every is not None or (extra is not None and best is None)):
         raise ValueError("loop: got save_every or extra, expected checkpoints=fz.Checkpoints(folder) beside it.")
-    path = None if log is None else need_path(log, "loop", "log", "the path of a file")
-    folder = None if tensorboard is None else need_path(tensorboard, "loop", "tensorboard")
+    path = None if log is None else os.path.abspath(need_path(log, "loop", "log", "the path of a file"))
+    folder = None if tensorboard is None else os.path.abspath(need_path(tensorboard, "loop", "tensorboard"))
     return Loop(
         step,
         state,
@@ -350,7 +350,8 @@ class Loop(Generic[S, M]):
         try:
             if why != FAILED and (looks or self._unread is not None):
                 self._tell(looks)
-            self._save()
+            if why != FAILED or self._done:
+                self._save()
         finally:
             try:
                 if why == FAILED:

@@ -1,0 +1,222 @@
+"""What fz.loop writes of its numbers: each under its own name and step, and only what it can say."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fzero as fz
+from fzero.loops import record
+
+quiet: Any = functools.partial(fz.loop, progress=False)
+
+
+def counted(state: int, *_: object) -> tuple[int, dict[str, Any]]:
+    return state + 1, {"loss": float(state)}
+
+
+def batch(number: int) -> int:
+    return number
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_through(run: Any) -> Any:
+    for _ in run:
+        pass
+    return run
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("value", [np.float64(1.5), np.float32(1.5), True, 2, torch.tensor(True), torch.tensor(7)])
+def test_numbers_of_any_kind_are_floats(value: Any, tmp_path: Path) -> None:
+    options: Any = {"evaluate": lambda state: {"held out": value}, "log": tmp_path / "log.csv", "total": 2}
+    run = run_through(quiet(lambda state, x: (state, {"own": value}), 0, batch, **options))
+    for name in ("own", "held out"):
+        assert type(run.logged[name]) is float and run.logged[name] == float(value)
+        assert rows_of(tmp_path / "log.csv")[-1][name] == repr(float(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"step": 1.0}, r"\['step'\] for the column 'step'"),
+        ({"seconds": 1.0}, r"\['seconds'\] for the column 'seconds'"),
+        ({1: 1.0}, "the name 1 in"),
+        ({"a": torch.ones(2), "a.0": 1.0}, r"for the column 'a.0'"),
+        ({"a.1": 1.0, "a": torch.ones(2)}, r"for the column 'a.1'"),
+        ({"a": torch.tensor(1j)}, r"\['a'\] of a tensor of shape \(\) and dtype torch.complex64"),
+        ({"a": 1j}, r"\['a'\] of complex"),
+        ({"a": torch.ones(0)}, r"\['a'\] of a tensor of shape \(0,\)"),
+        ({"a": 10**400}, r"\['a'\], a number that is too large"),
+        ({"a": np.ones(2)}, r"\['a'\] of ndarray"),
+    ],
+)
+@pytest.mark.parametrize("where", ["metrics", "evaluate"])
+def test_names_and_numbers_that_no_row_has_are_refused(given: Any, text: str, where: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    own = given if where == "metrics" else {"b": 1.0}
+    evaluate = (lambda state: given) if where == "evaluate" else None
+    run = quiet(lambda state, x: (state, own), 0, batch, log=log, evaluate=evaluate)
+    with pytest.raises((TypeError, ValueError), match=f"loop: got .*{where}") as info:
+        run_through(run)
+    assert info.match(text)
+    assert run.ended == "failed" and rows_of(log) == []
+
+
+@pytest.mark.parametrize("evaluate", [None, lambda state: {"held out": state * 100.0}])
+def test_metrics_that_cannot_be_read_touch_no_row(evaluate: Any, tmp_path: Path) -> None:
+    step = lambda state, x: (state + 1, {"loss": float(state), **({"name": "x"} if state == 5 else {})})
+    log = tmp_path / "log.csv"
+    with pytest.raises(TypeError, match=r"metrics\['name'\]"):
+        run_through(quiet(step, 0, batch, every=2, log=log, evaluate=evaluate, evaluate_every=6))
+    rows = [row for row in rows_of(log) if row["step"] != "0"]
+    assert [(row["step"], row["loss"]) for row in rows] == [("1", "0.0"), ("2", "1.0"), ("4", "3.0")]
+    assert evaluate is None or not any(row["held out"] for row in rows)
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("end", ["batches", "asked", "patience", "total"])
+def test_the_last_step_has_a_row_whatever_ends_the_loop(end: str, tmp_path: Path) -> None:
+    done = [0]
+
+    def step(state: int, x: object) -> Any:
+        done[0] += 1
+        return counted(state, x)
+
+    options: Any = {
+        "batches": {},
+        "asked": {"stop": lambda: done[0] == 7},
+        "patience": {"patience": 1, "evaluate_every": 7},
+        "total": {"total": 7},
+    }[end]
+    log, around = tmp_path / "log.csv", {"evaluate": lambda state: {"x": 1.0}, "evaluate_every": 5, "every": 5}
+    run = run_through(quiet(step, 0, [0] * 7 if end == "batches" else batch, log=log, **(around | options)))
+    assert (run.ended, run.done, run.logged["step"], run.logged["loss"]) == (end, 7, 7, 6.0)
+    rows = rows_of(log)
+    assert [(row["step"], row["loss"]) for row in rows] == [("0", ""), ("1", "0.0"), ("5", "4.0"), ("7", "6.0")]
+    assert bool(rows[-1]["x"]) == (end != "asked")
+
+
+def test_a_last_step_that_has_a_row_is_evaluated_in_it(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    run = run_through(quiet(counted, 0, [0] * 4, log=log, every=2, evaluate=lambda state: {"x": float(state)}))
+    assert run.logged["loss"] == 3.0 and run.logged["x"] == 4.0
+    assert [(row["step"], row["loss"], row["x"]) for row in rows_of(log)][-2:] == [
+        ("2", "1.0", ""),
+        ("4", "3.0", "4.0"),
+    ]
+
+
+def test_going_back_takes_rows_and_keeps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(record.time, "perf_counter", lambda: clock[0])
+    log, went, tensorboard = tmp_path / "log.csv", False, tmp_path / "events"
+    options: Any = {"tensorboard": tensorboard} if _has_tensorboard() else {}
+    run = quiet(counted, 7, batch, after=7, total=20, every=5, log=log, **options)
+    for _ in run:
+        clock[0] += 2.0
+        if run.done == 14 and not went:
+            run.state, run.done, went = 7, 7, True
+    rows = rows_of(log)
+    assert [row["step"] for row in rows] == ["10", "15", "20"]
+    assert [float(row["seconds"]) for row in rows] == [3 * 2.0 / 3, 2.0, 2.0]
+    if options:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import]
+
+        found = EventAccumulator(str(tensorboard))
+        found.Reload()
+        assert [event.step for event in found.Scalars("loss")] == [10, 15, 20]
+
+
+def _has_tensorboard() -> bool:
+    try:
+        import tensorboard  # noqa: F401 # type: ignore[import]
+    except ImportError:
+        return False
+    return True
+
+
+# ---- files
+
+
+def test_a_log_whose_disk_is_full_waits_for_the_last_save(tmp_path: Path) -> None:
+    step, kept = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), fz.Checkpoints(tmp_path / "k")
+    log = tmp_path / "log.csv"
+    many = {f"number {i}": float(i) for i in range(600)}
+
+    def wide(state: Any, x: Any) -> Any:
+        state, metrics = step(state, torch.ones(1))
+        return state, {**metrics, **many}
+
+    run = quiet(wide, step.init({"w": torch.zeros(1)}), batch, total=9, every=1, log=log, checkpoints=kept)
+    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        with pytest.raises(OSError, match="File too large") as info:
+            run_through(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert info.value.__context__ is None and run.ended == "failed" and run.done > 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "fzero-save"]
+    state, after = kept.restore(step) or (None, None)
+    assert state is not None and state.step == run.done
+    run_through(quiet(wide, state, batch, total=run.done + 2, after=after, every=1, log=log))
+    assert [row["step"] for row in rows_of(log)] == [str(n) for n in range(1, run.done + 3) if n != run.done]
+
+
+@pytest.mark.parametrize("after", [None, 2])
+def test_what_is_no_log_is_left_alone(after: int | None, tmp_path: Path) -> None:
+    for name, text in (("notes.csv", "my,data\n1,2\n"), ("text", "something"), ("steps.csv", "step,x\nfirst,2\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"loop: got log='.*{name}', a file that is no log of a loop"):
+            run_through(quiet(counted, 0, batch, total=3, after=after, log=tmp_path / name))
+        assert (tmp_path / name).read_text() == text
+    with pytest.raises(IsADirectoryError, match=r"loop: got log='.*', a folder, expected the path of a file"):
+        run_through(quiet(counted, 0, batch, total=3, after=after, log=tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["notes.csv", "steps.csv", "text"]
+    assert not Path(f"{tmp_path}.new").exists()
+
+
+@pytest.mark.parametrize("text", ["", "step,loss,seconds\r\n", "step,loss,seconds\r\n1,0.5"])
+def test_a_log_with_no_row_yet_goes_on(text: str, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(text)
+    run_through(quiet(counted, 2, batch, total=3, after=2, log=tmp_path / "log.csv"))
+    assert [(row["step"], row["loss"]) for row in rows_of(tmp_path / "log.csv")] == [("3", "2.0")]
+
+
+def test_a_log_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the program goes, and through a link to the file that it leads to; with any name in it."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "real.csv").touch()
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    monkeypatch.chdir(tmp_path)
+    step = lambda state, x: (
+        state + 1,
+        {"line\u2028one\ntwo": 1.0} if state < 2 else {"line\u2028one\ntwo": 1.0, "b": 2.0},
+    )
+    for after, total in ((None, 2), (2, 4)):
+        for _ in quiet(step, after or 0, batch, after=after, total=total, every=1, log="link.csv"):
+            os.chdir("elsewhere") if Path("elsewhere").exists() else None
+        os.chdir(tmp_path)
+    assert (tmp_path / "link.csv").is_symlink() and not os.listdir("elsewhere")
+    assert [row["b"] for row in rows_of(tmp_path / "real.csv")] == ["", "", "2.0", "2.0"]
+    assert [row["line\u2028one\ntwo"] for row in rows_of(tmp_path / "real.csv")] == ["1.0"] * 4
