@@ -48,41 +48,47 @@ def loop(
 ) -> Loop[S, M]:
     """Takes a step for each batch, and gives (state, metrics) after each: an iterator that may be left at any time.
 
-    The first Ctrl-C or SIGTERM ends the loop after the step that is under way, with a checkpoint where there are any; a
-    second one, a second later, does what it ever did (KeyboardInterrupt, the end of the process). All ranks of the
-    state run the loop, and take the same number of steps: a signal that reaches one of them, batches that end on one,
-    an error in them, end it on all. Rank 0 shows the progress and writes the logs. What one rank alone knows of an end
-    goes into `stop`: all ranks leave the body of the `for` in the same round, or none.
+    The first Ctrl-C or SIGTERM ends the loop, and loops around it, after the step that is under way, with a checkpoint
+    where there are any; the same one again within a second, from a terminal and a launcher, is waited for. A second
+    one, a second later, does what it ever did (KeyboardInterrupt, the end of the process), and so does the first one
+    behind a loop that is left or ends for another reason. All ranks of the state run the loop, and take the same number
+    of steps: a signal that reaches one of them, batches that end on one, an error in them, end it on all. Rank 0 shows
+    the progress and writes the logs. What one rank alone knows of an end goes into `stop`: all ranks leave the body of
+    the `for` in the same round, or none. A state of another kind than fzero's is of its process alone.
 
     Args:
         step: any function `step(state, *inputs) -> (state, metrics)`: a step, a pipeline, a component on ranks of its
             own, or what is made of them. With `fz.donate` the state that was given before is dead after it.
         state: before the first step.
-        batches: an iterable, or a function of the number of steps that were taken before. A batch that is a tuple or a
-            list is the step's inputs, anything else its only input.
+        batches: an iterable, but no tuple, or a function of the number of steps that were taken before. A batch that is
+            a tuple or a list is the step's inputs, anything else its only input. An iterator ends with the loop where
+            nobody else holds it.
         total: steps after which it ends, those before a resumption included.
         after: what it goes on after: the `extra` of a checkpoint that a loop has saved, which the state is restored
             from, or a number of steps. An iterable of batches must begin there.
         progress: a bar of tqdm, or its label; None shows one where tqdm is installed.
-        log: a CSV file of rows, one for each `every` steps. Rows of a run that is resumed stay up to where that begins.
+        log: a CSV file of rows, one for each `every` steps and the last one, which begins anew unless a run is resumed:
+            its rows stay up to where that begins. A row that a full disk did not take is missing.
         tensorboard: a folder for the same numbers.
         every: steps between two rows; metrics are read then, and nobody waits for the device in between.
         evaluate: `evaluate(state)`, the same numbers by name on all ranks, before the first step, after the last one
-            and between.
+            and between; not where a signal or `stop` ends the loop, so that a resumed run has the patience of a whole.
         evaluate_every: steps between two evaluations.
         patience: evaluations in a row in which the first of these numbers is not lower than it ever was, after which
             the loop ends.
-        best: keeps the states in which it is lowest: `fz.Checkpoints(folder, keep=1)`.
+        best: keeps the states in which it is lowest, saved as they are evaluated: `fz.Checkpoints(folder, keep=1)`.
         checkpoints: keeps states, saved while training goes on, and the last one.
         save_every: steps between two of them, or a time (`datetime.timedelta`); by default the last one only.
         extra: gives what else their `extra` holds, the same on all ranks.
-        stop: asked after each step whether to end, instead of signals.
+        stop: asked before each step, the first one too, whether to end, instead of signals.
 
     Raises:
-        TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently.
+        TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently, that a log
+            has no column for, or that are none.
         ImportError: tqdm or tensorboard is asked for and not installed.
-        Exception: what was raised on any rank in batches, in `stop`, in `extra` or in writing a log: on all of them,
-            once the last state is saved.
+        RuntimeError: a step, `evaluate`, `stop` or `extra` raised StopIteration.
+        Exception: what was raised on any rank in batches, in `evaluate`, in `stop`, in `extra` or in writing a log: on
+            all of them, once the last state is saved. What a step raises comes at once, where it is raised.
 
     Example:
         >>> import tempfile
@@ -130,11 +136,13 @@ class Loop(Generic[S, M]):
     """The steps of a run, made by `fz.loop`: an iterator of (state, metrics).
 
     It ends where nobody holds it any more, as at the end of a `for` that is left by break, return or an exception; one
-    that has a name ends by `close()`.
+    that has a name ends by `close()`, and until then a signal is only noted. `close()` also raises what went wrong with
+    the last save, which is printed only where nobody calls it.
 
     Attributes:
-        state: the newest one, from which the next step begins; another one may be put there.
-        done: how many steps were taken, those before a resumption included; may be set with the state.
+        state: the newest one, from which the next step begins; another one may be put there, and is saved anew.
+        done: how many steps were taken, those before a resumption included; may be set with the state: rows of later
+            steps go.
         ended: why it has: "total", "batches" (there are no more), "patience", "asked" (a signal, or `stop`), "left",
             "failed"; "" before.
         logged: the numbers of the last row, by name: metrics, the seconds of a step, what was evaluated.
@@ -252,6 +260,12 @@ class Loop(Generic[S, M]):
         ranks = self._ranks
         self._tried(lambda: self._record.begin(self._done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)
+        own = f"{self._done} steps before, total={self._total}, {self._record}, {self._evaluation}, {self._saves}"
+        if not ranks.alike(own):
+            raise ValueError(
+                f"loop: got {own} on this rank and others on another, expected the same on all. What one rank alone "
+                "knows of an end goes into stop."
+            )
         self._saves.begin(self._resumed)
         if not self._resumed and self._evaluation.due(self._done, True):
             self._tell(looks=True)

@@ -122,9 +122,10 @@ def check_parts(ranks: int, stage: int, parts: tuple[int, ...], options: dict[st
     steps = [int(row["step"]) for row in rows]
     every, looks = options["every"], options["evaluate_every"]
     first = {sum(parts[:i]) + 1 for i in range(len(parts)) if parts[i]}
+    last = {sum(parts[: i + 1]) for i in range(len(parts))}
     evaluated = {0, *range(looks, total + 1, looks), total}
-    assert steps == sorted(set(steps)) and {*range(every, total + 1, every), 1, *evaluated} <= {*steps}
-    assert {*steps} <= {*range(0, total + 1, every), *first, *evaluated}
+    assert steps == sorted(set(steps)) and {*range(every, total + 1, every), 1, *evaluated, *last} <= {*steps}
+    assert {*steps} <= {*range(0, total + 1, every), *first, *evaluated, *last}
     for row in rows:
         assert bool(row["norm"]) == (int(row["step"]) in evaluated)
         assert row["loss"] == (repr(expected[0][1][int(row["step"]) - 1]) if row["step"] != "0" else "")

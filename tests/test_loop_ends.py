@@ -332,6 +332,19 @@ def test_an_evaluation_that_fails_on_one_rank_fails_on_all(kind: str, tmp_path: 
     assert said[0][0].startswith("rank 1: ") and said[0][0].endswith(said[1][0])
 
 
+@pytest.mark.parametrize("name", ["total", "every", "evaluate_every", "after", "evaluate", "checkpoints"])
+def test_ranks_that_are_told_different_things_are_refused(name: str, tmp_path: Path) -> None:
+    def rank_main(rank: int) -> str:
+        step, others = fz.shard_zero1(STEP), {"evaluate": lambda state: {"x": 1.0}, "checkpoints": None}
+        own: Any = {"evaluate": None, "checkpoints": fz.Checkpoints(tmp_path)}.get(name, 7)
+        options = {"evaluate": others["evaluate"], name: own if rank else others.get(name, 4)}
+        with pytest.raises(ValueError, match="on this rank and others on another") as info:
+            next(quiet(step, step.init({"w": torch.zeros(2)}), batch, **options))
+        return str(info.value)
+
+    assert len({*run_ranks(rank_main, 2)}) == 2
+
+
 def on_a_grid(rank: int) -> str:
     """Two states, one over each axis of a mesh: no rank shares an axis with all others."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))

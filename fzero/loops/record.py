@@ -40,6 +40,9 @@ class Record:
         self._back: int | None = None  # the step that the run has gone back to since the last row
         self._begun = False  # whether there is a row of a step
 
+    def __str__(self) -> str:
+        return f"every={self._every}"
+
     def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
         """Opens what is shown, on the rank that leads.
 

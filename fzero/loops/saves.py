@@ -33,6 +33,12 @@ class Saves:
         self._saving: Saving | None = None
         self._clock, self.saved = 0.0, False
 
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name}={'None' if kept is None else 'fz.Checkpoints(...)'}"
+            for name, kept in (("checkpoints", self._checkpoints), ("best", self._best))
+        )
+
     def begin(self, resumed: bool) -> None:
         """From here on time counts; the state that a run goes on from is saved."""
         self._clock, self.saved = time.monotonic(), resumed
