@@ -72,7 +72,7 @@ def test_names_and_numbers_that_no_row_has_are_refused(given: Any, text: str, wh
     log = tmp_path / "log.csv"
     own = given if where == "metrics" else {"b": 1.0}
     evaluate = (lambda state: given) if where == "evaluate" else None
-    run = quiet(lambda state, x: (state, own), 0, batch, log=log, evaluate=evaluate)
+    run = quiet(lambda state, x: (state, own), 0, batch, log=log, evaluate=evaluate, total=2)
     with pytest.raises((TypeError, ValueError), match=f"loop: got .*{where}") as info:
         run_through(run)
     assert info.match(text)
