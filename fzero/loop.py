@@ -137,7 +137,8 @@ class Loop(Generic[S, M]):
 
     It ends where nobody holds it any more, as at the end of a `for` that is left by break, return or an exception; one
     that has a name ends by `close()`, and until then a signal is only noted. `close()` also raises what went wrong with
-    the last save, which is printed only where nobody calls it.
+    the last save, which is printed only where nobody calls it. A generator that says `yield from fz.loop(...)` and is
+    freed before the end prints a signal, too, that came before: let it say `for ... in`.
 
     Attributes:
         state: the newest one, from which the next step begins; another one may be put there, and is saved anew.
