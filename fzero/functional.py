@@ -230,12 +230,12 @@ class _Copy:
 
     def __init__(self, pristine: nn.Module, cuts: Cuts | None, carries: bool, synchronises: bool) -> None:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
-        synchronise(module, synchronises)
+        self._over_ranks = synchronise(module, synchronises)
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.carries, self.buffers_elsewhere = carries, places_of(module, holdings, "_buffers") if carries else {}
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
-        self.watches = cuts.axis if cuts is not None else None
-        self.compiles = cuts is not None and cuts.compiled
+        self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
+        self.looks = synchronises or compiles  # at what compiled units do
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
@@ -256,7 +256,7 @@ class _Copy:
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
-        if not self.compiles:
+        if not self.looks:
             return unit.fast
         return unit.shown.choice(unit.prefix.removesuffix("."), unit.call, unit.fast, (args, dict(kwargs)))
 
@@ -264,6 +264,7 @@ class _Copy:
         return run if self.pieces is None else self.pieces.inside(run)
 
     def _fresh(self, run: Function) -> Function:
+        run = self._over_ranks(run)
         if not self.converts:
             return run
         run = fresh(self._inside(run))
@@ -306,8 +307,7 @@ class _Copy:
             node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
-            # its params are in place already
-            plain = functools.partial(run, *args, **kwargs)
+            plain = functools.partial(run, *args, **kwargs)  # its params are in place already
             # a run that is given up leaves no buffer changed
             own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
             return plain_call(own, node, (args, kwargs), unit.surroundings)

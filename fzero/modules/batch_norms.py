@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fzero.base.context import during
+from fzero.capture.handle import Function
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.parallel.axis import is_spanned
-from fzero.parallel.batch_norm import OverRanks, ranks_of_means
+from fzero.parallel.batch_norm import Call, OverRanks, ranks_of_means, running
 
 
-def synchronise(module: nn.Module, every: bool) -> None:
+def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function]:
     """Has the batch norms of a copy take statistics over all ranks that the running step takes means over.
 
     Args:
         every: those of all kinds; otherwise `nn.SyncBatchNorm` alone, which says so itself.
+
+    Returns:
+        What has others that a function of the module calls do so, too, where those of all kinds do.
     """
     for path, layer in _synchronised(module, every):
         layer.forward = types.MethodType(_forward_of(path, _own_forward(layer)), layer)
+    return functools.partial(_inside, functools.partial(_label, module)) if every else lambda run: run
+
+
+def _inside(label: Callable[[Sequence[object]], str], run: Function) -> Function:
+    def call(*args: object, **kwargs: object) -> object:
+        with OverRanks(label):
+            return run(*args, **kwargs)
+
+    return call
+
+
+def _label(module: nn.Module, given: Sequence[object]) -> str:
+    """What an operation is called that no layer calls: by what it is given of the module."""
+    names = {
+        id(x): f"{path}.{name}" if path else name
+        for path, own in module.named_modules()
+        for registry in (own._buffers, own._parameters)
+        for name, x in registry.items()
+        if x is not None
+    }
+    found = [names[id(x)] for x in given if id(x) in names]
+    return f"a batch norm with {found[0]!r}" if found else "a batch norm without a layer"
 
 
 def need_own_forwards(module: nn.Module) -> None:
@@ -69,8 +99,21 @@ def _over_ranks(
     path: str, run: Callable[..., object], layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     axes = ranks_of_means() if layer.training else ()
-    if not axes:
-        return run(layer, *args, **kwargs)
+    if axes:
+        _need_spanned(path, layer, axes)
+    call = Call(path, axes, layer.running_mean)
+    with during(running, call), OverRanks() if axes else contextlib.nullcontext():
+        out = run(layer, *args, **kwargs)
+    if axes and not call.ran:
+        raise ValueError(
+            f"apply: the forward of batch norm {path!r}, a {type(layer).__name__} in training, calls neither "
+            "torch.nn.functional.batch_norm nor torch.batch_norm, and what it computes itself is of this rank's batch "
+            "alone. Call one of them, give it another base class than torch's, or leave out sync_batch_norm=True."
+        )
+    return out
+
+
+def _need_spanned(path: str, layer: nn.Module, axes: Sequence[Axis]) -> None:
     own = backend.members(getattr(layer, "process_group", None))
     if own and not is_spanned([ax.members for ax in axes], own):
         means = " and ".join([str(list(ax.members)) for ax in axes])
@@ -79,8 +122,6 @@ def _over_ranks(
             f"over ranks {means}; expected the same ranks, as its statistics are those of the step's whole batch. "
             "Leave process_group out."
         )
-    with OverRanks(axes):
-        return run(layer, *args, **kwargs)
 
 
 leave_out(__name__, "_over_ranks")

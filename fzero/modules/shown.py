@@ -2,7 +2,7 @@
 
 What a compiled unit does with slices is that of its code, which is watched in the first run with inputs of the same
 forms: it refuses what mixes slices, and shows whether anything had to be seen to (what is whole made each rank's own,
-random numbers). If so the unit runs as it is, and is not compiled.
+random numbers, a batch norm over ranks that no layer calls). If so the unit runs as it is, and is not compiled.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Shown:
             self._outputs[form] = None if reasons else marks_of(notes.get(), _tensors(out))
             if reasons and not private.level():
                 warnings.warn(
-                    f"fz.compile: unit {unit or 'of all leaves'!r} is not compiled, as {reasons[0]} between a column "
-                    "and a row of fz.shard_tensor, which compiled code would do without a copy.",
+                    f"fz.compile: unit {unit or 'of all leaves'!r} is not compiled, as {reasons[0]}, which "
+                    "compiled code would not do.",
                     stacklevel=2,
                 )
         return out

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fzero.base import private
-from fzero.base.context import averaged, one_by_one
-from fzero.capture.handle import Function, Named, Operands
+from fzero.base import hooks, private
+from fzero.base.context import averaged, one_by_one, variable
+from fzero.capture.handle import Function, Named, Operands, name_of
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.axis import need_axis
 from fzero.parallel.loss import wide
 from fzero.parallel.maps import _map
+from fzero.parallel.varying import note_help
 
 
 def ranks_of_means() -> tuple[Axis, ...]:
@@ -25,27 +27,102 @@ def ranks_of_means() -> tuple[Axis, ...]:
     return tuple([need_axis(ax, "sync_batch_norm") for ax in axes])
 
 
-class OverRanks(TorchFunctionMode):
-    """Inside, `F.batch_norm` in training takes its mean and its variance over all ranks of some axes."""
+class Call:
+    """A call of a batch norm layer.
 
-    def __init__(self, axes: Sequence[Axis]) -> None:
+    Args:
+        path: of the layer in its module.
+        axes: that it takes its statistics over; none in eval mode.
+
+    Attributes:
+        ran: whether it has called an operation that does so, or one that takes its running statistics as they are.
+    """
+
+    def __init__(self, path: str, axes: Sequence[Axis], running_mean: object = None) -> None:
+        self.path, self.axes, self.running_mean, self.ran = path, axes, running_mean, False
+
+
+# the call that is running; outside of one every batch norm that is called takes its statistics over the step's ranks
+running: contextvars.ContextVar[Call | None] = variable("batch_norm_layer", None)
+
+
+class OverRanks(TorchFunctionMode):
+    """Inside, `F.batch_norm` and `torch.batch_norm` in training take mean and variance over all ranks of a step.
+
+    Args:
+        label: what an operation outside of a layer is called, by the running statistics and the weight that it is
+            given.
+    """
+
+    def __init__(self, label: Callable[[Sequence[object]], str] = lambda _: "") -> None:
         super().__init__()
-        self.batch_norm: Function = functools.partial(batch_norm, axes)
+        self.label, self.calls = label, 0
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if func is F.batch_norm:
-            return self.batch_norm(*args, **(kwargs or {}))
+        if "batch_norm" in getattr(func, "__name__", ""):
+            return self._run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _run(self, func: Function, args: Operands, kwargs: Mapping[str, object]) -> object:
+        own = running.get()
+        schema = getattr(func, "_schema", None)  # of an operator of torch.ops
+        order = _ORDERS.get(func, ()) if schema is None else [argument.name for argument in schema.arguments]
+        given = dict(zip(order, args, strict=False)) | dict(kwargs)
+        if "training" in order and not given.get("training"):
+            if own is not None and given.get("running_mean") is own.running_mean:
+                own.ran = True
+            return func(*args, **kwargs)
+        axes = ranks_of_means() if own is None else own.axes
+        if not axes:
+            return func(*args, **kwargs)
+        what = self.label([given.get(name) for name in _NAMED]) if own is None else f"batch norm {own.path!r}"
+        if func not in (F.batch_norm, torch.batch_norm):
+            raise ValueError(
+                f"apply: {what} calls {name_of(func)!r} in training, which nothing takes over ranks: its "
+                "statistics would be those of this rank's batch. Call torch.nn.functional.batch_norm, or leave out "
+                "sync_batch_norm=True."
+            )
+        need_no_checkpoint(what)
+        if own is None:
+            note_help(f"{what} takes its statistics over ranks")
+        else:
+            own.ran = True
+        self.calls += 1
+        given.pop("cudnn_enabled", None)
+        return batch_norm(axes, f"sync_batch_norm of {what}, number {self.calls}", **given)  # type: ignore[arg-type]
+
+
+OverRanks.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+_NAMED = ("running_mean", "running_var", "weight")
+_LAST = ("training", "momentum", "eps", "cudnn_enabled")
+_AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", *_LAST)
+# function -> the order of its arguments
+_ORDERS: dict[object, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", *_LAST[:3]),
+    torch.batch_norm: _AS_TORCH,
+    torch.native_batch_norm: _AS_TORCH[:-1],
+}
+
+
+def need_no_checkpoint(what: str) -> None:
+    """Refuses torch.utils.checkpoint, whose second run would be without the other ranks."""
+    if hooks.in_checkpoint():
+        raise ValueError(
+            f"apply: {what}, over all ranks, runs inside torch.utils.checkpoint, which runs it again while gradients "
+            "are pulled back, where ranks exchange no statistics. Leave the checkpoint out: fz.remat(step) recomputes "
+            "units."
+        )
 
 
 def batch_norm(
     axes: Sequence[Axis],
+    tag: str,
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    training: bool = False,
+    training: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
@@ -57,15 +134,14 @@ def batch_norm(
 
     Args:
         axes: whose ranks have other batches, of any sizes, also of none.
+        tag: the same on all ranks, which says what they exchange.
         input: [n, channels, ...].
 
     Raises:
         ValueError: on every rank, where all ranks together have one value for each channel.
     """
-    if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(wide(input.dtype))
-    count, mean, var = _of_all(x, axes)
+    count, mean, var = _of_all(x, axes, tag)
     for running, value in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
         if running is not None:
             running.mul_(1 - momentum).add_(value.detach().to(running.dtype), alpha=momentum)
@@ -76,7 +152,7 @@ def batch_norm(
     return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(input.dtype)
 
 
-def _of_all(x: torch.Tensor, axes: Sequence[Axis]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_all(x: torch.Tensor, axes: Sequence[Axis], tag: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many values all ranks have for each channel, their means [channels], and their variances about these."""
     channels, dims = x.shape[1], [dim for dim in range(x.ndim) if dim != 1]
     own = x.numel() // channels if channels else 0
@@ -86,7 +162,7 @@ def _of_all(x: torch.Tensor, axes: Sequence[Axis]) -> tuple[torch.Tensor, torch.
         var = mean = x.sum(dims)  # zeros, which depend on it as others' do, so that all ranks pull back alike
     found = torch.cat([mean, own * var, x.new_full((1,), own)])[None]
     for ax in axes:
-        there, back = [functools.partial(each, ax) for each in (_gathered, _scattered)]
+        there, back = [functools.partial(each, ax, tag) for each in (_gathered, _scattered)]
         found = _map("gather", found, ax, there, back, joins=0)
     counts = found[:, -1:].detach()
     count, means, squares = counts.sum(), found[:, :channels], found[:, channels:-1]
@@ -95,12 +171,12 @@ def _of_all(x: torch.Tensor, axes: Sequence[Axis]) -> tuple[torch.Tensor, torch.
     return count, mean, (squares + counts * (means - mean).square()).sum(0) / count
 
 
-def _gathered(ax: Axis, x: torch.Tensor) -> torch.Tensor:
-    return pieces.gathered(ax, x, 0, [len(x)] * ax.size, "sync_batch_norm")
+def _gathered(ax: Axis, tag: str, x: torch.Tensor) -> torch.Tensor:
+    return pieces.gathered(ax, x, 0, [len(x)] * ax.size, tag)
 
 
-def _scattered(ax: Axis, x: torch.Tensor) -> torch.Tensor:
-    return pieces.scattered(ax, x, 0, [len(x) // ax.size] * ax.size, "sync_batch_norm")
+def _scattered(ax: Axis, tag: str, x: torch.Tensor) -> torch.Tensor:
+    return pieces.scattered(ax, x, 0, [len(x) // ax.size] * ax.size, tag)
 
 
 def _need_several(count: torch.Tensor) -> None:

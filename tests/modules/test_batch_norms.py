@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nightly import at_length, by_day
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, hazards, run_ranks, strategies
@@ -442,7 +444,168 @@ def test_ranks_that_skip_one_are_told() -> None:
     def on(rank: int) -> None:
         step, params = step_of(Branches().double())
         state = step.init(params, sync=True)
-        with pytest.raises(RuntimeError, match="ranks have diverged: rank 0: exchange of sync_batch_norm"):
+        with pytest.raises(RuntimeError, match="have diverged: rank 0: exchange of sync_batch_norm of batch norm"):
             step(state, FIVE[0][0], FIVE[1][0])
 
     run_ranks(on, 2)
+
+
+class Called(nn.Module):
+    """A batch norm by an operation that no layer calls, in ways by name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.norm, self.out = how, nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, 1)
+        self.hidden = [nn.BatchNorm1d(D, affine=False, track_running_stats=False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, norm = self.linear(x), self.norm
+        own = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        ways = {
+            "statistics": lambda: F.batch_norm(x, *own, True),
+            "torch": lambda: torch.batch_norm(x, *own[2:], *own[:2], True, 0.1, 1e-5, False),
+            "unbound": lambda: nn.BatchNorm1d.forward(norm, x),
+            "hidden": lambda: self.hidden[0](x),
+            "made": lambda: nn.BatchNorm1d(D, affine=False, track_running_stats=False)(x),
+            "native": lambda: torch.native_batch_norm(x, *own[2:], *own[:2], True, 0.1, 1e-5)[0],
+            "operator": lambda: torch.ops.aten.native_batch_norm.default(x, *own[2:], *own[:2], True, 0.1, 1e-5)[0],
+        }
+        return self.out(ways[self.how]().tanh())  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """Units that recompute."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(D, D), norm(D)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.sum(1, keepdim=True)
+
+
+class ByTorch(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = (self.weight, self.bias, self.running_mean, self.running_var)
+        return torch.batch_norm(x, *own, self.training, 0.1, self.eps, False)
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(0)) * (x.var(0, correction=0) + self.eps).rsqrt()
+
+
+class Frozen(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class Again(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class NoLayer(nn.Module):
+    mean: torch.Tensor
+    var: torch.Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("var", torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
+
+
+def once(module: nn.Module, wrap: Any = fz.shard_zero3) -> Any:
+    """Loss, gradients and buffers of a step's function, of two ranks, and of one process with both batches."""
+    own, (x, y) = copy.deepcopy(module), (each[0] for each in FIVE)
+    loss = squared(own(x), y) / 2
+    loss.backward()
+
+    def on(rank: int) -> Any:
+        step, params = step_of(module, wrap)
+        state = step.init(params, sync=True)
+        out, pullback, new = step.vjp(state, x.split([2, 3])[rank], y.split([2, 3])[rank])
+        return dict(fz.gather(pullback(torch.ones_like(out))[0])), new
+
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.named_parameters()}
+    return run_ranks(on, 2), (grads, dict(own.named_buffers()))
+
+
+@pytest.mark.parametrize("how", ["statistics", "torch", "unbound", "hidden", "made"])
+@pytest.mark.parametrize("wrap", [fz.shard_zero1, fz.shard_zero3])
+def test_those_that_no_layer_calls(how: str, wrap: Any) -> None:
+    found, want = once(Called(how).double(), wrap)
+    for got in found:
+        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [ByTorch, NoLayer, Frozen])
+def test_those_of_other_kinds_in_units(norm: Any) -> None:
+    found, want = once(Twice(norm).double(), lambda step: fz.remat(fz.shard_zero3(step)))
+    for got in found:
+        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@at_length
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:fz.compile. unit 'blocks.1' is not compiled")
+def test_a_unit_with_one_of_no_layer_is_not_compiled() -> None:
+    with pytest.warns(UserWarning, match=r"'blocks\.0' is not compiled, as a batch norm with 'blocks\.0\.1\.mean'"):
+        found, want = once(Twice(NoLayer).double(), lambda step: fz.compile(fz.shard_zero3(step)))
+    for got in found:
+        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+REFUSED = {
+    "native": (Called("native"), r"a batch norm with 'norm\.running_mean' calls 'native_batch_norm' in training"),
+    "operator": (Called("operator"), r"a batch norm with 'norm\.running_mean' calls 'native_batch_norm.* in training"),
+    "by hand": (Twice(ByHand), r"batch norm 'blocks\.0\.1', a ByHand in training, calls neither"),
+    "checkpoint": (
+        Twice(Again),
+        r"batch norm 'blocks\.0\.1\.norm', over all ranks, runs inside torch\.utils",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_over_ranks_is_refused(what: str) -> None:
+    module, words = REFUSED[what]
+
+    def on(rank: int) -> None:
+        step, params = step_of(copy.deepcopy(module).double())
+        with pytest.raises(ValueError, match=words):
+            step(step.init(params, sync=True), FIVE[0][0], FIVE[1][0])
+
+    run_ranks(on, 2)
+
+
+class Domains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.out = nn.ModuleList([nn.BatchNorm1d(D, affine=False) for _ in range(2)]), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norms[torch.distributed.get_rank()](x))  # type: ignore[no-any-return]
+
+
+def _domains(words: str, rank: int) -> None:
+    step, params = step_of(Domains().double())
+    state = step.init(params, sync=True)
+    with pytest.raises(RuntimeError, match=words):
+        step(state, FIVE[0][0], FIVE[1][0])
+
+
+def test_ranks_that_call_different_ones_are_told() -> None:
+    run_ranks(functools.partial(_domains, r"diverged: rank 0: .*'norms\.0', .*; rank 1: .*'norms\.1'"), 2)
+    unchecked = functools.partial(_domains, r"sync_batch_norm of batch norm 'norms\.[01]'")
+    run_ranks(unchecked, 2, backend="processes", checked=False, timeout=3)
