@@ -232,7 +232,7 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self._over_ranks = synchronise(module, synchronises)
         self.module, self.elsewhere = module, places_of(module, holdings)
-        self.carries, self.buffers_elsewhere = carries, places_of(module, holdings, "_buffers") if carries else {}
+        self.carried = Carried(module, places_of(module, holdings, "_buffers")) if carries else None
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
         self.looks = synchronises or compiles  # at what compiled units do
@@ -249,10 +249,9 @@ class _Copy:
         call = around(functools.partial(places.call, self._fresh(run)))
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
-        carried = Carried(module, self.buffers_elsewhere) if self.carries else None
-        return _Unit(
-            prefix, places, Surroundings(module), call, fast if self.pieces is None else call, Shown(), carried
-        )
+        reach, fast = Surroundings(module), fast if self.pieces is None else call
+        carried = self.carried and (self.carried.reached(reach) if prefix else self.carried)
+        return _Unit(prefix, places, reach, call, fast, Shown(), carried)
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
@@ -272,7 +271,7 @@ class _Copy:
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
-        return contextlib.nullcontext({}) if self.root.carried is None else self.root.carried.carrying(buffers)
+        return contextlib.nullcontext({}) if self.carried is None else self.carried.carrying(buffers)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""

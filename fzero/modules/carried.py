@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
@@ -52,7 +53,7 @@ def need_apart(module: nn.Module) -> None:
 
 
 class Carried:
-    """Where a module's buffers stand.
+    """Where a module's buffers stand, each under all of its names.
 
     Args:
         elsewhere: `places_of` its buffers.
@@ -60,9 +61,21 @@ class Carried:
 
     def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
         self._places = Places(module, elsewhere, registry="_buffers")
-        first = {id(x): name for name, x in values_of(module).items()}
         every = values_of(module, remove_duplicate=False)
+        first = {id(x): name for name, x in values_of(module).items()}
         self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
+        self._owners = {name: id(registry) for name, (registry, _) in self._places.of.items()}
+        self._placeholders = {id(x): name for name, x in every.items()}
+
+    def reached(self, surroundings: Surroundings) -> Carried:
+        """Those among them that a unit reaches: its own, and others' to whose module it has a way, or to themselves."""
+        found = surroundings.found(set())
+        registries = {id(own._buffers) for own in found.modules}
+        names = [self._placeholders.get(id(x)) for x, _ in found.tensors]
+        names += [name for name, owner in self._owners.items() if owner in registries]
+        own, firsts = copy.copy(self), {self._first[name] for name in names if name in self._first}
+        own._first = {name: first for name, first in self._first.items() if first in firsts}
+        return own
 
     @contextlib.contextmanager
     def carrying(self, buffers: object) -> Iterator[dict[str, torch.Tensor]]:
@@ -109,20 +122,23 @@ class Carried:
         for name, first in self._first.items():
             registry, key = self._places.of[name]
             registry[key] = new[first]
-        for name, (placeholder, others) in self._places.elsewhere.items():
+        for name, (placeholder, others) in self._elsewhere():
             for place in others:
                 place.put(placeholder, new[self._first[name]])
 
     @contextlib.contextmanager
     def only_in_modules(self) -> Iterator[None]:
         """Inside, what holds buffers besides their modules (a list) holds what a second run finds there, too."""
-        held = [(place, old) for old, others in self._places.elsewhere.values() for place in others]
+        held = [(place, old) for _, (old, others) in self._elsewhere() for place in others]
         before = [place.put(old, old) for place, old in held]
         try:
             yield
         finally:
             for (place, old), x in zip(held, before, strict=True):
                 place.put(old, x)
+
+    def _elsewhere(self) -> list[tuple[str, tuple[torch.Tensor, list[Place]]]]:
+        return [(name, found) for name, found in self._places.elsewhere.items() if name in self._first]
 
     def alone(self, call: Callable[[], object]) -> object:
         """What a call returns; the buffers are those that it has left, unless it was refused and runs again."""

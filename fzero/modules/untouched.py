@@ -119,14 +119,14 @@ class Untouched:
         self.thorough = False
 
     def restore(self) -> list[str]:
-        said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
+        said = [_changed(constant.label) for constant in self._constants if constant.changed(self.thorough)]
         self.broken = self.broken or bool(said)
         for registry, module, what, prefix in () if self._snapshot.holds() else self._registries:
             before, now = registry.found, registry.differs(registry.found)
             if now is not None:
                 registry.write(before)
                 names = [name for name in {**before, **now} if not _alike(before.get(name, self), now.get(name, self))]
-                said += [f"{what} {prefix + name!r}" for name in names]
+                said += [(_changed if name in before else _made)(f"{what} {prefix + name!r}") for name in names]
                 for name in names:  # which an attribute would hide
                     vars(module).pop(name, None)
         return said
@@ -141,12 +141,23 @@ def _alike(before: object, now: object) -> bool:
 
 def _refuse_changes(said: list[str]) -> None:
     if said:
-        raise ValueError(
-            f"The module changed {said[0]} in its forward (batch norm in training mode changes its buffers); buffers "
-            "and what a module consists of are constants of the function. Say apply, params, buffers = "
-            "fz.functional(module, buffers=True), whose apply takes them and returns the new ones, call module.eval() "
-            "before fz.functional, or use a layer without running statistics (group norm, layer norm)."
-        )
+        raise ValueError(said[0])
+
+
+def _changed(what: str) -> str:
+    return (
+        f"The module changed {what} in its forward (batch norm in training mode changes its buffers); buffers "
+        "and what a module consists of are constants of the function. Say apply, params, buffers = "
+        "fz.functional(module, buffers=True), whose apply takes them and returns the new ones, call module.eval() "
+        "before fz.functional, or use a layer without running statistics (group norm, layer norm)."
+    )
+
+
+def _made(what: str) -> str:
+    return (
+        f"The module made {what} in its forward, expected what it had in fz.functional. Make it in __init__, or call "
+        "the module once before fz.functional; what a forward keeps for the next one may be an attribute."
+    )
 
 
 def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
@@ -165,4 +176,4 @@ def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
     names = [repr(dots + name) for name, x in held.items() if x is not None]
     if names:
-        _refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
+        _refuse_changes([_changed(("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names))])

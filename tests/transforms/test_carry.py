@@ -622,3 +622,83 @@ def test_a_buffer_that_two_modules_share_is_one() -> None:
     out, new = apply(params, buffers, x := data()[0][0])
     assert_trees_close(out, module(x), rtol=1e-12)
     assert new["first.calls"] == 2 and buffers["first.calls"] == 0
+
+
+class Linked(nn.Module):
+    """A block that reads a table, counts what others count, and calls its neighbour's norm, in ways by name."""
+
+    tau: torch.Tensor
+
+    def __init__(self, how: str, tau: torch.Tensor) -> None:
+        super().__init__()
+        self.how, self.linear, self.norm = how, nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.others: list[Any] = []
+        if how in ("table", "written"):
+            self.register_buffer("tau", tau)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(x))
+        if self.how == "neighbour":
+            return torch.tanh(self.others[1].norm(x))
+        holder = self if self.how in ("table", "written") else self.others[0]
+        if self.how == "written":
+            holder.tau.mul_(0.9)
+        if self.how == "assigned":
+            holder.tau = 0.9 * holder.tau + 0.1 * x.detach().mean(0)
+        return torch.tanh(x + holder.tau)
+
+
+class Linking(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.register_buffer("tau", torch.linspace(0.5, 1, D))
+        self.tau: torch.Tensor
+        self.blocks = nn.ModuleList([Linked(how, self.tau) for _ in range(3)])
+        for i in range(3):
+            self.blocks[i].others = [self, self.blocks[i - 1]]  # type: ignore[assignment]
+        self.out = nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + self.tau)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [fz.shard_zero1, fz.shard_zero3, WRAPS["zero3, remat"]])
+@pytest.mark.parametrize("how", ["table", "written", "neighbour", "read", "assigned"])
+def test_units_that_share_buffers(how: str, wrap: Any) -> None:
+    module, x = Linking(how).double(), data()[0][0]
+    tau = module.tau
+    for block in module.blocks if how in ("table", "written") else ():
+        block.tau = tau  # which a conversion takes apart
+    trained = copy.deepcopy(module)
+    for _ in range(2):
+        trained.zero_grad()
+        trained(x).square().mean().backward()
+        with torch.no_grad():
+            for p in trained.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+
+    def on(rank: int) -> Any:
+        apply, params, buffers = fz.functional(module, buffers=True)
+        step = wrap(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, x)
+        return dict(fz.gather(state.params)), state.extra["carry"]
+
+    want = dict(trained.named_parameters()), dict(trained.named_buffers())
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+class Registers(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("mask", torch.ones(2))
+        return x
+
+
+def test_a_buffer_that_a_forward_registers_is_refused_in_words_that_fit() -> None:
+    apply, params, buffers = fz.functional(Registers(), buffers=True)
+    with pytest.raises(ValueError, match=r"made its buffer 'mask' in its forward.* Make it in __init__"):
+        apply(params, buffers, torch.ones(2))
