@@ -71,8 +71,9 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         module: any module. A tied weight appears once, under its first name.
         buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
             otherwise, as compressed sparse ones always, constants, which a forward that writes to one is refused for.
-        sync_batch_norm: whether its batch norms, in training, take mean and variance over all ranks that the running
-            step takes means over, as one process does of the whole batch. An `nn.SyncBatchNorm` does so anyway.
+        sync_batch_norm: whether each `F.batch_norm` and `torch.batch_norm` that it calls in training takes mean and
+            variance over all ranks that the running step takes means over, as one process does of the whole batch;
+            others of torch's are refused. An `nn.SyncBatchNorm` does so anyway.
 
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
