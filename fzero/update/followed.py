@@ -49,12 +49,12 @@ def followed_update(
     applied = _applied([as_float64(x) for x in extra.values()])
     skipped = ~applied if isinstance(applied, torch.Tensor) else torch.tensor(not applied, device="cpu")
     metrics: dict[str, object] = {"grad_norm": norm, **known, "skipped": skipped}
-    params, moments, count = state.params, state.moments, state.step
+    params, moments, count, used = state.params, state.moments, state.step, grads
     if isinstance(applied, torch.Tensor):  # or what is not finite in one member would be in what all share
-        grads = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
+        used = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
     if applied is not False:
         own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
-        updates, new = _called(step.optimizer, grads, moments, values(own), extra)
+        updates, new = _called(step.optimizer, used, moments, values(own), extra)
         stepped = values(own).map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1

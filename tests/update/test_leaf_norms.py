@@ -185,6 +185,32 @@ def test_in_transforms_scans_and_pipelines() -> None:
     assert torch.stack(grads).norm().item() == pytest.approx(metrics["grad_norm"].item())
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_a_member_of_a_map_that_is_skipped(world: int) -> None:
+    """Its gradients are what they are, those of leaves that are finite too."""
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(
+            lambda p, x: (p["a"] * x).sum() + (p["b"] ** 2).sum(), fz.adamw(1e-2), metrics=("leaf_norms",)
+        )
+        step = fz.shard_zero2(step) if world > 1 else step
+        state = step.init({"a": torch.ones(3, dtype=F64), "b": torch.ones(2, dtype=F64)})
+        inputs = torch.ones(2, 3, dtype=F64)
+        inputs[1, 0] = float("nan")
+        new, mapped = torch.vmap(step)(fz.stack([state, state]), inputs)
+        assert mapped["skipped"].tolist() == [False, True]
+        for number, member in enumerate(fz.unstack(new)):
+            alone, metrics = step(state, inputs[number])
+            assert_trees_equal(fz.gather(member.params), fz.gather(alone.params))
+            for kind in ("params", "grads", "updates"):
+                for path, norm in metrics["leaf_norms"][kind].items():
+                    got = mapped["leaf_norms"][kind][path][number]
+                    assert got.item() == pytest.approx(norm.item(), rel=1e-9, abs=1e-12, nan_ok=True), (kind, path)
+        assert mapped["leaf_norms"]["grads"]["a"].isnan().tolist() == [False, True]
+
+    run_ranks(rank_main, world)
+
+
 def test_other_names_are_refused() -> None:
     with pytest.raises(TypeError, match="train_step: got metrics='leaf_norms', expected a tuple of names"):
         fz.train_step(loss, fz.sgd(0.1), metrics="leaf_norms")
