@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_int
+from fzero.base.arguments import as_float64, need_int
 from fzero.base.follow import follows, root
 from fzero.base.random import Seeds
 from fzero.formats.bits import Counters, counters_of, first_of, normal
@@ -39,9 +39,9 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     of gradients without noise.
 
     Args:
-        eta: the variance of update 0, at least 0. It and `gamma` may be 0-d tensors, by which torch.func
+        eta: the variance of update 0, finite and at least 0. It and `gamma` may be 0-d tensors, by which torch.func
             differentiates an update and what comes after it.
-        gamma: how fast it fades.
+        gamma: how fast it fades, finite and at least -16, so that no number of updates is too large for a double.
         seed: tells two of these in one optimizer apart.
 
     Raises:
@@ -53,7 +53,8 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
         >>> state.count, round(updates["w"].mean().item(), 1), round(updates["w"].std().item(), 1)
         (Count(1), 1.0, 0.2)
     """
-    need_hypers("gradient_noise", eta=(eta, "at least 0"), gamma=(gamma, "a number"))
+    least = "a finite number of at least"
+    need_hypers("gradient_noise", eta=(eta, f"{least} 0"), gamma=(gamma, f"{least} -16"))
     seed = need_int(seed, "gradient_noise", "seed")
     return GradientTransformation(_begun, functools.partial(_noisy, eta, gamma, seed), by_leaf=True, blank=True)
 
@@ -84,9 +85,8 @@ def _noisy(
 
 def _deviation(eta: Number, gamma: Number, count: int) -> Number:
     if not (follows(eta) or follows(gamma)):
-        eta, gamma = float(eta), float(gamma)
-    variance = eta / (1 + count) ** gamma
-    return root(variance) if isinstance(variance, torch.Tensor) else math.sqrt(variance)
+        return math.sqrt(float(eta) * float(1 + count) ** -float(gamma))  # which may end at 0, and not at infinity
+    return root(as_float64(eta) * (1 + count) ** -as_float64(gamma))
 
 
 def _noise_of(draw: Draw, path: str, leaf: torch.Tensor) -> torch.Tensor:

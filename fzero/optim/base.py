@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0": lambda value: not value < 0.0,
     "a positive number": lambda value: value > 0.0,
     "a number": lambda value: True,
+    "a finite number of at least 0": lambda value: 0.0 <= value < math.inf,
+    "a finite number of at least -16": lambda value: -16.0 <= value < math.inf,
 }
 
 

@@ -20,6 +20,7 @@ import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
 
 F32, F64 = torch.float32, torch.float64
+NAN, INF = float("nan"), float("inf")
 ETA, GAMMA, SEED = 0.3, 0.55, 7
 SHARDS = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
@@ -281,10 +282,34 @@ def test_members_draw_as_a_map_says(stage: int, world: int) -> None:
     run_ranks(rank_main, world)
 
 
+@pytest.mark.parametrize("gamma", [2000.0, 2000, -16, torch.tensor(2000.0)])
+def test_with_the_largest_and_the_least_gamma(gamma: Any) -> None:
+    """Noise that is gone behind update 0, and the one that grows fastest, late in a run: neither overflows."""
+    late, zeros = 1 << 50, {"w": torch.zeros(50, dtype=F64)}
+
+    def drawn(eta: Any, gamma: Any, count: int) -> torch.Tensor:
+        noise = fz.gradient_noise(eta, gamma)
+        state = noise.init(None)._replace(count=type(noise.init(None).count)(count))
+        return noise.update(zeros, state)[0]["w"]
+
+    assert_trees_equal(drawn(0.04, gamma, 0), drawn(0.04, 0.0, 0))
+    want = drawn(1.0, 0.0, late) * (0.0 if gamma > 0 else 0.2 * (1.0 + late) ** 8)
+    assert_trees_close(drawn(0.04, gamma, late), want, rtol=1e-12)
+    for number in (0, 1):
+        numbers = [torch.tensor(0.04, dtype=F64), torch.as_tensor(gamma, dtype=F64)]
+        slope = torch.func.grad(lambda *own: drawn(*own, late).sum(), number)(*numbers)
+        assert slope == 0 if gamma > 0 else slope.isfinite()
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"eta": -0.1}, ValueError, r"gradient_noise\(eta=...\): got -0.1, expected at least 0"),
+        ({"eta": -0.1}, ValueError, r"gradient_noise\(eta=...\): got -0.1, expected a finite number of at least 0"),
+        ({"eta": NAN}, ValueError, r"gradient_noise\(eta=...\): got nan, expected a finite number of at least 0"),
+        ({"eta": torch.tensor(INF)}, ValueError, r"gradient_noise\(eta=...\): got inf, expected a finite number"),
+        ({"gamma": torch.tensor(NAN)}, ValueError, r"gradient_noise\(gamma=...\): got nan, expected a finite number"),
+        ({"gamma": INF}, ValueError, r"gradient_noise\(gamma=...\): got inf, expected a finite number"),
+        ({"gamma": -2000}, ValueError, r"gamma=...\): got -2000, expected a finite number of at least -16"),
         ({"gamma": "0.5"}, TypeError, r"gradient_noise"),
         ({"seed": 0.5}, TypeError, r"gradient_noise: got seed=0.5, expected an int"),
     ],
