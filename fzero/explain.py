@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import as_float64, need_int, wrong
+from fzero.base.arguments import need_int, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.ragged import places_in
 from fzero.comm.axis import Axis
@@ -21,9 +21,11 @@ from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.engine.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
+from fzero.state.gather import squares_in
 from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
+from fzero.update.fused import fuses, update_as_fused
 from fzero.update.update import apply_update, with_kept
 
 
@@ -40,7 +42,7 @@ def explain(
     The replay has the step's inputs, state and random numbers, gathers and reduces as the step does, and looks at what
     every operation takes and makes; it takes several times as long. Nothing of it is kept in the state or anywhere
     else, and a step that is not explained does nothing for it. A compiled step runs uncompiled, and a fused update
-    behind the pullback.
+    behind the pullback, with what it makes of gradients that are not finite.
 
     An operation is at fault whose result is not finite, though what it takes is, where that reaches the outputs or a
     gradient. What a function makes and takes away again (minus infinity where attention is masked, a logarithm of 0 in
@@ -91,9 +93,14 @@ def _explained(
 ) -> Explanation:
     axis, limit, trained = state.params.axis, torch.finfo(dtype).max, state.layout.trainable
     replay = _Replay(step, state, inputs, cotangent, rng, limit)
-    new, metrics = apply_update(replay.step, state, replay.grads, None)
+    grads = with_kept(state, replay.grads)
+    norm = squares_in(grads)[0].sqrt()
+    if fuses(step, state):
+        new, metrics = update_as_fused(dataclasses.replace(replay.step, fusion=step.fusion), state, grads, replay.loss)
+    else:
+        new, metrics = apply_update(replay.step, state, replay.grads, None)
     changed = new.params.only(trained).map(torch.sub, state.params.only(trained))
-    trees = {"params": state.params, "grads": with_kept(state, replay.grads), "updates": changed}
+    trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
     told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
@@ -111,7 +118,7 @@ def _explained(
         dtype=dtype,
         norms=norms,
         loss=None if replay.loss is None else float(replay.loss),
-        grad_norm=float(as_float64(metrics["grad_norm"])),
+        grad_norm=float(norm),
         skipped=bool(metrics["skipped"]),
     )
 

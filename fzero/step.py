@@ -35,7 +35,6 @@ from fzero.state.init import init_state
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
-from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
@@ -43,7 +42,7 @@ from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.spec import LEAF_NORMS, Spec, need_step
-from fzero.update.fused import fused_call
+from fzero.update.fused import fused_call, fuses
 from fzero.update.update import apply_update
 
 
@@ -151,7 +150,7 @@ class Step(Spec):
             state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
             refuse_captured("step", self.fn)
         with as_found():
-            if self.fusion is not None and not (is_transformed() or holds_values(state)):
+            if fuses(self, state):
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:

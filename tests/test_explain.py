@@ -245,6 +245,40 @@ def test_norms_are_those_of_the_trees() -> None:
     assert "all values are finite" in str(report) and "blocks.1.w" in str(report)
 
 
+FUSED = {
+    "none": lambda p, x: (p["w"] * x).sum() + (p["b"] * x.mean()).sum(),
+    "loss": lambda p, x: (p["w"] * x).sum() + p["b"].sum() + torch.log(-x.sum()),  # whose gradients are finite
+    "gradient": lambda p, x: (p["w"] * x).sum() + (torch.sqrt((p["b"] - 1) * x.mean())).sum(),  # whose loss is finite
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("norm", ["auto", "held", "8-bit", "clipped"])
+@pytest.mark.parametrize("fault", FUSED)
+def test_of_an_update_inside_the_pullback(fault: str, norm: str, world: int) -> None:
+    """Without a norm a fused update leaves elements out that are not finite, and skips by the loss."""
+
+    def rank_main(rank: int) -> None:
+        clip = [fz.clip_by_global_norm(0.5)] if norm == "clipped" else []
+        step = fz.train_step(FUSED[fault], fz.chain(*clip, fz.sgd(0.1, momentum=0.9)), metrics=("leaf_norms",))
+        step = fz.fuse_update(step, "auto" if norm == "clipped" else norm)
+        step = fz.ema(fz.shard_zero2(step) if world > 1 else step, 0.5)
+        params = {"w": torch.linspace(1.0, 2.0, 70), "b": torch.tensor([3.0, 1.0, 2.0])}
+        state, x = step.init(params), torch.linspace(1.0, 2.0, 70)
+        report = fz.explain(step, state, x)
+        new, metrics = step(state, x)
+        assert report.skipped == bool(metrics["skipped"])
+        assert report.loss == pytest.approx(metrics["loss"].item(), nan_ok=True)
+        assert (report.fault is None) == (fault == "none")
+        for kind in ("grads", "updates"):
+            for path, got in metrics["leaf_norms"][kind].items():
+                if not (kind == "grads" and bool(got.isnan()) and report.skipped):  # where nothing is pulled back
+                    assert report.norms[kind][path] == pytest.approx(got.item(), rel=1e-5, nan_ok=True), (kind, path)
+        assert fz.gather(new.params)["w"].isfinite().all()
+
+    run_ranks(rank_main, world)
+
+
 def test_leaves_nothing_behind() -> None:
     step, params = Case("division", 1, 2, 0, 1, 0, False, 1, F32).made(fz.donate)
     state, other = step.init(params), step.init(params)

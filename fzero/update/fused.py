@@ -7,25 +7,28 @@ twice, or by holding the reduced shards until then.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fzero.base.follow import is_transformed
 from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
 from fzero.formats.formats import Companded, encode
 from fzero.optim.base import values
-from fzero.state.gather import need_alike_beside, squares_of, sum_of_squares
+from fzero.state.gather import need_alike_beside, squares_in, squares_of, sum_of_squares
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
+from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Placed, tensor_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 from fzero.update.known import is_finite
-from fzero.update.update import Decision, Update
+from fzero.update.update import Decision, Update, apply_update
 
 _HELD = Companded(signed=True)
 
@@ -65,6 +68,26 @@ def fused_call(
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
         return _fused(step, own, inputs, cotangent, rng)
+
+
+def fuses(step: Spec, state: TrainState) -> bool:
+    """Tells whether a call of this step updates inside its pullback."""
+    return step.fusion is not None and not (is_transformed() or holds_values(state))
+
+
+def update_as_fused(
+    step: Spec, state: TrainState, grads: Sharded, loss: torch.Tensor | None
+) -> tuple[TrainState, dict[str, object]]:
+    """What `fused_call` makes of a state, with all of the gradients at once, and those that the state keeps in them."""
+    squares, taken = squares_in(grads), grads
+    if step.fused_norm == "once":
+        if loss is not None and not is_finite(loss):
+            return Decision(step, state, loss.double()).next_state(None)
+        taken = _finite_only(grads, squares[1])
+        squares = squares_in(taken)
+    elif step.fused_norm == "8-bit":
+        taken = _together([_holding(grads.only([key]), key, True)() for key in grads.groups])
+    return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
 
 
 def _fused(
@@ -123,9 +146,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         held[key] = _holding(grads.measured(key, shard), key, mode == "8-bit")
 
     def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        parts = [held.pop(key)() for key in keys]
-        buffers = {key: x for part in parts for key, x in part.entries.items()}
-        update.apply(keys, parts[0].with_buffers(buffers), decision.extra, following)
+        update.apply(keys, _together([held.pop(key)() for key in keys]), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
@@ -133,6 +154,11 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
         apply_held(keys, following)
     return decision
+
+
+def _together(parts: Sequence[Sharded]) -> Sharded:
+    """One tree of several groups' grads."""
+    return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
 
 
 def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
