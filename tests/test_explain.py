@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import random
 import weakref
@@ -148,6 +149,57 @@ def test_an_input_that_came_so(value: float) -> None:
     y[3, 0, 0] = value
     fault = fz.explain(step, step.init(drawn_params()), x, y, marks).fault
     assert fault is not None and (fault.source, fault.examples, fault.op) == ("input 1", (3,), "")
+
+
+def closed_over(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] * SCALE).mean()
+
+
+SCALE = torch.tensor([1.0, NAN])
+
+
+def test_an_input_or_a_constant_that_came_so_where_forward_mode_looks_at_it_first() -> None:
+    """On rank threads, and in a level of forward mode, it is asked of every tensor whether it has a tangent."""
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3))
+    alone = fz.train_step(closed_over, fz.sgd(0.1))
+    x, y, marks = batch(0)
+    x[3, 0, 0] = NAN
+
+    def sources(rank: int, other: fz.Step) -> list[str]:
+        reports = [
+            fz.explain(step, step.init(drawn_params()), x.clone(), y, marks),
+            fz.explain(other, other.init({"w": torch.ones(3, 2)}), torch.ones(4, 3)),
+        ]
+        return [report.fault.source for report in reports if report.fault is not None]
+
+    want = ["input 0", "a tensor that the function closes over"]
+    assert run_ranks(functools.partial(sources, other=fz.shard_zero1(alone)), 2) == [want, want]
+    with torch.autograd.forward_ad.dual_level():
+        assert sources(0, alone) == want
+
+
+def test_values_of_another_part_of_memory_keep_where_they_begin() -> None:
+    """A view of the infinities among some values says nothing of the NaN beside them."""
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([torch.sqrt(-x), torch.exp(x * 1e3)])  # NaN, infinities
+        return (both[4:].clamp(max=1.0) * p["w"]).mean() + (both[:4] * p["w"]).mean()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    fault = fz.explain(step, step.init({"w": torch.ones(2)}), torch.ones(4, 2)).fault
+    assert fault is not None and (fault.kind, fault.op) == ("nan", "aten.sqrt.default")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_carry_that_came_so(count: int) -> None:
+    def fn(p: Any, carry: Any, x: torch.Tensor) -> Any:
+        y = (x - carry["of"]["mean"]) * p["w"]
+        return y.mean(), {"of": {"mean": carry["of"]["mean"] + x.mean()}, "runs": carry["runs"] + 1}
+
+    begun = {"of": {"mean": torch.tensor(NAN)}, "runs": torch.zeros((), dtype=torch.int64)}
+    step = fz.accumulate(fz.carry(fz.train_step(fn, fz.sgd(0.1)), begun), count)
+    fault = fz.explain(step, step.init({"w": torch.ones(2)}), torch.ones(4, 2)).fault
+    assert fault is not None and (fault.phase, fault.source, fault.op) == ("forward", "carry of.mean", "")
 
 
 def test_a_cotangent_that_came_so() -> None:

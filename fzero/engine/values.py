@@ -99,15 +99,16 @@ class Values(dispatch.TorchDispatchMode):
         for x in pytree.tensors_in(cotangent):
             self._note_input(x, "the cotangent")
 
-    def enter(self, params: object, inputs: Sequence[object]) -> None:
-        """The function begins, with these params and inputs."""
+    def enter(self, params: object, inputs: Sequence[object], carry: object = None) -> None:
+        """The function begins, with these params and inputs, and what it has carried so far."""
         with without_dispatch_modes(), private.below_transforms():
             for index, leaf in enumerate(pytree.flatten(params)[0]):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Handle):
                     self._note_leaf(index, leaf)
-            for name, x in zip(*pytree.named_leaves(tuple(inputs))[:2], strict=True):
-                if isinstance(x, torch.Tensor):
-                    self._note_input(private.unwrapped(x), f"input {name}")
+            for what, tree in (("input", tuple(inputs)), ("carry", carry)):
+                for name, x in zip(*pytree.named_leaves(tree)[:2], strict=True):
+                    if isinstance(x, torch.Tensor):
+                        self._note_input(private.unwrapped(x), f"{what} {name}" if name else f"the {what}")
 
     def leave(self, outputs: object) -> None:
         """The function has returned these outputs."""
@@ -120,6 +121,7 @@ class Values(dispatch.TorchDispatchMode):
 
     def _note_input(self, x: torch.Tensor, name: str) -> None:
         if is_plain(x):
+            self._taints.pop(storage_of(x), None)  # of what was done with it before, as to copy it
             self._inputs.setdefault(storage_of(x), []).append((int(x.storage_offset()), name))
 
     def _note_leaf(self, index: int, leaf: torch.Tensor) -> None:
@@ -163,8 +165,9 @@ class Values(dispatch.TorchDispatchMode):
         for x in made:
             own = measured(x)
             if not own.finite:
-                before = [measured(each) for each in given] if before is None else before
-                self._follow(x, op, arguments, before)
+                is_view = before is None and any(storage_of(x) == storage_of(each) for each in given)
+                taken = [measured(each) for each in given] if before is None else before
+                self._follow(x, op, arguments, taken, is_view)
             if not op.engine:
                 self._note_large(own, op)
 
@@ -222,8 +225,8 @@ class Values(dispatch.TorchDispatchMode):
 
     # ---- what is not finite
 
-    def _follow(self, x: torch.Tensor, op: _Op, arguments: object, before: Sequence[Operand]) -> None:
-        """Notes what the values of a result that is not finite come of."""
+    def _follow(self, x: torch.Tensor, op: _Op, arguments: object, before: Sequence[Operand], is_view: bool) -> None:
+        """Notes what the values of a result that is not finite come of; of a view its memory tells that."""
         came = Taint()
         for each in before:
             if not each.finite:
@@ -236,7 +239,8 @@ class Values(dispatch.TorchDispatchMode):
             new.inf = frozenset({self._birth(INF, x, op, before, not before or names_infinity(arguments))})
         elif has_inf and not came.inf:
             new.inf = came.nan
-        self._taints[storage_of(x)] = new
+        if not is_view:
+            self._taints[storage_of(x)] = new
         self._note_pulled(x, new)
 
     def _taint(self, x: torch.Tensor) -> Taint:
@@ -337,7 +341,8 @@ class Observed:
         self.__name__ = step.name
 
     def __call__(self, params: object, *inputs: object) -> object:
-        self._values.enter(params, inputs[1:] if self._step.carries else inputs)
+        carry, own = (inputs[0], inputs[1:]) if self._step.carries else (None, inputs)
+        self._values.enter(params, own, carry)
         out = self._step.fn(params, *inputs)
         self._values.leave(split_result(self._step, out)[0])
         return out
