@@ -18,11 +18,14 @@ from fzero.comm.axis import Axis
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
 from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
+from fzero.engine.operands import is_plain
 from fzero.engine.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
 from fzero.state.gather import squares_in
+from fzero.state.items import CARRY
 from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf
+from fzero.state.sharded import is_sharded
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 from fzero.update.fused import fuses, update_as_fused
@@ -105,7 +108,8 @@ def _explained(
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
     told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
     every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
-    faults = [*_in_state(state, norms), *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
+    came = [*_in_state(state, norms), *_in_extras(step, state)]
+    faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
         unscaled = dataclasses.replace(step, extras=tuple(each for each in step.extras if not each.scale))
         again = _Replay(unscaled, state, inputs, cotangent, rng, limit).grads
@@ -213,15 +217,30 @@ def _examples(step: Spec, inputs: Sequence[object]) -> int | None:
 
 
 def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
-    """The leaves with which the state came whose values are not finite; a frozen one may hold a mask's infinities."""
-    frozen = {row.path for row in state.layout.rows if row.frozen}
+    """The leaves with which the state came whose values are not finite."""
     kept = [] if state.grads is None else [("grads", _numbers(norms_by_leaf(state.grads)))]
     every = [*kept, *[(name, own) for name, own in norms.items() if name not in ("grads", "updates")]]
-    found = []
-    for name, own in every:
-        for path, norm in own.items():
-            if norm != norm or (norm == math.inf and path not in frozen):
-                found.append(_of_leaf(STATE, state, name, path, norm))
+    return [fault for name, own in every for fault in _of_tree(state, name, own)]
+
+
+def _of_tree(state: TrainState, name: str, norms: Mapping[str, float]) -> list[Fault]:
+    """The leaves of a tree of the state, by their norms; a frozen one may hold a mask's infinities."""
+    frozen = {row.path for row in state.layout.rows if row.frozen}
+    wrong = [(path, x) for path, x in norms.items() if x != x or (x == math.inf and path not in frozen)]
+    return [_of_leaf(STATE, state, name, path, x) for path, x in wrong]
+
+
+def _in_extras(step: Spec, state: TrainState) -> list[Fault]:
+    """What transforms have added to the state; of what is no tree of leaves only NaN, as infinities may be meant."""
+    found = list[Fault]()
+    for extra in step.extras:
+        own = None if extra.name == CARRY else state.extra[extra.name]  # a carry is an input, and looked at as one
+        for name, x in zip(*pytree.named_leaves(own, is_leaf=is_sharded)[:2], strict=True):
+            said = f"state.extra[{extra.name!r}]" + (f" ({name})" if name else "")
+            if is_sharded(x):
+                found += _of_tree(state, said, _numbers(norms_by_leaf(x)))
+            elif x != x if isinstance(x, float) else isinstance(x, torch.Tensor) and is_plain(x) and x.isnan().any():
+                found.append(Fault(phase=STATE, kind="nan", source=said))
     return found
 
 

@@ -137,6 +137,39 @@ def test_a_leaf_that_came_so(kind: str, value: float) -> None:
     assert str(fault).startswith("first not finite: ")
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name", ["lookahead", "ema"])
+def test_what_a_transform_keeps_in_the_state_that_came_so(name: str, value: float, world: int) -> None:
+    """Also where this update does not come to it."""
+    step = fz.ema(fz.lookahead(fz.train_step(Loss("nothing"), fz.adamw(1e-3)), 2), 0.9)
+    step = fz.freeze(fz.shard_zero3(step) if world > 1 else step, "blocks.0.*")
+
+    def rank_main(rank: int) -> None:
+        state = step.init(drawn_params())
+        old = {key: x.clone() for key, x in state.extra[name].buffers.items()}
+        for x in old.values() if rank == 0 else ():
+            x[0] = value
+        state = state.replace(extra={**state.extra, name: state.extra[name].replaced(buffers=old)})
+        fault = fz.explain(step, state, *batch(0)).fault
+        assert fault is not None and (fault.phase, fault.kind) == ("state", "nan" if value != value else "inf")
+        assert fault.leaf and fault.source == f"state.extra[{name!r}] of leaf {fault.leaf!r}"
+
+    run_ranks(rank_main, world)
+
+
+def test_other_entries_of_the_state_that_came_so() -> None:
+    least = {"loss": torch.tensor(INF), "rates": [torch.ones(2), 1.0]}  # an infinity is meant
+    extra = fz.Extra("own", "own()", lambda params: least, lambda value, params, applied: value)
+    step = fz.train_step(Loss("nothing"), fz.adamw(1e-3)).with_state(extra)
+    state = step.init(drawn_params())
+    assert fz.explain(step, state, *batch(0)).fault is None
+    for rates, path in (([torch.tensor([1.0, NAN]), 1.0], "rates.0"), ([torch.ones(2), NAN], "rates.1")):
+        fault = fz.explain(step, state.replace(extra={"own": {**least, "rates": rates}}), *batch(0)).fault
+        assert fault is not None and (fault.phase, fault.source) == ("state", f"state.extra['own'] ({path})")
+        assert str(fault) == f"first not finite: NaN in state.extra['own'] ({path}), with which the state came"
+
+
 def test_an_update_that_is_at_fault() -> None:
     fault = of_state("nu", "blocks.2.b", -1.0)  # of which there is no root
     assert (fault.phase, fault.leaf, fault.kind) == ("update", "blocks.2.b", "nan")
