@@ -17,7 +17,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._paused import Run
+from fzero.optim._paused import Run, awaited
 from fzero.optim.base import known, need_hypers, rate, write_values
 from fzero.state.entered import slice_in
 from fzero.state.moments import zeros_like
@@ -193,13 +193,14 @@ class _Muon:
             return MuonState(new, old.momentum)
         assert isinstance(old.momentum, Sharded)
         todo, coming, going = collections.deque(params.groups), collections.deque[Run](), collections.deque[Run]()
-        while todo or coming:
-            while todo and len(coming) <= AHEAD:
-                coming.append(Run(self._group(params, grads, old, todo.popleft())))
-            coming[0].go_on()
-            going.append(coming.popleft())
-            while len(going) > (AHEAD if coming else 0):
-                going.popleft().go_on()
+        with awaited(going, coming):
+            while todo or coming:
+                while todo and len(coming) <= AHEAD:
+                    coming.append(Run(self._group(params, grads, old, todo.popleft())))
+                coming[0].go_on()
+                going.append(coming.popleft())
+                while len(going) > (AHEAD if coming else 0):
+                    going.popleft().go_on()
         return MuonState(new, old.momentum)
 
     def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:

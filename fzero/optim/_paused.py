@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 
+from fzero.comm.waits import finish_all
 from fzero.optim.base import call_fused, taken, values
 from fzero.table.optimizer import Arrived, GradientTransformation, Paused
 
@@ -33,6 +35,17 @@ class Run:
             self.wait = run()
         except StopIteration as end:
             self.result = end.value
+
+
+@contextlib.contextmanager
+def awaited(*running: Collection[Run]) -> Iterator[None]:
+    """Inside, where something fails, the exchanges of these are waited for: they would meet later messages."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError, OSError):  # what came first says more
+            finish_all([run.wait for runs in running for run in runs if run.wait is not None])
+        raise
 
 
 def finished(paused: Paused) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -146,6 +147,35 @@ def test_on_real_processes(how: str) -> None:
         found = run_ranks(trained(how, torch.float64, same=False), 3, backend="processes")
     for got in found:
         assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def failing(how: str, at: int, rank: int) -> float:
+    """A step in which one rank fails as exchanges are on their way, and then a sum over the ranks."""
+    calls = itertools.count(1)
+
+    def fails(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if rank == 1 and next(calls) == at:
+            raise ArithmeticError("no such matrix")
+        return orthogonal(x, *rest)
+
+    step, one = SHARDS[how](fz.train_step(loss, optimizer())), torch.ones(1)
+    state, inputs = step.init(drawn(torch.float64, 96, 160)), data(torch.float64, 96)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_muon, "orthogonal", fails)
+        with pytest.raises((ArithmeticError, RuntimeError), match="no such matrix"), fz.testing.checked_collectives():
+            step(state, *inputs)
+    torch.distributed.all_reduce(one)
+    return one.item()
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("how", ["zero1", "zero3", "fused", "fused, donated"])
+def test_an_error_leaves_no_exchange_on_its_way(how: str, at: int) -> None:
+    """Which later messages would meet: the group is as it was before."""
+    for seed in range(3):
+        with hazards(seed):
+            found = run_ranks(functools.partial(failing, how, at), 2, backend="processes", timeout=10, checked=False)
+        assert found == [2, 2]
 
 
 @pytest.mark.parametrize("policy", [fz.Policy.compact24(), fz.Policy.compact16(), fz.Policy.exact(moment="8-bit")])
