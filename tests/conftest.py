@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
 
 pytest_plugins = ["fzero.testing.plugin"]
 torch.set_num_threads(1)
+prepare_for_fakes()  # tests make some on threads of their own
 settings.register_profile(
     "ci", max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -68,6 +68,17 @@ def without_values() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def prepare_for_fakes() -> None:
+    """Called before threads start that may make fake tensors and end before this one.
+
+    torch 2.11 built with CUDA keeps a guard for all threads where there is no device, and frees it when the thread ends
+    that made the first fake tensors: the next ones are a segmentation fault.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.device_count():
+        with without_values():
+            pass
+
+
 def isolate_group_names(on: bool) -> None:
     """Whether names of process groups are each thread's own, or the process's."""
     torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, thread_state
 from fzero.base.context import during, variable
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ def play(sizes: Mapping[str, int], run: Callable[[Mapping[str, int]], T]) -> lis
         finally:
             board.end(failed=number in errors)
 
+    thread_state.prepare_for_fakes()
     contexts = [contextvars.copy_context() for _ in places]
     threads = [
         threading.Thread(target=context.run, args=(rank_main, number), daemon=True)

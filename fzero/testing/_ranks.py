@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fzero.base import private
+from fzero.base import private, thread_state
 from fzero.base.arguments import need_int, need_number, wrong
 from fzero.base.forking import forking_context
 from fzero.comm import hazards, worlds
@@ -122,6 +122,7 @@ def _hooks_kept() -> Iterator[None]:
 def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
+    thread_state.prepare_for_fakes()
     with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fzero.base import thread_state
 from fzero.comm import backend, worlds
 from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
@@ -76,6 +77,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
         heard: `heard(rank, message)` takes what they report, on their threads.
     """
     store = backend.dist.HashStore()
+    thread_state.prepare_for_fakes()
     worlds.install()
     alive = [settings.ranks]
     lock = threading.Lock()
