@@ -388,8 +388,12 @@ def without_donation() -> AbstractContextManager[object]:
 
 
 def inductor(graph: object, inputs: object) -> object:
-    """torch.compile's default compiler, with eager's random numbers."""
+    """torch.compile's default compiler, with eager's random numbers, in eager's order.
+
+    Before torch 2.13 `reorder_for_locality` puts what draws into another order, in graphs that are not differentiated.
+    """
     from torch._inductor.compile_fx import compile_fx
 
+    patches = {"fallback_random": True, "reorder_for_locality": False}
     with without_donation():
-        return compile_fx(graph, inputs, config_patches={"fallback_random": True})  # type: ignore[arg-type]
+        return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[arg-type]
