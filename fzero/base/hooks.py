@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import graph
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private
+from fzero.base.refusals import frames_of
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
 _own: set[Callable[..., object]] = set()  # packing functions of `putting_away` whose contexts are open
@@ -90,6 +94,9 @@ def allowed() -> Iterator[None]:
     _C._saved_tensors_hooks_enable()
     try:
         yield
+    except BaseException as error:
+        end_checkpoints([error])
+        raise
     finally:
         _C._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
 
@@ -98,6 +105,19 @@ def in_checkpoint() -> bool:
     """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
     hooks = _C._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def end_checkpoints(errors: Iterable[BaseException]) -> None:
+    """Ends those of torch.utils.checkpoint that errors have left: before torch 2.13 their hooks stay.
+
+    Each would take away the innermost hooks when somebody lets go of the error, and those may be another's by then.
+    """
+    frames = [frame for error in errors for frame in reversed(frames_of(error))]
+    for frame in frames:
+        for value in frame.f_locals.values() if frame.f_code.co_filename == checkpoint.__file__ else ():
+            if isinstance(value, types.GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED:
+                with contextlib.suppress(Exception):
+                    value.close()
 
 
 @contextlib.contextmanager

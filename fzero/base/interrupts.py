@@ -15,8 +15,6 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 
-from torch.utils import checkpoint
-
 from fzero.base import hooks, thread_state
 from fzero.base.context import variables
 from fzero.base.refusals import frames_of, is_of_library
@@ -60,9 +58,7 @@ class as_found:
         if error is None:
             return
         chain = self._chain(error)
-        for generator in _waiting_checkpoints(chain):
-            with contextlib.suppress(Exception):
-                generator.close()
+        hooks.end_checkpoints(chain)
         interrupt = next((each for each in chain if not isinstance(each, Exception)), None)
         waiting = _waiting_contexts(chain)
         if interrupt is None:
@@ -130,18 +126,3 @@ def _waiting_contexts(chain: list[BaseException]) -> list[types.GeneratorType[ob
                 if generator is not None and inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED:
                     found.append(generator)
     return found
-
-
-def _waiting_checkpoints(chain: list[BaseException]) -> list[types.GeneratorType[object, object, object]]:
-    """Those of torch.utils.checkpoint in the frames of errors: before torch 2.13 their hooks stay.
-
-    Each would take away the innermost hooks when somebody lets go of the error, and those may be another's by then.
-    """
-    return [
-        value
-        for each in chain
-        for frame in reversed(frames_of(each))
-        if frame.f_code.co_filename == checkpoint.__file__
-        for value in frame.f_locals.values()
-        if isinstance(value, types.GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED
-    ]

@@ -128,6 +128,9 @@ class Varying(TorchFunctionMode):
 
     def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
         """What a function gives that is looked at as one."""
+        if cut and func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+            if any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[-3] for x in leaves((args, kwargs))):
+                raise self.refused(func, cut[0])  # torch 2.11 divides by how many heads of keys there are
         draws = bool(cut) and func in _RANDOM
         if draws and hooks.in_checkpoint():
             raise ValueError(
