@@ -297,7 +297,7 @@ def test_with_the_largest_and_the_least_gamma(gamma: Any) -> None:
     assert_trees_close(drawn(0.04, gamma, late), want, rtol=1e-12)
     for number in (0, 1):
         numbers = [torch.tensor(0.04, dtype=F64), torch.as_tensor(gamma, dtype=F64)]
-        slope = torch.func.grad(lambda *own: drawn(*own, late).sum(), number)(*numbers)
+        slope = torch.func.grad(lambda eta, gamma: drawn(eta, gamma, late).sum(), number)(*numbers)
         assert slope == 0 if gamma > 0 else slope.isfinite()
 
 
