@@ -17,7 +17,7 @@ from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
-from fzero.optim._paused import Run, at_once, call_paused, finished
+from fzero.optim._paused import Run, at_once, awaited, call_paused, finished
 from fzero.optim.base import call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
@@ -229,7 +229,8 @@ class Update:
         if run.wait is None:
             self._written(keys, run.result)
             return
-        self._go_on()
+        with awaited([run]):
+            self._go_on()
         self._running.append((keys, run))
 
     def _go_on(self) -> None:
