@@ -44,8 +44,9 @@ def explain(
 
     The replay has the step's inputs, state and random numbers, gathers and reduces as the step does, and looks at what
     every operation takes and makes; it takes several times as long. Nothing of it is kept in the state or anywhere
-    else, and a step that is not explained does nothing for it. A compiled step runs uncompiled, and a fused update
-    behind the pullback, with what it makes of gradients that are not finite.
+    else, and a step that is not explained does nothing for it; what the function does besides (draws of Python's or
+    NumPy's generator, entries of a list) it does once more. A compiled step runs uncompiled, and a fused update behind
+    the pullback, with what it makes of gradients that are not finite.
 
     An operation is at fault whose result is not finite, though what it takes is, where that reaches the outputs or a
     gradient. What a function makes and takes away again (minus infinity where attention is masked, a logarithm of 0 in
