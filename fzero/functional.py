@@ -251,7 +251,7 @@ class _Copy:
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
         reach, fast = Surroundings(module), fast if self.pieces is None else call
-        carried = self.carried and (self.carried.reached(reach) if prefix else self.carried)
+        carried = self.carried and (self.carried.reached(module, reach) if prefix else self.carried)
         return _Unit(prefix, places, reach, call, fast, Shown(), carried)
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:

@@ -14,6 +14,7 @@ from fzero.base import texts
 from fzero.base.arguments import named
 from fzero.base.refusals import noted
 from fzero.capture.exports import overlap
+from fzero.capture.found import Found
 from fzero.capture.handle import Function, storage_of
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.dispatch import call_unit
@@ -57,6 +58,9 @@ class Carried:
 
     Args:
         elsewhere: `places_of` its buffers.
+
+    Attributes:
+        others: names of those that a unit does not reach.
     """
 
     def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
@@ -66,15 +70,24 @@ class Carried:
         self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
         self._owners = {name: id(registry) for name, (registry, _) in self._places.of.items()}
         self._placeholders = {id(x): name for name, x in every.items()}
+        self.others: list[str] = []
 
-    def reached(self, surroundings: Surroundings) -> Carried:
-        """Those among them that a unit reaches: its own, and others' to whose module it has a way, or to themselves."""
-        found = surroundings.found(set())
-        registries = {id(own._buffers) for own in found.modules}
+    def reached(self, module: nn.Module, surroundings: Surroundings) -> Carried:
+        """Those among them that a unit reaches: its own, and others' to whose module it has a way, or to themselves.
+
+        Args:
+            module: the unit's.
+            surroundings: what it reaches; its own alone, where that is something that cannot be looked through.
+        """
+        found = Found()
+        with contextlib.suppress(TypeError):
+            found = surroundings.found(set())
+        registries = {id(own._buffers) for own in (*module.modules(), *found.modules)}
         names = [self._placeholders.get(id(x)) for x, _ in found.tensors]
         names += [name for name, owner in self._owners.items() if owner in registries]
         own, firsts = copy.copy(self), {self._first[name] for name in names if name in self._first}
         own._first = {name: first for name, first in self._first.items() if first in firsts}
+        own.others = [name for name in self.names if name not in firsts]
         return own
 
     @contextlib.contextmanager
@@ -208,6 +221,12 @@ def call_carrying(
         with carried.only_in_modules():
             out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
     except Exception as error:
+        if carried.others and isinstance(error, ValueError) and "closes over a tensor" in str(error):
+            some = ", ".join(map(repr, carried.others[:4]))
+            error.add_note(
+                f"A buffer of another module ({some}) is such a tensor, where the unit has found its way to that one "
+                "after its first call. Have what leads there (an attribute, a list) stand before fz.functional."
+            )
         if carried.names:
             error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")
             noted(error)  # so that nobody goes on without

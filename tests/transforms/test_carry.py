@@ -702,3 +702,37 @@ def test_a_buffer_that_a_forward_registers_is_refused_in_words_that_fit() -> Non
     apply, params, buffers = fz.functional(Registers(), buffers=True)
     with pytest.raises(ValueError, match=r"made its buffer 'mask' in its forward.* Make it in __init__"):
         apply(params, buffers, torch.ones(2))
+
+
+class Late(Linking):
+    """Its blocks find their way to it in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__("read")
+        for block in self.blocks:
+            block.others = []  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tau = 0.9 * self.tau + 0.1 * x.detach().mean(0)
+        for block in self.blocks:
+            block.others = [self]  # type: ignore[assignment]
+        return super().forward(x)
+
+
+def test_a_buffer_that_a_unit_reaches_too_late_is_named() -> None:
+    apply, params, buffers = fz.functional(Late().double(), buffers=True)
+    step = fz.remat(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
+    with pytest.raises(ValueError, match="closes over a tensor") as caught:
+        step(step.init(params), data()[0][0])
+    assert any("A buffer of another module ('tau'" in note for note in caught.value.__notes__)
+
+
+def test_a_unit_that_reaches_what_cannot_be_looked_through_has_its_own_buffers() -> None:
+    module = nn.Sequential(nn.Linear(D, D), Block()).double()
+    module[1].seen = {torch.ones(()): 1}  # type: ignore[assignment]
+    want = copy.deepcopy(module)
+    apply, params, buffers = fz.functional(module, buffers=True)
+    step = fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers)
+    state, _ = step(step.init(params), data()[0][0])
+    want(data()[0][0])
+    assert_trees_close(state.extra["carry"], dict(want.named_buffers()), rtol=1e-12)
