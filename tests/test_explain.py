@@ -364,6 +364,12 @@ def test_of_an_update_inside_the_pullback(fault: str, norm: str, world: int) -> 
     run_ranks(rank_main, world)
 
 
+def test_of_an_update_inside_the_pullback_where_all_is_frozen() -> None:
+    step = fz.freeze(fz.fuse_update(fz.train_step(FUSED["none"], fz.adamw(0.1)), "8-bit"), "*")
+    report = fz.explain(step, step.init({"w": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+    assert report.fault is None and report.loss == 4.0 and not report.skipped and report.norms["updates"] == {}
+
+
 def test_leaves_nothing_behind() -> None:
     step, params = Case("division", 1, 2, 0, 1, 0, False, 1, F32).made(fz.donate)
     state, other = step.init(params), step.init(params)

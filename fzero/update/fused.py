@@ -85,7 +85,7 @@ def update_as_fused(
             return Decision(step, state, loss.double()).next_state(None)
         taken = _finite_only(grads, squares[1])
         squares = squares_in(taken)
-    elif step.fused_norm == "8-bit":
+    elif step.fused_norm == "8-bit" and grads.groups:
         taken = _together([_holding(grads.only([key]), key, True)() for key in grads.groups])
     return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
 
