@@ -39,7 +39,14 @@ class Call:
     """
 
     def __init__(self, path: str, axes: Sequence[Axis], running_mean: object = None) -> None:
-        self.path, self.axes, self.running_mean, self.ran = path, axes, running_mean, False
+        self.path, self.axes, self.ran = path, axes, False
+        self._mean = running_mean if isinstance(running_mean, torch.Tensor) else None
+        self._version = private.version(self._mean) if self._mean is not None else 0
+
+    def takes(self, running_mean: object) -> bool:
+        """Tells whether these are the layer's running statistics, and as the call has found them."""
+        own = self._mean
+        return own is not None and running_mean is own and private.version(own) == self._version
 
 
 # the call that is running; outside of one every batch norm that is called takes its statistics over the step's ranks
@@ -69,7 +76,7 @@ class OverRanks(TorchFunctionMode):
         order = _ORDERS.get(func, ()) if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(order, args, strict=False)) | dict(kwargs)
         if "training" in order and not given.get("training"):
-            if own is not None and given.get("running_mean") is own.running_mean:
+            if own is not None and own.takes(given.get("running_mean")):
                 own.ran = True
             return func(*args, **kwargs)
         axes = ranks_of_means() if own is None else own.axes
