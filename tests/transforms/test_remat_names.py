@@ -90,15 +90,6 @@ def _of_its_own_generator(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.
     return x * (1 + torch.poisson(y.detach().abs(), generator=generator)).reciprocal()  # which it takes by position
 
 
-def _in_other_defaults(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return x * (torch.arange(D) / 3)
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _branching(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
     return torch.tanh(x) if x.detach().sum().item() > 0 else torch.sin(x)
 
@@ -136,7 +127,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
     "by a thread": _by_a_thread,
     "forces": _forces,
     "own generator": _of_its_own_generator,
-    "other defaults": _in_other_defaults,
     "opened": _opened,
     "opened later": _opened_later,
     "checkpoint": lambda x, y, p: torch.utils.checkpoint.checkpoint(
@@ -209,6 +199,7 @@ def trained(rank: int, drawn: Sequence[Program], transforms: Sequence[str], keep
             first, again = pullback(torch.ones_like(loss), retain_graph=True), pullback(torch.ones_like(loss))
             assert_trees_equal([fz.gather(first[0]), first[1]], [fz.gather(again[0]), again[1]])
             seen.append([loss, fz.gather(first[0]), first[1]])
+            del loss, pullback, first, again  # or a donated state would be copied
         state, metrics = step(state, x)
         seen.append(metrics["loss"].clone())
     return seen, fz.gather(state.params)
@@ -413,6 +404,25 @@ def test_statistics_of_a_norm_that_a_unit_closes_over_are_refused(how: str, keep
     step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), "blocks.*", *keep)
     with pytest.raises(ValueError, match=r"changes a tensor in place that it closes over, .* buffers=True"):
         step(step.init({"blocks": params_of(1)["blocks"]}), torch.eye(D, dtype=F64))
+
+
+def test_another_default_dtype_for_a_part_of_a_unit() -> None:
+    """Which is the process's, so that no two threads may set it at once."""
+
+    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(F64)
+        try:
+            return fz.name(x * p["s"], "a") * (torch.arange(D) / 3)
+        finally:
+            torch.set_default_dtype(before)
+
+    unit, found = fz.unit(fn), []
+    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a",))):
+        step = transform(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(0.1)))
+        state, metrics = step(step.init({"blocks": params_of(1)["blocks"]}), torch.ones(D, D, dtype=F64))
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
 
 
 class Recurrent(torch.nn.Module):
