@@ -11,6 +11,7 @@ import contextvars
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -54,21 +55,22 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 
 
 class _Uncompiled:
-    """While a thread is inside, what is compiled runs as it is written: Dynamo takes wrong steps under such modes."""
+    """While a watch is on, what is compiled runs as it is written: Dynamo takes wrong steps under such modes."""
 
     def __init__(self) -> None:
-        self._lock, self._threads, self._stance = threading.Lock(), 0, contextlib.ExitStack()
+        self._lock, self._watches, self._stance = threading.RLock(), set[int](), contextlib.ExitStack()
 
-    def __enter__(self) -> None:
+    def enter(self, watch: Watch) -> None:
         with self._lock:
-            self._threads += 1
-            if self._threads == 1 and "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            if not self._watches and "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
                 self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._watches.add(id(watch))
+        weakref.finalize(watch, self.leave, id(watch))  # an interrupt takes modes off without their end
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self, number: int) -> None:
         with self._lock:
-            self._threads -= 1
-            if not self._threads:
+            self._watches.discard(number)
+            if not self._watches:
                 self._stance.close()
 
 
@@ -94,12 +96,12 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.statistics: set[int] = set()
 
     def __enter__(self) -> Watch:
-        _uncompiled.__enter__()
+        _uncompiled.enter(self)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _uncompiled.__exit__()
+        _uncompiled.leave(id(self))
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():
