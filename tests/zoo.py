@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import nn
 
 import fzero as fz
@@ -99,6 +100,9 @@ class Norm(nn.Module):
 
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Mlp, Gathered, Fused, Attention, Convolution, Norm)}
+drawn_blocks = st.lists(
+    st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=2
+).map(tuple)
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import intercept, private
+from fzero.base import intercept, private, pytree
 
 Function = Callable[..., object]
 Drawing = tuple[torch.Generator, torch.Tensor]  # a generator, and its state
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
         """The tensors among the operands that it writes to."""
         if not self.targets:
             return []
-        return tensors_in(_given(self.targets, args, kwargs))
+        return pytree.tensors_in(*_given(self.targets, args, kwargs))
 
 
 @functools.cache
@@ -124,14 +124,3 @@ def is_plain(x: torch.Tensor) -> bool:
     if type(x) not in (torch.Tensor, torch.nn.Parameter) and not private.is_fake(x):
         return False
     return not torch._is_zerotensor(x)  # type: ignore[attr-defined]
-
-
-def tensors_in(values: object) -> list[torch.Tensor]:
-    """The tensors among operands or results, which lie in tuples, lists and dicts at most."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (tuple, list)):
-        return [x for value in values for x in tensors_in(value)]
-    if isinstance(values, dict):
-        return [x for value in values.values() for x in tensors_in(value)]
-    return []

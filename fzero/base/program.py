@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn, tensors_in
+from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn
+from fzero.base.pytree import tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,7 +152,7 @@ class Program(TorchDispatchMode):
         named = kwargs or {}
         if self._paused:
             return func(*args, **named)
-        kind, operands = kind_of(func), tensors_in((args, named))
+        kind, operands = kind_of(func), tensors_in(*args, *named.values())
         draws = kind.drawing(args, named)
         drawing = drawing_of(kind, operands, args, named) if draws else None
         written = kind.written(args, named)
@@ -277,11 +278,6 @@ class Program(TorchDispatchMode):
             if buffer not in at_end:
                 part.last.setdefault(number, []).append(buffer)
         return part
-
-    def forget(self) -> None:
-        """Lets go of all that no part has taken."""
-        self.operations, self.given, self._buffers = [], {}, {}
-        self.names = {name: [] for name in self.names}
 
 
 def flat(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

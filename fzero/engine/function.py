@@ -184,7 +184,7 @@ def _need_names(traversal: Traversal) -> None:
     told = [each for each in traversal.named if each is not None]
     given = {name for each in told for name in each}
     lost = sorted(traversal.table.names - given)
-    if lost and all(row.unit == ROOT for row in traversal.table.rows if row.names.save or row.names.offload):
+    if lost and all(row.unit == ROOT for row in traversal.table.rows if row.names.all):
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, and its leaves lie in no unit, which could be recomputed; "
             "expected leaves of units, in a list ('blocks.0.w'), or named by train_step(units=...)."

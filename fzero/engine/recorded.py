@@ -116,10 +116,9 @@ class Recorded(Activations):
 
     def _named(self) -> dict[Value, tuple[str, torch.Tensor]]:
         """What is kept, of what has a name: the last value of its memory."""
-        names = {*self._names.save, *self._names.offload}
         return {
             (view.buffer, view.buffer.writes): (name, tensor)
-            for name in self._program.names.keys() & names
+            for name in self._program.names.keys() & {*self._names.all}
             for view, tensor in self._program.names[name]
         }
 

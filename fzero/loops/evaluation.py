@@ -41,16 +41,9 @@ class Evaluation:
 
     def look(self, state: object, ranks: Ranks) -> bool:
         """Evaluates; whether this state is the best so far. Where that fails on one rank, all raise."""
-        values, error = dict[str, float](), None
-        try:
-            assert self._evaluate is not None
-            values = numbers_of(self._evaluate(state), "evaluate")
-        except Exception as own:
-            error = own
-        try:
-            ranks.all_well(error)
-        finally:
-            del error  # which holds this frame
+        evaluate = self._evaluate
+        assert evaluate is not None
+        values = ranks.by_all(lambda: numbers_of(evaluate(state), "evaluate"))
         if not ranks.alike(repr(values)):
             raise ValueError(
                 f"loop: evaluate gave {values} on this rank and other numbers on another, expected the same on "

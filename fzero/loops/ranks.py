@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
+from typing import TypeVar
 
 from fzero.base import pytree
 from fzero.checkpoint.everyone import Everyone
@@ -12,6 +14,8 @@ from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -65,6 +69,19 @@ class Ranks:
                 raise error
         finally:
             del error  # which holds this frame
+
+    def by_all(self, job: Callable[[], T]) -> T:
+        """Does a job on every rank; where it fails on one, all raise."""
+        result, error = list[T](), None
+        try:
+            result = [job()]
+        except Exception as own:
+            error = own
+        try:
+            self.all_well(error)
+        finally:
+            del error  # which holds this frame
+        return result[0]
 
 
 def _agreed(axis: Axis, error: BaseException | None) -> None:

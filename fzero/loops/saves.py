@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import time
 from collections.abc import Callable, Mapping
 
@@ -71,23 +72,17 @@ class Saves:
 
     def _given(self, ranks: Ranks) -> dict[str, object]:
         """What the user adds; where that fails on one rank, all raise, and none waits for it in a save."""
-        if self._extra is None:
-            return {}
-        given, error = dict[str, object](), None
-        try:
-            given = dict(self._extra())
-            if OWN in given:
-                raise ValueError(f"loop: extra gave the key {OWN!r}, expected others: that one is the loop's.")
-        except Exception as own:
-            error = own
-        try:
-            ranks.all_well(error)
-        finally:
-            del error  # which holds this frame
-        return given
+        return {} if self._extra is None else ranks.by_all(functools.partial(_others, self._extra))
 
     def wait(self) -> None:
         """Waits until what was begun is whole and on the disk."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+
+
+def _others(extra: Callable[[], Mapping[str, object]]) -> dict[str, object]:
+    given = dict(extra())
+    if OWN in given:
+        raise ValueError(f"loop: extra gave the key {OWN!r}, expected others: that one is the loop's.")
+    return given

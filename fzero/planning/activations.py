@@ -129,7 +129,7 @@ def _of(unit: Unit, row: Row | None) -> Activations:
     whole = Choice((), nbytes({}), _flops(program.operations))
     chosen = every
     if row is not None and row.remat:
-        names = (*row.names.save, *row.names.offload)
+        names = row.names.all
         chosen = choice(*names) if names else whole
     some = [choice(name) for name in named] + ([choice(*named)] if len(named) > 1 else [])
     return Activations((), whole.flops, (every, whole, *some), chosen)

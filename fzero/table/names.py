@@ -18,6 +18,10 @@ class Names:
     offload: tuple[str, ...] = ()
 
     @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.save, *self.offload)
+
+    @property
     def said(self) -> str:
         """As arguments."""
         return ", ".join(f"{argument}={names}" for argument, names in vars(self).items() if names)

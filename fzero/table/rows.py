@@ -194,7 +194,7 @@ class Table:
     @cached_property
     def names(self) -> frozenset[str]:
         """What units that are recomputed keep."""
-        return frozenset(name for row in self.rows for name in (*row.names.save, *row.names.offload) if name)
+        return frozenset(name for row in self.rows for name in row.names.all if name)
 
     @cached_property
     def remats(self) -> bool:

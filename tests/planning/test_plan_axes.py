@@ -295,9 +295,7 @@ def test_exchanges_of_whole_leaves_are_what_every_rank_sends(
 
 
 @given(
-    blocks=st.lists(
-        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=2
-    ).map(tuple),
+    blocks=zoo.drawn_blocks,
     tied=st.booleans(),
     sequence=st.booleans(),
     ranks=st.integers(1, 4),

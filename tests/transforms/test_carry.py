@@ -497,26 +497,34 @@ class Reads(nn.Module):
         return self.linear(x) * self.counts[1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, fz.remat, WRAPS["zero3, remat"]])
-def test_buffers_that_are_held_elsewhere_in_units(wrap: Any) -> None:
-    module = copy.deepcopy(Reads().double())
-    trained, x = copy.deepcopy(module), data()[0][0]
+def twice_by_itself(module: nn.Module, x: torch.Tensor) -> nn.Module:
+    """A copy of the module after two updates of its own."""
+    trained = copy.deepcopy(module)
     for _ in range(2):
         trained.zero_grad()
         trained(x).square().mean().backward()
         with torch.no_grad():
             for p in trained.parameters():
                 p -= 0.1 * p.grad  # type: ignore[operator]
+    return trained
 
-    def on(rank: int) -> Any:
-        apply, params, buffers = fz.functional(module, buffers=True)
-        step = wrap(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
-        state = step.init(params)
-        for _ in range(2):
-            state, _ = step(state, x)
-        return dict(fz.gather(state.params)), state.extra["carry"]
 
-    for got in run_ranks(on, 2):
+def twice(module: nn.Module, wrap: Any, x: torch.Tensor, rank: int) -> Any:
+    """Params and buffers after two updates of a step."""
+    apply, params, buffers = fz.functional(module, buffers=True)
+    step = wrap(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, x)
+    return dict(fz.gather(state.params)), state.extra["carry"]
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, fz.remat, WRAPS["zero3, remat"]])
+def test_buffers_that_are_held_elsewhere_in_units(wrap: Any) -> None:
+    module = copy.deepcopy(Reads().double())
+    x = data()[0][0]
+    trained = twice_by_itself(module, x)
+    for got in run_ranks(functools.partial(twice, module, wrap, x), 2):
         params = {name: p.detach() for name, p in trained.named_parameters()}
         assert_trees_close(got, (params, dict(trained.named_buffers())), rtol=1e-11)
 
@@ -671,24 +679,9 @@ def test_units_that_share_buffers(how: str, wrap: Any) -> None:
     tau = module.tau
     for block in module.blocks if how in ("table", "written") else ():
         block.tau = tau  # which a conversion takes apart
-    trained = copy.deepcopy(module)
-    for _ in range(2):
-        trained.zero_grad()
-        trained(x).square().mean().backward()
-        with torch.no_grad():
-            for p in trained.parameters():
-                p -= 0.1 * p.grad  # type: ignore[operator]
-
-    def on(rank: int) -> Any:
-        apply, params, buffers = fz.functional(module, buffers=True)
-        step = wrap(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
-        state = step.init(params)
-        for _ in range(2):
-            state, _ = step(state, x)
-        return dict(fz.gather(state.params)), state.extra["carry"]
-
+    trained = twice_by_itself(module, x)
     want = dict(trained.named_parameters()), dict(trained.named_buffers())
-    for got in run_ranks(on, 2):
+    for got in run_ranks(functools.partial(twice, module, wrap, x), 2):
         assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
 
 

@@ -44,9 +44,7 @@ class Fed(zoo.Model):
 
 
 @given(
-    blocks=st.lists(
-        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=2
-    ).map(tuple),
+    blocks=zoo.drawn_blocks,
     tied=st.booleans(),
     sequence=st.booleans(),
     **common,
