@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private
+from fzero.base.norms import norms_of
 from fzero.formats.bits import Counters, Fields, drawn_by, word
 from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
 from fzero.formats.ops import TorchOps
@@ -46,8 +47,7 @@ class Measure(NamedTuple):
         met = [(i, low, high) for i, low, high in met if low < high]
         if met:
             cuts = [x[low - start : high - start] for _, low, high in met for x in flat]
-            norms = torch.stack(torch._foreach_norm(cuts, 2, dtype=torch.float64)).view(len(met), -1)
-            self.sums[[i for i, _, _ in met]] += norms.square()
+            self.sums[[i for i, _, _ in met]] += norms_of(cuts).square().view(len(met), -1)
 
 
 def _drawn(keys: torch.Tensor) -> Fields:
