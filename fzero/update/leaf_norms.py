@@ -51,7 +51,7 @@ class Changes:
         if self.squares is not None:
             return self.squares
         own = params.only(self._old)
-        updates = own.with_buffers({key: own.local(key) - old for key, old in self._old.items()})
+        updates = own.with_buffers({key: _wide(own.local(key)) - _wide(old) for key, old in self._old.items()})
         self._old = {}
         return [*parts_of("params", own), *parts_of("updates", updates), *_of_moments(moments)]
 
@@ -91,6 +91,11 @@ def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Shard
     norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}
     norms["updates"] = norms_by_leaf(after.map(torch.sub, before))
     return _ordered(norms | moment_norms(moments))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least in single precision, in which a difference of close values is exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _of_moments(moments: object) -> list[Squares]:
