@@ -145,18 +145,17 @@ def test_differences_of_params_in_bfloat16_are_not_rounded() -> None:
     check(metrics["leaf_norms"]["updates"], {path: now[path] - old[path] for path in now}, 1e-6)
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-25, 1e-12, 1.0, 1e15, float("nan")])
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e-12, 1.0, 1e15])
 def test_squares_beyond_single_precision(size: float) -> None:
     """Those that the update of a large buffer adds up: of moments of tiny grads, and of many values in some pieces."""
-    step = fz.donate(fz.train_step(lambda p: sum(x.sum() for x in p.values()), fz.sgd(0.0, momentum=0.9)))
-    step = dataclasses.replace(step, metrics=("leaf_norms",))
+    policy = fz.Policy(param=F32, grad=torch.bfloat16, moment=F32)  # which torch's own kernels do not take
+    fn, optimizer = (lambda p: sum(x.sum() for x in p.values())), fz.sgd(0.0, momentum=0.9)
+    step = fz.donate(fz.train_step(fn, optimizer, policy, metrics=("leaf_norms",)))
     sizes = [100_003, 64, 5, 70_000]
     params = {str(i): torch.full((n,), size * (1 + i)) for i, n in enumerate(sizes)}
     norms = step(step.init(params))[1]["leaf_norms"]
     for i, n in enumerate(sizes):
-        torch.testing.assert_close(
-            norms["params"][str(i)], params[str(i)].double().norm(), rtol=1e-6, atol=0, equal_nan=True
-        )
+        torch.testing.assert_close(norms["params"][str(i)], params[str(i)].double().norm(), rtol=1e-6, atol=0)
         torch.testing.assert_close(norms["moments"]["momentum"][str(i)], torch.tensor(n, dtype=F64).sqrt())
 
 
