@@ -11,7 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.optim._paused import at_once, call_paused, finished
+from fzero.optim._paused import at_once, call_paused, combined, finished
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.moments import apart
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
@@ -43,8 +43,8 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         own.label,
         own.metrics,
         all(member.by_leaf for member in members),
-        # the norm of the gradients is the first member's: behind it others come in
-        "all" if any(member.needs for member in members[1:]) else members[0].needs,
+        # the norm of the gradients is the first member's: behind it others come in; and `update` tells all at its end
+        "all" if any(m.needs for m in members[1:]) or any(m.combine for m in before) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
@@ -52,6 +52,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         own.paused if last.paused else None,
         own.sends if any(member.sends for member in members) else None,
         last.measures and all(member.scales for member in before),
+        own.combine if last.combine else None,
     )
 
 
@@ -93,6 +94,9 @@ class _Chain:
         state = yield from run
         # what members pass on may be their old states, so these are written last
         return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
+
+    def combine(self, params: object, states: States, parts: Sequence[States]) -> States:
+        return (*parts[-1][:-1], combined(self.members[-1], params, states[-1], [part[-1] for part in parts]))
 
     def sends(self, params: object, states: States) -> Sequence[Mapping[Key, Whole]]:
         pairs = zip(self.members, states, strict=True)
@@ -178,6 +182,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         paused=own.paused if any(member.paused for member in members) else None,
         sends=own.sends if any(member.sends for member in members) else None,
         measures=all(member.measures for member in members),
+        combine=own.combine if any(member.combine for member in members) else None,
     )
 
 
@@ -240,6 +245,14 @@ class _Partition:
         for pattern, run in runs.items():
             new[pattern] = yield from run
         return new
+
+    def combine(
+        self, params: object, states: Mapping[str, object], parts: Sequence[Mapping[str, object]]
+    ) -> dict[str, object]:
+        return {
+            pattern: combined(member, self._part(params, pattern), states[pattern], [part[pattern] for part in parts])
+            for pattern, member in self.table.items()
+        }
 
     def sends(self, params: object, states: Mapping[str, object]) -> Sequence[Mapping[Key, Whole]]:
         own = [(pattern, member.sends) for pattern, member in self.table.items() if member.sends]

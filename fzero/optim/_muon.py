@@ -5,7 +5,6 @@ Each matrix is brought to one rank, in bf16, orthogonalised there, and brought b
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._paused import Run, awaited
+from fzero.optim._paused import in_turn, run_all
 from fzero.optim.base import known, need_hypers, rate, write_values
 from fzero.state.entered import slice_in
 from fzero.state.moments import zeros_like
@@ -103,6 +102,7 @@ def muon(
         exchanges=True,
         paused=own.paused,
         sends=own.sends,
+        combine=own.combine,
     )
 
 
@@ -185,40 +185,31 @@ class _Muon:
         return -now * (SCALES[self.adjust_lr](*p.shape[-2:]) * o + self.weight_decay * p), b
 
     def fused(self, params: object, grads: Sharded, old: MuonState) -> MuonState:
-        new = pytree.Count(old.count.value + 1)
-        if not isinstance(params, Sharded):
-            updates, state = self.update(grads, old, params)
-            pytree.map(torch.Tensor.copy_, old.momentum, state.momentum)
-            pytree.map(torch.Tensor.add_, params, updates)
-            return MuonState(new, old.momentum)
-        assert isinstance(old.momentum, Sharded)
-        todo, coming, going = collections.deque(params.groups), collections.deque[Run](), collections.deque[Run]()
-        with awaited(going, coming):
-            while todo or coming:
-                while todo and len(coming) <= AHEAD:
-                    coming.append(Run(self._group(params, grads, old, todo.popleft())))
-                coming[0].go_on()
-                going.append(coming.popleft())
-                while len(going) > (AHEAD if coming else 0):
-                    going.popleft().go_on()
-        return MuonState(new, old.momentum)
+        if isinstance(params, Sharded):
+            return self.combine(params, old, run_all(self._groups(params, grads, old), AHEAD))
+        updates, new = self.update(grads, old, params)
+        pytree.map(torch.Tensor.copy_, old.momentum, new.momentum)
+        pytree.map(torch.Tensor.add_, params, updates)
+        return MuonState(new.count, old.momentum)
 
     def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
-        runs = [self._group(params, grads, old, key) for key in params.groups]
-        del grads  # or those of every group that waits would be kept
-        for run in runs:
-            yield from run
+        return in_turn(self._groups(params, grads, old))
+
+    def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
         return MuonState(pytree.Count(old.count.value + 1), old.momentum)
 
     def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
         return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]
+
+    def _groups(self, params: Sharded, grads: Sharded, old: MuonState) -> list[Paused]:
+        return [self._group(params, grads, old, key) for key in params.groups]
 
     def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Paused:
         """Updates one group, over an exchange in and one out."""
         assert isinstance(old.momentum, Sharded)
         now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
         coming, device = self._start(params, grads, old.momentum, key), grads.device
-        del grads
+        del grads  # or those of every group that waits would be kept
         (leaves,) = yield coming
         del coming
         found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}

@@ -2,58 +2,88 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from fzero.comm.waits import finish_all
 from fzero.optim.base import call_fused, taken, values
 from fzero.table.optimizer import Arrived, GradientTransformation, Paused
 
-
-class Run:
-    """One such update, which has begun; `go_on` waits for its exchange and goes on to the next one, or to the end.
-
-    Attributes:
-        wait: for the exchange that is on its way; None at the end.
-        result: what it has returned then.
-    """
-
-    def __init__(self, paused: Paused) -> None:
-        self._paused = paused
-        self.result: object = None
-        self.wait: Callable[[], Arrived] | None = None
-        self._until_it_waits(lambda: next(paused))
-
-    def go_on(self) -> None:
-        assert self.wait is not None
-        wait, self.wait = self.wait, None
-        arrived = wait()
-        self._until_it_waits(lambda: self._paused.send(arrived))
-
-    def _until_it_waits(self, run: Callable[[], Callable[[], Arrived]]) -> None:
-        try:
-            self.wait = run()
-        except StopIteration as end:
-            self.result = end.value
+T = TypeVar("T")
+Wait = Callable[[], Arrived]
+Steps = Generator[Wait, Arrived, T]
 
 
-@contextlib.contextmanager
-def awaited(*running: Collection[Run]) -> Iterator[None]:
-    """Inside, where something fails, the exchanges of these are waited for: they would meet later messages."""
+class Pipeline:
+    """Updates on their way: each goes on to its next exchange, or to its end, once `ahead` more have begun."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead, self._turn = ahead, 0
+        self._waiting = collections.deque[tuple[int, Paused, Wait]]()  # since which turn, in the order of exchanges
+
+    @property
+    def waits(self) -> list[Wait]:
+        """For the exchanges that are on their way."""
+        return [wait for _, _, wait in self._waiting]
+
+    def begin(self, paused: Paused) -> None:
+        """Runs an update until it waits for an exchange, and then those on whose turn it is."""
+        wait = next(paused, None)
+        if wait is not None:
+            self._waiting.append((self._turn, paused, wait))
+            self._go_on()
+
+    def finish(self) -> None:
+        """Runs all of them to their ends."""
+        while self._waiting:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._turn - self._ahead:
+            _, paused, wait = self._waiting.popleft()
+            arrived = wait()
+            del wait  # and what this rank has sent
+            with contextlib.suppress(StopIteration):
+                self._waiting.append((self._turn, paused, paused.send(arrived)))
+        self._turn += 1
+
+
+def run_all(groups: Iterable[Steps[T]], ahead: int) -> list[T]:
+    """What updates of some groups return, `ahead` of which are on their way there, and back, while one is computed."""
+    running, results = Pipeline(ahead), list[T]()
+
+    def noted(group: Steps[T]) -> Paused:
+        results.append((yield from group))
+
     try:
-        yield
+        for group in groups:
+            running.begin(noted(group))
+        running.finish()
     except BaseException:
         with contextlib.suppress(RuntimeError, OSError):  # what came first says more
-            finish_all([run.wait for runs in running for run in runs if run.wait is not None])
+            finish_all(running.waits)  # they would meet later messages
         raise
+    return results
+
+
+def in_turn(groups: Iterable[Steps[T]]) -> Steps[list[T]]:
+    """The same one after the other, as one update that pauses: of one group, or of none."""
+    results = list[T]()
+    for group in groups:
+        results.append((yield from group))
+    return results
 
 
 def finished(paused: Paused) -> object:
     """What such an update returns, at once."""
-    run = Run(paused)
-    while run.wait is not None:
-        run.go_on()
-    return run.result
+    try:
+        wait = next(paused)
+        while True:
+            wait = paused.send(wait())
+    except StopIteration as end:
+        return end.value
 
 
 def call_paused(
@@ -68,6 +98,11 @@ def call_paused(
 def at_once(
     member: GradientTransformation, params: object, grads: object, state: object, extra: Mapping[str, object]
 ) -> Paused:
-    """`member.fused`, which does not pause: of several groups one's exchange runs beside another's computation."""
+    """`member.fused`, which does not pause."""
     yield from ()
     return call_fused(member, params, grads, state, extra)
+
+
+def combined(member: GradientTransformation, params: object, old: object, parts: Sequence[object]) -> object:
+    """The state after an update, of what `call_paused` has returned of each group."""
+    return parts[-1] if member.combine is None else member.combine(params, old, parts)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,13 +27,14 @@ from fzero.optim._leaf_states import (
     tensors_of,
     with_others,
 )
+from fzero.optim._paused import Steps, in_turn, run_all
 from fzero.optim.base import values, write_values
 from fzero.state.entered import slice_in
 from fzero.state.owners import Leaves, everywhere, joined, owned, owners, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole
 
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
 
@@ -49,6 +49,14 @@ class WholeState(NamedTuple):
 
     trees: tuple[Sharded, ...]
     rest: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank has computed of the rest, path -> the leaf's next state; and where that failed."""
+
+    rest: dict[str, object]
+    errors: list[Exception]
 
 
 def whole(optimizer: GradientTransformation) -> GradientTransformation:
@@ -92,9 +100,10 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
         own.label,
         own.metrics if optimizer.metrics and not is_others(optimizer.metrics) else None,
         by_leaf=True,
-        needs="all",  # as all leaves' other tensors are told at the end
         exchanges=True,
+        paused=own.paused,
         sends=own.sends,
+        combine=own.combine,
     )
 
 
@@ -211,13 +220,13 @@ class _Whole:
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), {name: found[name][1] for name in names})
         if not is_transformed():
-            run, count = _Run(self, params, grads, old), len(old.trees) + 1
-            buffers = [dict[Key, torch.Tensor]() for _ in range(count)]
-            for key, made in run.made():
-                for place, x in zip(run.places(key), made, strict=True):
+            made = run_all([self._group(params, grads, old, key) for key in grads.groups], AHEAD)
+            buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
+            for key, (slices, _) in zip(grads.groups, made, strict=True):
+                for place, x in slices.items():
                     buffers[place][key] = x
             trees = [grads.with_buffers(each, 1.0) for each in buffers]
-            return trees[0], WholeState(tuple(trees[1:]), run.told())
+            return trees[0], WholeState(tuple(trees[1:]), self._told(params, old, [part for _, part in made]))
         return self._everywhere(grads, old, params)
 
     def _everywhere(self, grads: Sharded, old: WholeState, params: Sharded) -> tuple[Sharded, WholeState]:
@@ -239,101 +248,98 @@ class _Whole:
         return trees[0], WholeState(tuple(trees[1:]), rest)
 
     def fused(self, params: object, grads: Sharded, old: WholeState) -> WholeState:
-        if not isinstance(params, Sharded):
-            updates, new = self.update(grads, old, params)
-            pytree.map(torch.Tensor.add_, params, updates)
-            return new
-        run, draw = _Run(self, params, grads, old), params.draw or Draw(0, 0)
-        for key, (update, *new) in run.made():
-            write_values(params, key, params.local(key).to(update.dtype) + update, draw)
-            for tree, x in zip(run.trees(key), new, strict=True):
-                write_values(tree, key, x, draw)
-        return WholeState(old.trees, run.told())
+        if isinstance(params, Sharded):
+            return self.combine(params, old, [run_all(self._groups(params, grads, old), AHEAD)])
+        updates, new = self.update(grads, old, params)
+        pytree.map(torch.Tensor.add_, params, updates)
+        return new
 
+    def paused(self, params: Sharded, grads: Sharded, old: WholeState) -> Paused:
+        return in_turn(self._groups(params, grads, old))
 
-class _Run:
-    """One update in place: what its owners have computed of the leaves."""
+    def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[Part]]) -> WholeState:
+        return WholeState(old.trees, self._told(params, old, [part for parts in parts for part in parts]))
 
-    def __init__(self, own: _Whole, params: Sharded, grads: Sharded, old: WholeState) -> None:
-        self.own, self.params, self.grads, self.old = own, params, grads, old
-        self.rest = dict(old.rest)
-        self.error: Exception | None = None
+    # ---- one group
 
-    def _dtype(self, key: Key) -> torch.dtype:
-        return math_dtype(self.params.format(key).dtype)
+    def _groups(self, params: Sharded, grads: Sharded, old: WholeState) -> list[Steps[Part]]:
+        return [self._write(params, grads, old, key) for key in params.groups]
 
-    def places(self, key: Key) -> list[int]:
-        """The numbers of what is computed of a group: 0, and from 1 on of the trees that have it."""
-        return [0, *[i for i, tree in enumerate(self.old.trees, 1) if key in tree.groups]]
+    def _write(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[Part]:
+        """Updates one group."""
+        run, draw = self._group(params, grads, old, key), params.draw or Draw(0, 0)
+        del grads  # or those of every group that waits would be kept
+        slices, part = yield from run
+        slices[0] += params.local(key)
+        for place, x in slices.items():
+            write_values((params, *old.trees)[place], key, x, draw)
+        return part
 
-    def trees(self, key: Key) -> list[Sharded]:
-        return [tree for tree in self.old.trees if key in tree.groups]
+    def _group(
+        self, params: Sharded, grads: Sharded, old: WholeState, key: Key
+    ) -> Steps[tuple[dict[int, torch.Tensor], Part]]:
+        """Computes with one group, over an exchange in and one out.
 
-    def made(self) -> Iterator[tuple[Key, list[torch.Tensor]]]:
-        """Of each group this rank's slices of the updates and of the trees, others being on their way meanwhile."""
-        todo = list(self.params.groups)
-        coming = collections.deque[Callable[[], list[Leaves]]]()
-        going: tuple[Key, Callable[[], list[Leaves]]] | None = None
-        for place, key in enumerate(todo):
-            while len(coming) <= AHEAD and place + len(coming) < len(todo):
-                coming.append(self._start(todo[place + len(coming)]))
-            started = key, self._compute(key, coming.popleft()())
-            if going is not None:
-                yield self._joined(*going)
-            going = started
-        if going is not None:
-            yield self._joined(*going)
-
-    def _joined(self, key: Key, wait: Callable[[], list[Leaves]]) -> tuple[Key, list[torch.Tensor]]:
-        like = self.params.local(key).new_empty(0, dtype=self._dtype(key))
-        return key, [joined(self.params, key, pieces, like) for pieces in wait()]
-
-    def _start(self, key: Key) -> Callable[[], list[Leaves]]:
-        trees, dtype = [self.grads, self.params, *self.trees(key)], self._dtype(key)
+        Returns:
+            This rank's slices: 0 -> of the updates, from 1 on -> of those trees that have the group; and the rest.
+        """
+        places = [0, *[i for i, tree in enumerate(old.trees, 1) if key in tree.groups]]
+        trees, dtype = [grads, *[(params, *old.trees)[place] for place in places]], math_dtype(params.format(key).dtype)
         slices = [values(tree.only([key])).local(key).to(dtype) for tree in trees]
-        return start_whole(self.params, key, slices, "whole leaves")
+        coming, like = start_whole(params, key, slices, "whole leaves"), slices[0].new_empty(0)
+        del grads, trees, slices
+        whole = yield coming
+        del coming
+        made, part = self._computed(params, key, whole, old.rest)
+        del whole
+        pieces = yield start_slices(params, key, made, like, "updates of leaves")
+        return {place: joined(params, key, own, like) for place, own in zip(places, pieces, strict=True)}, part
 
-    def _compute(self, key: Key, whole: Sequence[Leaves]) -> Callable[[], list[Leaves]]:
-        """Updates this rank's own leaves of a group, and begins to bring the slices back."""
+    def _computed(
+        self, params: Sharded, key: Key, whole: Sequence[Leaves], rest: Mapping[str, object]
+    ) -> tuple[list[Leaves], Part]:
+        """The updates of this rank's own leaves of a group, and what the trees and the rest have of them."""
         made: list[Leaves] = [{} for _ in whole[1:]]
-        for slot in owned(self.params, key):
+        own, errors = dict[str, object](), list[Exception]()
+        for slot in owned(params, key):
             g, p, *state = [each[slot.leaf] for each in whole]
             try:
-                update, self.rest[slot.path], new = self.own._of_leaf(
-                    slot, self.rest[slot.path], g, p, state, _seed_of(self.params)
-                )
+                update, own[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, _seed_of(params))
             except Exception as error:  # the others wait for what would have come of it
                 error.add_note(f"This was in the update of leaf {slot.path!r}, by fz.whole.")
-                self.error, update, new = self.error or error, torch.zeros_like(p), state
+                errors.append(error)
+                update, new = torch.zeros_like(p), state
             for leaves, x in zip(made, (update, *new), strict=True):
-                leaves[slot.leaf] = x.to(self._dtype(key))
-        like = torch.empty(0, dtype=self._dtype(key), device=self.grads.device)
-        return start_slices(self.params, key, made, like, "updates of leaves")
+                leaves[slot.leaf] = x.to(p.dtype)
+        return made, Part(own, errors)
 
-    def told(self) -> dict[str, object]:
+    def _told(self, params: Sharded, old: WholeState, parts: Sequence[Part]) -> dict[str, object]:
         """The rest of all leaves' states, each from its owner, and errors of any rank."""
-        params, axis = self.params, self.params.axis
+        axis, rest, errors = params.axis, dict(old.rest), [error for part in parts for error in part.errors]
+        for part in parts:
+            rest |= part.rest
+        failed = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
+        if axis.tensor is not None and axis.tensor.size > 1:  # whose ranks have the same leaves
+            heard = axis.tensor.exchange(json.dumps(failed), "the update by fz.whole")
+            failed = failed or next((text for text in map(json.loads, heard) if text), None)
         cut = [key for key in params.groups if params.axis_of(key).size > 1]
         slots = [(owners(params.layout, key)[s.leaf], s) for key in cut for s in params.layout.groups[key].slots]
-        failed = self.error and f"{type(self.error).__name__}: {self.error}"
-        over = axis.tensor
-        if over is not None and over.size > 1:  # whose ranks have the same leaves
-            heard = over.exchange(json.dumps(failed), "the update by fz.whole")
-            failed = failed or next((text for text in map(json.loads, heard) if text), None)
-        if failed and axis.size == 1:
-            raise self.error or _elsewhere(failed)
-        if axis.size > 1:
-            numbers = {s.path: numbers_of(self.rest[s.path]) for rank, s in slots if rank == axis.rank}
-            said = {"error": failed, "numbers": numbers}
-            heard = [json.loads(text) for text in axis.exchange(json.dumps(said), "the update by fz.whole")]
-            errors = {rank: each["error"] for rank, each in enumerate(heard) if each["error"]}
-            if errors:  # on every rank, before anything else is exchanged
-                raise self.error or _elsewhere(next(iter(errors.values())))
-            tensors = exchanged(axis, [(rank, tensors_of(self.rest[s.path])) for rank, s in slots])
-            for (rank, slot), own in zip(slots, tensors, strict=True):
-                if rank != axis.rank:
-                    self.rest[slot.path] = with_others(self.rest[slot.path], own, heard[rank]["numbers"][slot.path])
-        return self.rest
+        numbers = {slot.path: numbers_of(rest[slot.path]) for rank, slot in slots if rank == axis.rank}
+        said = json.dumps({"error": failed, "numbers": numbers})
+        said = axis.exchange(said, "the update by fz.whole") if axis.size > 1 else [said]
+        heard = [json.loads(text) for text in said]
+        failed = failed or next((each["error"] for each in heard if each["error"]), None)
+        if failed:  # on every rank, before anything else is exchanged
+            try:
+                raise errors[0] if errors else _elsewhere(failed)
+            finally:
+                for own in (errors, *[part.errors for part in parts]):
+                    own.clear()  # or they and the frames that they went through would hold each other
+        tensors = exchanged(axis, [(rank, tensors_of(rest[slot.path])) for rank, slot in slots])
+        for (rank, slot), own in zip(slots, tensors, strict=True):
+            if rank != axis.rank:
+                rest[slot.path] = with_others(rest[slot.path], own, heard[rank]["numbers"][slot.path])
+        return rest
 
 
 def _elsewhere(said: str) -> RuntimeError:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fzero.base.follow import follows
+from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.comm.pieces import start_exchange
 from fzero.state.sharded import Sharded
@@ -60,36 +61,21 @@ def start_whole(tree: Sharded, key: Key, slices: Sequence[torch.Tensor], what: s
     """
     layout, axis, mine = tree.layout, tree.axis_of(key), owned(tree, key)
     cuts = [_by_leaf(layout, key, axis.rank, own) for own in slices]
-
-    def whole(slot: Slot, own: torch.Tensor) -> torch.Tensor:
-        return whole_of(layout.rows[slot.leaf], tree.axis, own.view(slot.shape))
-
-    if axis.size == 1:
-        return lambda: [{slot.leaf: whole(slot, cut[slot.leaf]) for slot in mine} for cut in cuts]
-    by, here = owners(layout, key), axis.rank
-    empty, others = slices[0].new_empty(0), [rank for rank in range(axis.size) if rank != here]
-    send, receive, lengths = [empty] * axis.size, [empty] * axis.size, dict[int, list[int]]()
-    for rank in others:  # what is this rank's own stays where it is
-        send[rank] = _joined([x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank], empty)
-        lengths[rank] = _lengths(layout, key, rank, mine) * len(slices)
-        receive[rank] = empty.new_empty(sum(lengths[rank]))
-    wait = start_exchange(axis, send, receive, f"{what} of {key}")
+    by = owners(layout, key) if axis.size > 1 else dict.fromkeys(cuts[0], 0)
+    send = [[x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank] for rank in range(axis.size)]
+    lengths = [[n for _, n in _bounds(layout, key, rank, mine)] * len(slices) for rank in range(axis.size)]
+    wait = _start_exchange(axis, send, lengths, slices[0], f"{what} of {key}")
 
     def finish() -> list[Leaves]:
-        wait()
-        send.clear()
-        pieces = [receive[rank].split(lengths[rank]) if rank != here else () for rank in range(axis.size)]
-        out: list[Leaves] = []
-        for i, cut in enumerate(cuts):
-            numbers = range(i * len(mine), (i + 1) * len(mine))
-            found = [
-                torch.cat([pieces[rank][j] if rank != here else cut[slot.leaf] for rank in range(axis.size)])
-                for j, slot in zip(numbers, mine, strict=True)
-            ]
-            out.append({slot.leaf: whole(slot, x) for slot, x in zip(mine, found, strict=True)})
-        return out
+        pieces = zip(*wait(), strict=True)  # of each leaf of each buffer, those of all ranks
+        return [{slot.leaf: _whole(tree, slot, next(pieces)) for slot in mine} for _ in slices]
 
     return finish
+
+
+def _whole(tree: Sharded, slot: Slot, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    own = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+    return whole_of(tree.layout.rows[slot.leaf], tree.axis, own.view(slot.shape))
 
 
 def start_slices(
@@ -109,32 +95,41 @@ def start_slices(
     flat = [{s.leaf: slice_of(rows[s.leaf], place, own[s.leaf]).reshape(-1) for s in mine} for own in leaves]
     if axis.size == 1:
         return lambda: flat
-    by, here, empty = owners(layout, key), axis.rank, like.new_empty(0)
-
-    def pieces_of(rank: int) -> list[list[torch.Tensor]]:
-        bounds = [
-            (s, _start(layout, key, rank, s), n) for s, n in zip(mine, _lengths(layout, key, rank, mine), strict=True)
-        ]
-        return [[own[slot.leaf].narrow(0, start, length) for slot, start, length in bounds] for own in flat]
-
-    send, receive, lengths = [empty] * axis.size, [empty] * axis.size, dict[int, list[int]]()
-    theirs = {rank: [slot for slot in slots if by[slot.leaf] == rank] for rank in range(axis.size)}
-    for rank in range(axis.size):
-        if rank != here:
-            send[rank] = _joined([x for own in pieces_of(rank) for x in own], empty)
-            lengths[rank] = _lengths(layout, key, here, theirs[rank]) * len(leaves)
-            receive[rank] = empty.new_empty(sum(lengths[rank]))
-    wait = start_exchange(axis, send, receive, f"{what} of {key}")
+    by = owners(layout, key)
+    theirs = [[slot for slot in slots if by[slot.leaf] == rank] for rank in range(axis.size)]
+    bounds = [_bounds(layout, key, rank, mine) for rank in range(axis.size)]
+    send = [[x.narrow(0, *at) for own in flat for x, at in zip(own.values(), each, strict=True)] for each in bounds]
+    lengths = [[n for _, n in _bounds(layout, key, axis.rank, own)] * len(leaves) for own in theirs]
+    wait = _start_exchange(axis, send, lengths, like, f"{what} of {key}")
 
     def finish() -> list[Leaves]:
+        pieces = [iter(own) for own in wait()]
+        return [{slot.leaf: next(pieces[by[slot.leaf]]) for own in theirs for slot in own} for _ in leaves]
+
+    return finish
+
+
+def _start_exchange(
+    axis: Axis, send: Sequence[Sequence[torch.Tensor]], lengths: Sequence[Sequence[int]], like: torch.Tensor, tag: str
+) -> Callable[[], list[Sequence[torch.Tensor]]]:
+    """Begins to send each rank some flat tensors.
+
+    Returns:
+        What waits for those of every rank, which have these lengths; this rank's own stay where they are.
+    """
+    if axis.size == 1:
+        return lambda: [*send]
+    empty, own = like.new_empty(0), send[axis.rank]
+    others = [rank != axis.rank for rank in range(axis.size)]
+    there = [torch.cat([empty, *each]) if other else empty for each, other in zip(send, others, strict=True)]
+    come = [empty.new_empty(sum(each) if other else 0) for each, other in zip(lengths, others, strict=True)]
+    wait = start_exchange(axis, there, come, tag)
+    del send
+
+    def finish() -> list[Sequence[torch.Tensor]]:
         wait()
-        send.clear()
-        out = [dict(zip([slot.leaf for slot in mine], own, strict=True)) for own in pieces_of(here)]
-        for rank, sizes in lengths.items():
-            pieces = iter(receive[rank].split(sizes))
-            for own in out:
-                own.update({slot.leaf: next(pieces) for slot in theirs[rank]})
-        return out
+        there.clear()
+        return [x.split(each) if other else own for x, each, other in zip(come, lengths, others, strict=True)]
 
     return finish
 
@@ -178,19 +173,13 @@ def _by_leaf(layout: Layout, key: Key, rank: int, own: torch.Tensor) -> Leaves:
     return {slot.leaf: piece for slot, piece in zip(layout.groups[key].slots, pieces, strict=True)}
 
 
-def _lengths(layout: Layout, key: Key, rank: int, slots: Sequence[Slot]) -> list[int]:
-    """How much of each of some leaves a rank has."""
-    found = {slot.leaf: stop - start for slot, start, stop in layout.pieces(key, rank)}
-    return [found[slot.leaf] for slot in slots]
-
-
-def _start(layout: Layout, key: Key, rank: int, slot: Slot) -> int:
-    """Where a rank's piece of a leaf begins in it, or would, were it not empty."""
-    return min(max(0, rank * layout.shard_numel(key) - slot.offset), slot.numel)
-
-
-def _joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat(list(pieces)) if pieces else like.new_empty(0)
+def _bounds(layout: Layout, key: Key, rank: int, slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Where a rank's piece of each of some leaves begins in it, and its length."""
+    size, out = layout.shard_numel(key), list[tuple[int, int]]()
+    for slot in slots:
+        start, stop = [min(max(0, at * size - slot.offset), slot.numel) for at in (rank, rank + 1)]
+        out.append((start, stop - start))
+    return out
 
 
 def everywhere(tree: Sharded, key: Key) -> Leaves:

@@ -52,11 +52,13 @@ class GradientTransformation(NamedTuple):
         exchanges: whether `fused` sends slices between ranks: it is then given all groups at once where nothing of them
             has to be brought, so that one's exchange runs beside another's computation, and never on a thread beside.
         paused: `paused(params, grads, state)`, `fused` as a generator that gives what waits for each exchange that it
-            has begun, is sent what that brings, and returns the state: so groups that are updated one by one, as the
-            pullback of others goes on, do not wait either.
+            has begun, is sent what that brings, and returns its part of the state: so groups that are updated one by
+            one, as the pullback of others goes on, do not wait either.
         sends: `sends(params, state) -> [{group: what it brings to whole leaves}]`, for each optimizer that exchanges
             them, which `fz.plan` counts.
         measures: whether `fused` adds up the squares of what it computes where it is asked to (`params.draw.squares`).
+        combine: `combine(params, state, parts) -> state`, after all groups, of the old state and what `paused` has
+            returned of each of them, whose trees are empty. Without it the last one is the state of all.
     """
 
     init: Callable[..., Any]
@@ -73,6 +75,7 @@ class GradientTransformation(NamedTuple):
     paused: Callable[..., Paused] | None = None
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
     measures: bool = False
+    combine: Callable[..., object] | None = None
 
     @property
     def by_group(self) -> bool:

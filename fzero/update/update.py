@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -17,8 +16,8 @@ from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
-from fzero.optim._paused import Run, at_once, awaited, call_paused, finished
-from fzero.optim.base import call_update, values, write_values
+from fzero.optim._paused import Pipeline, call_paused, combined, finished
+from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
@@ -171,7 +170,8 @@ class Update:
         cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
         self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
-        self._running = collections.deque[tuple[Sequence[Key], Run]]()  # that wait for exchanges, the first first
+        self._running = Pipeline(ahead=1)  # the next unit is pulled back while one waits
+        self._parts: list[object] = []  # what the optimizer has returned of each group
         self.applied: list[Key] = []  # the groups that have been written
 
     @property
@@ -214,33 +214,18 @@ class Update:
         if self.step.donates and not self.applied:
             self._tell(grads)
         if not self._on_host.issuperset(keys):
-            self._begin_run(keys, self._write(keys, grads, extra))
-            return
-        down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
-        del grads
-        if self._beside is None:
-            self._begin_run(keys, self._write(keys, down(), extra))
+            writing = self._write(keys, grads, extra)
         else:
-            self._beside.start(functools.partial(self._write_down, keys, down, extra))
+            down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
+            del grads
+            if self._beside is not None:
+                self._beside.start(functools.partial(self._write_down, keys, down, extra))
+                return
+            writing = self._write(keys, down(), extra)
+        self._running.begin(self._then_gather(keys, writing))
 
-    def _begin_run(self, keys: Sequence[Key], writing: Paused) -> None:
-        """Updates some groups; where that waits for an exchange it goes on later, and those before go on meanwhile."""
-        run = Run(writing)
-        if run.wait is None:
-            self._written(keys, run.result)
-            return
-        with awaited([run]):
-            self._go_on()
-        self._running.append((keys, run))
-
-    def _go_on(self) -> None:
-        """Every update that waits goes on to its next exchange, or to its end."""
-        for _, run in self._running:
-            if run.wait is not None:
-                run.go_on()
-        while self._running and self._running[0][1].wait is None:
-            keys, run = self._running.popleft()
-            self._written(keys, run.result)
+    def _then_gather(self, keys: Sequence[Key], writing: Paused) -> Paused:
+        self._written(keys, (yield from writing))
 
     def _write_down(
         self, keys: Sequence[Key], down: Callable[[], Sharded], extra: Mapping[str, object]
@@ -267,11 +252,14 @@ class Update:
             trees = iter(self._moments)
             moments = map_trees(lambda _: next(trees).open(keys), self._state.moments)
             self._begin(keys)
-            call = call_paused if len(keys) == 1 else at_once  # of several the optimizer knows the order
-            run = call(self.step.optimizer, own, grads, moments, extra)
-            del moments, grads
-            self._after = yield from run
-            del run
+            if len(keys) > 1:  # whose order the optimizer knows
+                self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
+            else:
+                run = call_paused(self.step.optimizer, own, grads, moments, extra)
+                del moments, grads
+                part = yield from run
+                del run
+                self._parts.append(map_trees(lambda tree: tree.over({}), part))
             for tree in self._moments:
                 tree.close(keys)
         for each in self._changed:
@@ -357,7 +345,7 @@ class Update:
         donated_to.discard(self)
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
-            ends: list[Callable[[], object]] = [run.wait for _, run in self._running if run.wait is not None]
+            ends: list[Callable[[], object]] = [*self._running.waits]
             ends += [self._beside.end] if self._beside is not None else []
             finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
 
@@ -370,15 +358,16 @@ class Update:
         try:
             self._catch_up()
             with torch.no_grad():
-                while self._running:
-                    self._go_on()
-            self._finish()
+                self._running.finish()
+                self._finish()
+                if self._parts:
+                    own = self.old.only(self.layout.trainable)
+                    self._after = combined(self.step.optimizer, own, self._state.moments, self._parts)
         except BaseException as error:
             self.lost(error)
             raise
         params = self.params.finished()
         if not self._fused:
             return params, self._after
-        # counters come from the last call, buffers from all of them
         trees = iter(self._moments)
         return params, map_trees(lambda _: next(trees).finished(), self._after)
