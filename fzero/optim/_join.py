@@ -43,7 +43,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         own.label,
         own.metrics,
         all(member.by_leaf for member in members),
-        # the norm of the gradients is the first member's: behind it others come in; and `update` tells all at its end
+        # the norm of the gradients is the first member's: behind it others come in; and `update` combines no parts
         "all" if any(m.needs for m in members[1:]) or any(m.combine for m in before) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),

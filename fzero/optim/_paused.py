@@ -16,7 +16,7 @@ Wait = Callable[[], Arrived]
 Steps = Generator[Wait, Arrived, T]
 
 
-class Pipeline:
+class Running:
     """Updates on their way: each goes on to its next exchange, or to its end, once `ahead` more have begun."""
 
     def __init__(self, ahead: int) -> None:
@@ -52,7 +52,7 @@ class Pipeline:
 
 def run_all(groups: Iterable[Steps[T]], ahead: int) -> list[T]:
     """What updates of some groups return, `ahead` of which are on their way there, and back, while one is computed."""
-    running, results = Pipeline(ahead), list[T]()
+    running, results = Running(ahead), list[T]()
 
     def noted(group: Steps[T]) -> Paused:
         results.append((yield from group))

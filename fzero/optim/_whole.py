@@ -14,6 +14,7 @@ from fzero.base.arguments import named
 from fzero.base.follow import is_transformed
 from fzero.base.random import Seeds, seeded
 from fzero.base.rebound import is_others
+from fzero.comm.axis import Axis
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._join import members_of
 from fzero.optim._leaf_states import (
@@ -52,7 +53,7 @@ class WholeState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """What this rank has computed of the rest, path -> the leaf's next state; and where that failed."""
 
     rest: dict[str, object]
@@ -64,9 +65,9 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
 
     For what needs more than elements: norms of rows, factors, preconditioners, learned optimizers. Every leaf is
     brought to one rank, with its gradient and its state, updated there, and brought back in slices, one exchange in and
-    one out for each group of leaves, while another group is computed with. What of its state has the shape of a matrix,
-    or of a large vector, is sharded, offloaded and saved as moments are; every rank has all the rest. Its metrics are
-    left out.
+    one out for each group of leaves, while another group is computed with, or, with `fz.fuse_update`, the next unit is
+    pulled back. What of its state has the shape of a matrix, or of a large vector, is sharded, offloaded and saved as
+    moments are; every rank has all the rest, which is told once after all groups. Its metrics are left out.
 
     Args:
         optimizer: any; what it does to one leaf must not depend on others. `init` and `update` keep structure, shapes
@@ -220,7 +221,7 @@ class _Whole:
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), {name: found[name][1] for name in names})
         if not is_transformed():
-            made = run_all([self._group(params, grads, old, key) for key in grads.groups], AHEAD)
+            made = run_all([self._slices(params, grads, old, key) for key in grads.groups], AHEAD)
             buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
             for key, (slices, _) in zip(grads.groups, made, strict=True):
                 for place, x in slices.items():
@@ -257,17 +258,17 @@ class _Whole:
     def paused(self, params: Sharded, grads: Sharded, old: WholeState) -> Paused:
         return in_turn(self._groups(params, grads, old))
 
-    def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[Part]]) -> WholeState:
+    def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[_Part]]) -> WholeState:
         return WholeState(old.trees, self._told(params, old, [part for parts in parts for part in parts]))
 
     # ---- one group
 
-    def _groups(self, params: Sharded, grads: Sharded, old: WholeState) -> list[Steps[Part]]:
-        return [self._write(params, grads, old, key) for key in params.groups]
+    def _groups(self, params: Sharded, grads: Sharded, old: WholeState) -> list[Steps[_Part]]:
+        return [self._group(params, grads, old, key) for key in params.groups]
 
-    def _write(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[Part]:
+    def _group(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[_Part]:
         """Updates one group."""
-        run, draw = self._group(params, grads, old, key), params.draw or Draw(0, 0)
+        run, draw = self._slices(params, grads, old, key), params.draw or Draw(0, 0)
         del grads  # or those of every group that waits would be kept
         slices, part = yield from run
         slices[0] += params.local(key)
@@ -275,9 +276,9 @@ class _Whole:
             write_values((params, *old.trees)[place], key, x, draw)
         return part
 
-    def _group(
+    def _slices(
         self, params: Sharded, grads: Sharded, old: WholeState, key: Key
-    ) -> Steps[tuple[dict[int, torch.Tensor], Part]]:
+    ) -> Steps[tuple[dict[int, torch.Tensor], _Part]]:
         """Computes with one group, over an exchange in and one out.
 
         Returns:
@@ -297,7 +298,7 @@ class _Whole:
 
     def _computed(
         self, params: Sharded, key: Key, whole: Sequence[Leaves], rest: Mapping[str, object]
-    ) -> tuple[list[Leaves], Part]:
+    ) -> tuple[list[Leaves], _Part]:
         """The updates of this rank's own leaves of a group, and what the trees and the rest have of them."""
         made: list[Leaves] = [{} for _ in whole[1:]]
         own, errors = dict[str, object](), list[Exception]()
@@ -311,39 +312,46 @@ class _Whole:
                 update, new = torch.zeros_like(p), state
             for leaves, x in zip(made, (update, *new), strict=True):
                 leaves[slot.leaf] = x.to(p.dtype)
-        return made, Part(own, errors)
+        return made, _Part(own, errors)
 
-    def _told(self, params: Sharded, old: WholeState, parts: Sequence[Part]) -> dict[str, object]:
-        """The rest of all leaves' states, each from its owner, and errors of any rank."""
-        axis, rest, errors = params.axis, dict(old.rest), [error for part in parts for error in part.errors]
+    def _told(self, params: Sharded, old: WholeState, parts: Sequence[_Part]) -> dict[str, object]:
+        """The rest of all leaves' states, each from its owner; what failed on one rank is raised on all."""
+        axis, rest = params.axis, dict(old.rest)
         for part in parts:
             rest |= part.rest
-        failed = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
-        if axis.tensor is not None and axis.tensor.size > 1:  # whose ranks have the same leaves
-            heard = axis.tensor.exchange(json.dumps(failed), "the update by fz.whole")
-            failed = failed or next((text for text in map(json.loads, heard) if text), None)
         cut = [key for key in params.groups if params.axis_of(key).size > 1]
         slots = [(owners(params.layout, key)[s.leaf], s) for key in cut for s in params.layout.groups[key].slots]
-        numbers = {slot.path: numbers_of(rest[slot.path]) for rank, slot in slots if rank == axis.rank}
-        said = json.dumps({"error": failed, "numbers": numbers})
-        said = axis.exchange(said, "the update by fz.whole") if axis.size > 1 else [said]
-        heard = [json.loads(text) for text in said]
-        failed = failed or next((each["error"] for each in heard if each["error"]), None)
-        if failed:  # on every rank, before anything else is exchanged
-            try:
-                raise errors[0] if errors else _elsewhere(failed)
-            finally:
-                for own in (errors, *[part.errors for part in parts]):
-                    own.clear()  # or they and the frames that they went through would hold each other
+        own = {slot.path: numbers_of(rest[slot.path]) for rank, slot in slots if rank == axis.rank}
+        numbers = _all_well(axis, parts, own)
         tensors = exchanged(axis, [(rank, tensors_of(rest[slot.path])) for rank, slot in slots])
-        for (rank, slot), own in zip(slots, tensors, strict=True):
+        for (rank, slot), x in zip(slots, tensors, strict=True):
             if rank != axis.rank:
-                rest[slot.path] = with_others(rest[slot.path], own, heard[rank]["numbers"][slot.path])
+                rest[slot.path] = with_others(rest[slot.path], x, numbers[rank][slot.path])
         return rest
 
 
-def _elsewhere(said: str) -> RuntimeError:
-    return RuntimeError(f"step.update: another rank's part of an update by fz.whole failed: {said}")
+Numbers = dict[str, list[float]]  # path -> those of a leaf's state
+
+
+def _all_well(axis: Axis, parts: Sequence[_Part], numbers: Numbers) -> list[Numbers]:
+    """Every rank's numbers, or an error on every rank: nothing else is exchanged then."""
+    errors, over, doing = [error for part in parts for error in part.errors], axis.tensor, "the update by fz.whole"
+    failed = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""
+    if over is not None and over.size > 1:  # whose ranks have the same leaves
+        heard = over.exchange(failed, doing)
+        failed = failed or next(filter(None, heard), "")
+    said = json.dumps((failed, numbers))
+    every = [json.loads(text) for text in (axis.exchange(said, doing) if axis.size > 1 else [said])]
+    failed = failed or next(filter(None, [text for text, _ in every]), "")
+    try:
+        if errors:
+            raise errors[0]
+        if failed:
+            raise RuntimeError(f"step.update: another rank's part of an update by fz.whole failed: {failed}")
+    finally:
+        for own in (errors, *[part.errors for part in parts]):
+            own.clear()  # or they and the frames that they went through would hold each other
+    return [own for _, own in every]
 
 
 def _seed_of(params: Sharded) -> tuple[int, ...]:

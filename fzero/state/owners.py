@@ -59,16 +59,16 @@ def start_whole(tree: Sharded, key: Key, slices: Sequence[torch.Tensor], what: s
     Returns:
         What waits for this rank's own leaves of each buffer, over the tensor axis too.
     """
-    layout, axis, mine = tree.layout, tree.axis_of(key), owned(tree, key)
+    layout, axis, mine, count = tree.layout, tree.axis_of(key), owned(tree, key), len(slices)
     cuts = [_by_leaf(layout, key, axis.rank, own) for own in slices]
     by = owners(layout, key) if axis.size > 1 else dict.fromkeys(cuts[0], 0)
     send = [[x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank] for rank in range(axis.size)]
-    lengths = [[n for _, n in _bounds(layout, key, rank, mine)] * len(slices) for rank in range(axis.size)]
+    lengths = [[n for _, n in _bounds(layout, key, rank, mine)] * count for rank in range(axis.size)]
     wait = _start_exchange(axis, send, lengths, slices[0], f"{what} of {key}")
 
     def finish() -> list[Leaves]:
         pieces = zip(*wait(), strict=True)  # of each leaf of each buffer, those of all ranks
-        return [{slot.leaf: _whole(tree, slot, next(pieces)) for slot in mine} for _ in slices]
+        return [{slot.leaf: _whole(tree, slot, next(pieces)) for slot in mine} for _ in range(count)]
 
     return finish
 
@@ -90,7 +90,7 @@ def start_slices(
     Returns:
         What waits for this rank's piece of each leaf of the buffers, flat.
     """
-    layout, axis, mine = tree.layout, tree.axis_of(key), owned(tree, key)
+    layout, axis, mine, count = tree.layout, tree.axis_of(key), owned(tree, key), len(leaves)
     rows, place, slots = layout.rows, tree.axis, layout.groups[key].slots
     flat = [{s.leaf: slice_of(rows[s.leaf], place, own[s.leaf]).reshape(-1) for s in mine} for own in leaves]
     if axis.size == 1:
@@ -99,12 +99,12 @@ def start_slices(
     theirs = [[slot for slot in slots if by[slot.leaf] == rank] for rank in range(axis.size)]
     bounds = [_bounds(layout, key, rank, mine) for rank in range(axis.size)]
     send = [[x.narrow(0, *at) for own in flat for x, at in zip(own.values(), each, strict=True)] for each in bounds]
-    lengths = [[n for _, n in _bounds(layout, key, axis.rank, own)] * len(leaves) for own in theirs]
+    lengths = [[n for _, n in _bounds(layout, key, axis.rank, own)] * count for own in theirs]
     wait = _start_exchange(axis, send, lengths, like, f"{what} of {key}")
 
     def finish() -> list[Leaves]:
         pieces = [iter(own) for own in wait()]
-        return [{slot.leaf: next(pieces[by[slot.leaf]]) for own in theirs for slot in own} for _ in leaves]
+        return [{slot.leaf: next(pieces[by[slot.leaf]]) for own in theirs for slot in own} for _ in range(count)]
 
     return finish
 
@@ -124,7 +124,6 @@ def _start_exchange(
     there = [torch.cat([empty, *each]) if other else empty for each, other in zip(send, others, strict=True)]
     come = [empty.new_empty(sum(each) if other else 0) for each, other in zip(lengths, others, strict=True)]
     wait = start_exchange(axis, there, come, tag)
-    del send
 
     def finish() -> list[Sequence[torch.Tensor]]:
         wait()

@@ -36,8 +36,8 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     of the microbatches are kept, and the last one updates.
 
     Args:
-        step: any step whose optimizer treats every element by itself: fz.adamw, adam, lion, sgd, alone or in fz.chain
-            (with fz.clip_by_global_norm, fz.clip_by_value) and fz.partition.
+        step: any step whose optimizer treats every element or leaf by itself: fz.adamw, adam, lion, sgd, muon,
+            adafactor, whole, alone or in fz.chain (with fz.clip_by_global_norm, fz.clip_by_value) and fz.partition.
         norm: see above.
 
     Raises:

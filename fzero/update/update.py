@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from fzero.base import pages
+from fzero.base import pages, pytree
 from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
-from fzero.optim._paused import Pipeline, call_paused, combined, finished
+from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
 from fzero.state.placing import memory_of, placed
-from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
 from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
@@ -154,7 +154,9 @@ class Update:
         self.changes = changes_of(step, self._fused and not due(step, state))  # or behind what changes params besides
         squares = self.changes.squares if self.changes is not None else None
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled, squares)
-        trees = trees_of(state.moments) if self._fused else []
+        # what has no trees in it stays as it is: it may be as much as there are leaves, for each group
+        self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
+        trees = self._split.leaves[0] if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
         self._changed = [Changed(x, state, step.donates, copied.append, self._on_host) for x in due(step, state)]
         self._trees = [self.params, *self._moments, *[each.writing for each in self._changed]]
@@ -170,7 +172,7 @@ class Update:
         cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
         self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
-        self._running = Pipeline(ahead=1)  # the next unit is pulled back while one waits
+        self._running = Running(ahead=1)  # the next unit is pulled back while one waits
         self._parts: list[object] = []  # what the optimizer has returned of each group
         self.applied: list[Key] = []  # the groups that have been written
 
@@ -249,8 +251,7 @@ class Update:
         if not self._fused:
             self._after = self._plainly(own, grads, extra)
         else:
-            trees = iter(self._moments)
-            moments = map_trees(lambda _: next(trees).open(keys), self._state.moments)
+            moments = self._split.join([tree.open(keys) for tree in self._moments])
             self._begin(keys)
             if len(keys) > 1:  # whose order the optimizer knows
                 self._after = call_fused(self.step.optimizer, own, grads, moments, extra)

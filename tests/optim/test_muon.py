@@ -254,7 +254,9 @@ def test_each_matrix_is_orthogonalised_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(seen) == sorted([(24, 40), (40, 24)] * BLOCKS + [(3, 8, 24)])
 
 
-def test_over_a_tensor_axis() -> None:
+@pytest.mark.parametrize("wrap", [fz.shard_zero3, lambda step, **over: fz.fuse_update(fz.shard_zero3(step, **over))])
+@pytest.mark.parametrize("optimizer", [fz.muon(0.1), fz.whole(fz.lamb(0.1))])
+def test_over_a_tensor_axis(optimizer: Any, wrap: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -273,11 +275,11 @@ def test_over_a_tensor_axis() -> None:
     x = torch.randn(4, 6, generator=generator).double()
 
     def on(rank: int) -> Any:
-        step = fz.train_step(loss, fz.muon(0.1))
+        step = fz.train_step(loss, optimizer)
         if rank >= 0:
             mesh = mesh_of()
             step = fz.shard_tensor(step, {"a": 1, "b": 0}, mesh=mesh, axis="tp")
-            step = fz.shard_zero3(step, mesh=mesh, axis="dp")
+            step = wrap(step, mesh=mesh, axis="dp")
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, x)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import optree
@@ -79,22 +81,34 @@ SHARDS: dict[str, Any] = {
     "zero1": fz.shard_zero1,
     "zero2": fz.shard_zero2,
     "zero3": fz.shard_zero3,
-    "fused": lambda step: fz.fuse_update(fz.shard_zero3(step)),
     "donated": lambda step: fz.donate(fz.shard_zero3(step)),
     "on the host": lambda step: fz.offload(fz.shard_zero3(step), params="host", grads="host", moments="host"),
+    "fused": lambda step: fz.fuse_update(fz.shard_zero3(step)),
+    "fused, zero1": lambda step: fz.fuse_update(fz.shard_zero1(step)),
+    "fused, some": lambda step: fz.fuse_update(fz.shard_zero3(step, pattern="0.*")),
+    "fused, held": lambda step: fz.fuse_update(fz.shard_zero3(step), norm="held"),
+    "fused, donated": lambda step: fz.donate(fz.fuse_update(fz.shard_zero2(step))),
+    "fused, scaled": lambda step: fz.loss_scale(fz.fuse_update(fz.shard_zero3(step)), 8.0),
+    "fused, accumulated": lambda step: fz.accumulate(fz.fuse_update(fz.shard_zero3(step)), 2),
+    "fused, away": lambda step: fz.offload(
+        fz.donate(fz.fuse_update(fz.shard_zero3(step))), params="host", grads="host", moments="host"
+    ),
 }
+FUSED = [how for how in SHARDS if how.startswith("fused")]
 
 
-def on_rank(how: str, shapes: Any, units: int, rank: int) -> Any:
-    step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(3.0), fz.whole(MOVED)))
-    state = SHARDS[how](step).init(drawn(shapes, units))
+def on_rank(how: str, most: float, shapes: Any, units: int, rank: int) -> Any:
+    """Clipped by a norm, for which a fused update pulls back twice or waits, or by none."""
+    before = [fz.clip_by_global_norm(most)] if most < torch.inf else []
+    step = SHARDS[how](fz.train_step(loss, fz.chain(*before, fz.whole(MOVED))))
+    state = step.init(drawn(shapes, units))
     for i in range(3):
-        state, _ = SHARDS[how](step)(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
-    trees, rest = state.moments[1]
+        state, _ = step(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
+    trees, rest = state.moments[-1]
     return fz.gather(state.params), fz.gather(trees), [x for x in optree.tree_leaves(rest) if not isinstance(x, str)]
 
 
-def by_hand(shapes: Any, units: int, ranks: int) -> Any:
+def by_hand(most: float, shapes: Any, units: int, ranks: int) -> Any:
     params = drawn(shapes, units)
     leaves, spec = optree.tree_flatten(params)
     states = [begun(leaf) for leaf in leaves]
@@ -102,25 +116,26 @@ def by_hand(shapes: Any, units: int, ranks: int) -> Any:
         mean = torch.full((2,), i + 1.0 + (ranks - 1) / 2, dtype=F64)
         grads = optree.tree_leaves(torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), mean))
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        grads = [g * (3.0 / norm).clamp(max=1.0) for g in grads]
+        grads = [g * (most / norm).clamp(max=1.0) for g in grads]
         found = [moved(g, s, p) for g, s, p in zip(grads, states, leaves, strict=True)]
         leaves, states = [p + u for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
     return optree.tree_unflatten(spec, leaves), states
 
 
-@by_day(15)
+@by_day(30)
 @given(
     how=st.sampled_from(sorted(SHARDS)),
+    most=st.sampled_from([3.0, torch.inf]),
     ranks=st.integers(1, 4),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
     units=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
 @pytest.mark.filterwarnings("ignore:fz.offload")
-def test_as_by_hand_from_any_ranks(how: str, ranks: int, shapes: Any, units: int, seed: int) -> None:
-    want, states = by_hand(shapes, units, ranks)
+def test_as_by_hand_from_any_ranks(how: str, most: float, ranks: int, shapes: Any, units: int, seed: int) -> None:
+    want, states = by_hand(most, shapes, units, ranks)
     with hazards(seed):
-        found = run_ranks(functools.partial(on_rank, how, shapes, units), ranks)
+        found = run_ranks(functools.partial(on_rank, how, most, shapes, units), ranks)
     for params, _, rest in found:
         assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
         assert [x for x in rest if isinstance(x, int)] == [state.count for state in states]
@@ -128,12 +143,47 @@ def test_as_by_hand_from_any_ranks(how: str, ranks: int, shapes: Any, units: int
         assert calls == [state.calls.tolist() for state in states]
 
 
-@pytest.mark.parametrize("how", ["zero1", "zero3", "fused"])
-def test_on_real_processes(how: str) -> None:
-    want, _ = by_hand(SHAPES, 2, 3)
+@pytest.mark.parametrize("most", [3.0, torch.inf])
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [("zero1", 3), ("zero3", 3), ("fused", 2), ("fused", 4), ("fused, zero1", 3), ("fused, donated", 3)],
+)
+def test_on_real_processes(how: str, ranks: int, most: float) -> None:
+    want, _ = by_hand(most, SHAPES, 3, ranks)
     with hazards(1):
-        for params, _, _ in run_ranks(functools.partial(on_rank, how, SHAPES, 2), 3, backend="processes"):
+        for params, _, _ in run_ranks(functools.partial(on_rank, how, most, SHAPES, 3), ranks, backend="processes"):
             assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["zero3", *FUSED])
+@pytest.mark.filterwarnings("ignore:fz.offload")
+def test_beside_others_in_a_partition(how: str) -> None:
+    """Of each unit some leaves are brought to their owners, others are updated where they are, or lie elsewhere too."""
+    optimizer = fz.partition({"*.2": fz.sgd(0.02), "1.*": fz.whole(MOVED), "*": fz.chain(fz.whole(MOVED))})
+
+    def on(rank: int) -> Any:
+        step = SHARDS[how](fz.train_step(loss, optimizer))
+        state = step.init(drawn(SHAPES, 3))
+        for i in range(3):
+            state, _ = step(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
+        return fz.gather(state.params), state.moments["1.*"].rest
+
+    want, states = by_hand(torch.inf, SHAPES, 3, 2)
+    paths = [f"1.{i}" for i in range(len(SHAPES)) if i != 2]
+    by_sgd = drawn(SHAPES, 3)
+    for i in range(3):
+        grads = torch.func.grad(loss)(by_sgd, torch.full((2,), i + 1.5, dtype=F64))
+        by_sgd = optree.tree_map(lambda p, g: p - 0.02 * g, by_sgd, grads)
+    with hazards(2):
+        found = run_ranks(on, 2)
+    for params, rest in found:
+        for got, others, sgd in zip(params, want, by_sgd, strict=True):
+            assert_trees_close(got, {**others, "2": sgd["2"]}, rtol=1e-10, atol=1e-12)
+        assert sorted(rest) == paths and all(each.count == 3 for each in rest.values())
+        own = [states[len(SHAPES) + int(path[2:])] for path in paths]
+        assert_trees_close(
+            [rest[path].rows[path] for path in paths], [each.rows for each in own], rtol=1e-10, atol=1e-12
+        )
 
 
 def test_saved_loaded_and_converted_on_other_ranks(tmp_path: Any) -> None:
@@ -202,31 +252,60 @@ def _numbers(state: Any) -> Any:
 
 
 def failing(grads: Any, state: Any, params: Any) -> Any:
-    if "0.1" in params:
+    if "1.1" in params:
         raise ArithmeticError("no root of this one")
-    return optree.tree_map(torch.neg, grads), state
+    return optree.tree_map(torch.neg, grads), state + 1
 
 
-def failed(shapes: Any, rank: int) -> str:
+def failed(how: str, shapes: Any, rank: int) -> tuple[str, str]:
     begin = lambda params: torch.zeros(2)  # which the owners would tell the others
-    step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, failing))))
-    state = step.init(drawn(shapes, 1))
-    try:
-        step(state, torch.ones(2, dtype=F64))
-    except Exception as error:
-        with contextlib.suppress(ArithmeticError, RuntimeError):  # and again
+    optimizer = fz.partition({"*.2": fz.sgd(0.1), "*": fz.whole(fz.GradientTransformation(begin, failing))})
+    step = SHARDS[how](fz.train_step(loss, optimizer))
+    state, said = step.init(drawn(shapes, 3)), list[str]()
+    for _ in range(2):  # and again
+        try:
             step(state, torch.ones(2, dtype=F64))
-        notes = " ".join(getattr(error, "__notes__", ()))
-        torch.distributed.barrier()  # nobody is left behind
-        return f"{type(error).__name__}: {error} {notes}"
-    raise AssertionError("no error")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}")
+        if not step.donates:
+            assert_trees_close(fz.gather(state.params), drawn(shapes, 3), rtol=0.0)
+            assert all(x.abs().sum() == 0 for x in optree.tree_leaves(state.moments["*"].rest))
+    torch.distributed.barrier()  # nobody is left behind
+    first, second = said
+    return first, second
 
 
+@pytest.mark.parametrize("how", ["zero3", "fused", "fused, held", "fused, donated"])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_an_error_in_one_leaf_is_every_ranks(backend: Any) -> None:
-    said = sorted(run_ranks(functools.partial(failed, [(4, 5), (5, 4), (3, 3)]), 3, backend=backend))
-    assert said[0].startswith("ArithmeticError: no root of this one") and "leaf '0.1'" in said[0]
-    assert all("part of an update by fz.whole failed: ArithmeticError: no root" in each for each in said[1:])
+def test_an_error_in_one_leaf_is_every_ranks(how: str, backend: Any) -> None:
+    with hazards(4):
+        both = run_ranks(functools.partial(failed, how, [(4, 5), (5, 4), (3, 3)]), 3, backend=backend)
+    for time, said in enumerate(map(sorted, zip(*both, strict=True))):
+        if time and how == "fused, donated":
+            assert all("had begun with 6 of its 6 groups" in each for each in said)
+            continue
+        assert said[0].startswith("ArithmeticError: no root of this one") and "leaf '1.1'" in said[0]
+        assert all("part of an update by fz.whole failed: ArithmeticError: no root" in each for each in said[1:])
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update])
+def test_an_error_keeps_nothing_once_it_is_dropped(wrap: Any) -> None:
+    seen = list[weakref.ref[Any]]()
+
+    def noted(grads: Any, state: Any, params: Any) -> Any:
+        seen.append(weakref.ref(params.popitem()[1].untyped_storage()))
+        raise ArithmeticError("no root of this one")
+
+    step = wrap(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda params: (), noted))))
+    state = step.init(drawn(SHAPES[:3], 2))
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ArithmeticError):
+            step(state, torch.ones(2, dtype=F64))
+        assert len(seen) == 6 and not any(each() is not None for each in seen)
+    finally:
+        gc.enable()
 
 
 def writing(grads: Any, state: Any, params: Any) -> Any:
@@ -246,7 +325,9 @@ def begun_for_writing(params: Any) -> Any:
     return {"moment": torch.zeros_like(p), "rest": torch.zeros(2, dtype=p.dtype), "kept": p.reshape(-1)[:1]}
 
 
-@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3, fz.donate])
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3, fz.donate, lambda step: fz.fuse_update(fz.donate(step))]
+)
 def test_one_that_writes_to_what_it_is_given(wrap: Any) -> None:
     """States stay as they are, and nothing of one is another's."""
     optimizer = fz.GradientTransformation(begun_for_writing, writing)
@@ -407,7 +488,9 @@ def begun_by_chance(params: Any) -> Any:
 NOISY = fz.whole(fz.GradientTransformation(begun_by_chance, noisy))
 
 
-@pytest.mark.parametrize("wrap", [fz.shard_zero3, functools.partial(fz.shard_zero3, pattern="0.0")])
+@pytest.mark.parametrize(
+    "wrap", [fz.shard_zero3, functools.partial(fz.shard_zero3, pattern="0.0"), SHARDS["fused"], SHARDS["fused, held"]]
+)
 def test_random_numbers_are_the_same_whoever_draws_them(wrap: Any) -> None:
     def on(rank: int) -> Any:
         torch.manual_seed(rank)
