@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -55,13 +56,13 @@ def _is_of_inputs(error: Exception) -> bool:
 
 
 def _runs(module: nn.Module, batches: Sequence[Batch]) -> None:
-    """Runs the module with the first; with its hidden states, where it has some."""
+    """Runs copies of the module with the first: it may keep what it computes. With hidden states, where it has some."""
     if batches[0].get("output_hidden_states"):
         return
     try:
-        module(**batches[0], output_hidden_states=True)
+        copy.deepcopy(module)(**batches[0], output_hidden_states=True)
     except TypeError:
-        module(**batches[0])
+        copy.deepcopy(module)(**batches[0])
     else:
         for batch in batches:
             batch["output_hidden_states"] = True

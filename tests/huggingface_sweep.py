@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import faulthandler
 import importlib
 import json
@@ -99,11 +100,10 @@ def _that_runs(
         config = kind.config_class()  # the model type is that of a larger model, of which this is a part
     module = tiny.built(kind, tiny.smaller(config), dtype)
     batches = inputs.batches_for(module, (1, 2), group not in TEXT)
-    loss = compared.loss_of(module(**batches[0]))
+    loss = compared.loss_of(copy.deepcopy(module)(**batches[0]))  # a module may keep what its forward computes
     if not loss.isfinite():
         raise ValueError(f"its loss is {loss.item()}")
     loss.backward()
-    module.zero_grad()
     return module, batches
 
 

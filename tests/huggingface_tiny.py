@@ -79,6 +79,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **MAMBA},
     "falcon_h1": MAMBA,
     "granitemoehybrid": {"layer_types": MIXED, **MAMBA},
+    "mobilebert": {"embedding_size": 16},  # a head of it has as many rows as a hidden state is wider
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1},
@@ -99,6 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
     "poolformer": {"hidden_sizes": (8, 16, 24, 32)},
     "pvt": {"hidden_sizes": (8, 16, 20, 32), "num_attention_heads": (1, 2, 5, 8), "image_size": 64, "patch_size": 4},
+    "switch_transformers": {"router_dtype": "float64"},  # a router casts its params in its forward
     "textnet": {"stem_out_channels": 16, "hidden_sizes": (16, 16, 24, 32, 48), "image_size": (64, 64)},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "wav2vec2-bert": {"vocab_size": 96, "feature_projection_input_dim": 16},

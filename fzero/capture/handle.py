@@ -220,7 +220,7 @@ OF_THE_GRAPH = {
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
 }
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def writes(func: object, kwargs: Named) -> bool:
@@ -229,7 +229,7 @@ def writes(func: object, kwargs: Named) -> bool:
     if name == "requires_grad_":
         return False
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    in_place = in_place or (name == "__set__" and func == _SET_DATA)
+    in_place = in_place or (name == "__set__" and func == SET_DATA)
     return in_place or bool(kwargs and kwargs.get("out") is not None)
 
 
@@ -262,6 +262,21 @@ def storage_of(tensor: torch.Tensor) -> int:
         return private.unwrapped(held).untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def is_same_view(x: object, y: object) -> bool:
+    """Tells whether `x.data = y` writes nothing, as in `module.to(dtype)` where all has that dtype."""
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return False
+    own = _view(x)
+    return own is not None and own == _view(y)
+
+
+def _view(x: torch.Tensor) -> tuple[object, ...] | None:
+    """Which elements of which memory a tensor is; None where it has no memory."""
+    storage, x = storage_of(x), private.unwrapped(x)
+    bits = x.is_conj(), x.is_neg()
+    return (storage, x.dtype, x.shape, x.stride(), x.storage_offset(), bits) if storage else None
 
 
 def name_of(func: object) -> str:

@@ -19,8 +19,21 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.context import during, variable
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
-from fzero.base.refusals import noted
-from fzero.capture.handle import Function, Handle, Named, Operands, Seen, copy_of, name_of, seen, storage_of, writes
+from fzero.base.refusals import noted, place_of
+from fzero.capture.handle import (
+    SET_DATA,
+    Function,
+    Handle,
+    Named,
+    Operands,
+    Seen,
+    copy_of,
+    is_same_view,
+    name_of,
+    seen,
+    storage_of,
+    writes,
+)
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -162,6 +175,8 @@ for _mode in (Watch, _Guard):  # torch.compile in the function must not compile 
 
 def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Mapping[int, LeafOf]) -> None:
     """Refuses to write in place, or as `out`, to a leaf or to a copy that was read of one."""
+    if func == SET_DATA and is_same_view(*args):
+        return
     out = (kwargs or {}).get("out")
     for target in filter(pytree.is_tensor, pytree.flatten(args[:1] if out is None else out)[0]):
         leaf_of, leaf = protected.get(storage_of(target)), copy_of(target)
@@ -169,9 +184,10 @@ def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Map
         if what is not None:
             raise noted(
                 ValueError(
-                    f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute "
-                    "with a copy (w = w.clone()), or use the operation that is not in place. What follows another "
-                    "param slowly (a momentum encoder) is computed from a state's params between steps."
+                    f"{what} is written to in place, by {name_of(func)}{place_of()}. Params change in step.update "
+                    "only: compute with a copy (w = w.clone()), or use the operation that is not in place; cast a "
+                    "module (module.to(dtype)) before fz.functional. What follows another param slowly (a momentum "
+                    "encoder) is computed from a state's params between steps."
                 )
             )
 

@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private, texts
 from fzero.base.context import in_differentiated
-from fzero.capture.handle import storage_of
+from fzero.capture.handle import is_same_view, storage_of
 from fzero.comm.axis import Axis
 from fzero.engine.function import traversal_of
 from fzero.engine.schedule import Record
@@ -37,6 +37,8 @@ class _Leaf(torch.Tensor):
 
     @data.setter
     def data(self, value: object) -> None:
+        if is_same_view(self, value):
+            return
         raise ValueError(
             f"step: the function sets .data of leaf {self.fzero_path!r}. Params change in step.update only: compute "
             "with a copy (w = w.clone())."

@@ -100,6 +100,45 @@ def test_an_assignment_to_data(shard: Any) -> None:
     refused_module(module, r"[Ll]eaf 'blocks.0.lin.weight'", shard)
 
 
+class Casting(Block):
+    """Casts its layer as it runs, which assigns to the data of its params, as a router of Switch Transformers does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lin = self.lin.to(self.dtype)
+        return torch.tanh(self.lin(x.to(self.dtype))).to(x.dtype)
+
+
+@every
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which module.to reads
+def test_an_assignment_of_its_own_data(shard: Any) -> None:
+    """A module is cast to the dtype that it has: nothing is written."""
+    module = Parent(block=lambda: Casting(F64))
+    own = [*module.parameters()]
+    want = torch.autograd.grad(module(X), own)
+
+    def rank_main(rank: int) -> None:
+        apply, params = fz.functional(module)
+        step = shard(fz.train_step(lambda p, x: apply(p, x), fz.sgd(0.1)))
+        state = step.init(params)
+        for _ in range(3):
+            _, pullback = step.vjp(state, X)
+            grads = fz.gather(pullback(torch.ones((), dtype=F64))[0])
+            torch.testing.assert_close([*grads.values()], [*want], rtol=1e-12, atol=1e-12)
+            step(state, X)
+
+    run_ranks(rank_main, 2)
+
+
+@nodes
+def test_a_cast_that_writes_to_a_param_says_where(shard: Any) -> None:
+    match = r"'blocks.0.lin.weight' is written to in place, by .*data.*test_watch.py, line \d+.*cast a module"
+    refused_module(Parent(block=lambda: Casting(torch.float32)), match, shard)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

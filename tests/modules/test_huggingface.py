@@ -39,6 +39,7 @@ MODELS = {
     "WhisperForConditionalGeneration": F64,
     "ResNetForImageClassification": F64,  # with buffers that its forward writes to
     "CTRLLMHeadModel": F64,  # its forward assigns a buffer anew
+    "RecurrentGemmaForCausalLM": F64,  # keeps its last states, which no later copy can be made of
 }
 # what more it is asked for, and by which settings
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
