@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,10 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.ragged import places_in
+from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import agreed
 from fzero.comm.axis import Axis
+from fzero.comm.divergence import PeerStopped, checked_in
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
 from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
@@ -62,6 +66,7 @@ def explain(
 
     Raises:
         TypeError: no step or no state; a transform of torch.func around it.
+        Exception: what the function raises on a rank: on every one, each of which says which.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x / p["w"]).mean(), fz.sgd(0.1))
@@ -80,7 +85,7 @@ def explain(
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
     with as_found(), private.of_normal_tensors(), torch.no_grad():
-        return _explained(step, state, inputs, cotangent, rng, dtype)
+        return _by_all(state.params.axis, lambda: _explained(step, state, inputs, cotangent, rng, dtype))
 
 
 def _need_step(step: object) -> None:
@@ -273,6 +278,27 @@ def _numbers(norms: Norms) -> dict[str, float]:
 
 
 # ---- between ranks
+
+
+def _by_all(axis: Axis, replay: Callable[[], Explanation]) -> Explanation:
+    """What a replay finds; where it fails on one rank, every rank raises at once, also one that waits for that rank."""
+    everyone = Everyone(axis)
+    if everyone.count == 1 or axis.fake:
+        return replay()
+    name, followed = everyone.exchange(uuid.uuid4().hex, "fz.explain")[0], list[PeerStopped]()
+
+    def own() -> Explanation | None:
+        try:
+            with checked_in(f"fz.explain {name}"):
+                return replay()
+        except PeerStopped as error:
+            followed.append(error)
+            return None
+
+    found = agreed(axis, own)
+    if found is None:
+        raise followed.pop()
+    return found
 
 
 class _Told(NamedTuple):
