@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -137,8 +138,7 @@ class Loop(Generic[S, M]):
 
     It ends where nobody holds it any more, as at the end of a `for` that is left by break, return or an exception; one
     that has a name ends by `close()`, and until then a signal is only noted. `close()` also raises what went wrong with
-    the last save, which is printed only where nobody calls it. A generator that says `yield from fz.loop(...)` and is
-    freed before the end prints a signal, too, that came before: let it say `for ... in`.
+    the last save, which is printed only where nobody calls it.
 
     Attributes:
         state: the newest one, from which the next step begins; another one may be put there, and is saved anew.
@@ -206,7 +206,8 @@ class Loop(Generic[S, M]):
         return self._record.logged
 
     def __iter__(self) -> Iterator[tuple[S, M]]:
-        return self
+        """One without `close`, which a generator that is freed in `yield from` would call: what that raises is lost."""
+        return map(Loop.__next__, itertools.repeat(self))
 
     def __next__(self) -> tuple[S, M]:
         if self.ended:

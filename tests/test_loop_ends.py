@@ -107,7 +107,7 @@ class Preempted(Exception):
     pass
 
 
-@pytest.mark.parametrize("how", ["break", "return"])
+@pytest.mark.parametrize("how", ["break", "return", "yield from"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_a_loop_is_left_is_not_lost(how: str, number: int) -> None:
     def preempted(*_: object) -> None:
@@ -115,12 +115,15 @@ def test_a_signal_before_a_loop_is_left_is_not_lost(how: str, number: int) -> No
 
     before = signal.signal(number, preempted)
 
+    def passed_on() -> Iterator[Any]:
+        yield from quiet(counted, 0, batch)
+
     def left() -> None:
-        for _ in quiet(counted, 0, batch):
+        for _ in passed_on() if how == "yield from" else quiet(counted, 0, batch):
             signal.raise_signal(number)
-            if how == "break":
-                break
-            return
+            if how == "return":
+                return
+            break
 
     try:
         with pytest.raises(Preempted):
