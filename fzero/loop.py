@@ -69,7 +69,7 @@ def loop(
             from, or a number of steps. An iterable of batches must begin there.
         progress: a bar of tqdm, or its label; None shows one where tqdm is installed.
         log: a CSV file of rows, one for each `every` steps and the last one, which begins anew unless a run is resumed:
-            its rows stay up to where that begins. A row that a full disk did not take is missing.
+            its rows stay up to where that begins. A row that a full disk did not take is missing, as the error says.
         tensorboard: a folder for the same numbers.
         every: steps between two rows; metrics are read then, and nobody waits for the device in between.
         evaluate: `evaluate(state)`, the same numbers by name on all ranks, before the first step, after the last one

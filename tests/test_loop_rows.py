@@ -17,6 +17,7 @@ import torch
 
 import fzero as fz
 from fzero.loops import record
+from fzero.testing import run_ranks
 
 quiet: Any = functools.partial(fz.loop, progress=False)
 
@@ -181,6 +182,43 @@ def test_a_log_whose_disk_is_full_waits_for_the_last_save(tmp_path: Path) -> Non
     assert state is not None and state.step == run.done
     run_through(quiet(wide, state, batch, total=run.done + 2, after=after, every=1, log=log))
     assert [row["step"] for row in rows_of(log)] == [str(n) for n in range(1, run.done + 3) if n != run.done]
+
+
+def on_a_full_disk(rank: int, folder: str) -> tuple[str, str, int]:
+    """A rank whose loop's log, which rank 0 writes, is limited to so many bytes."""
+    step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    many = 5_000  # more bytes than the store of the ranks takes
+
+    def wide(state: Any, x: Any) -> Any:
+        state, metrics = step(state, torch.ones(4))
+        return state, {**metrics, **{f"number {i}": float(i) for i in range(many)}}
+
+    run = quiet(wide, step.init({"w": torch.zeros(4)}), batch, total=30, every=1, log=f"{folder}/log.csv")
+    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limit[1]))
+        with pytest.raises(OSError) as info:
+            run_through(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    return str(info.value), run.ended, run.done
+
+
+def test_a_row_that_a_disk_did_not_take_is_named_on_every_rank(tmp_path: Path) -> None:
+    said = run_ranks(functools.partial(on_a_full_disk, folder=str(tmp_path)), 2, backend="processes")
+    done = said[0][2]
+    assert done == said[1][2] > 1 and len(rows_of(tmp_path / "log.csv")) in (done - 1, done)  # a part of the last one
+    for rank, (text, ended, _) in enumerate(said):
+        assert text.startswith("rank 0: [Errno" if rank else "[Errno") and ended == "failed"
+        assert f"File too large, so that the row after step {done} is missing in the log: " in text
+        assert str(tmp_path / "log.csv") in text
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/zero"])
+def test_a_log_on_a_device_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=f"loop: got log='{device}', a device or a pipe"):
+        run_through(quiet(counted, 0, batch, total=3, log=device))
 
 
 @pytest.mark.parametrize("after", [None, 2])

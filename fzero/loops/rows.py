@@ -7,7 +7,7 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -48,9 +48,21 @@ class Table:
         self._until = sys.maxsize if after is None else after
         if os.path.isdir(self.path):
             raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # a device may be read for ever
+            raise ValueError(f"loop: got log={path!r}, a device or a pipe, expected the path of a file.")
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         columns, rows = self._found()
-        self._begin(*((columns, rows) if after is not None else ([], [])))
+        with self._named("so that the log does not begin"):
+            self._begin(*((columns, rows) if after is not None else ([], [])))
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Says in an error of the disk, which knows neither, which file it is about, and what is not in it."""
+        try:
+            yield
+        except OSError as error:
+            error.strerror, error.filename = f"{error.strerror or error}, {what}", self.path
+            raise
 
     def _found(self) -> tuple[list[str], list[dict[str, str]]]:
         """The columns, and the whole rows, that are in the file."""
@@ -83,6 +95,10 @@ class Table:
         self._writer, self._at = csv.DictWriter(self._file, columns, restval=""), int(rows[-1][STEP]) if rows else -1
 
     def add(self, row: Row) -> None:
+        with self._named(f"so that the row after step {int(row[STEP])} is missing in the log"):
+            self._add(row)
+
+    def _add(self, row: Row) -> None:
         columns, step = [*self._writer.fieldnames], int(row[STEP])
         new, last = [name for name in row if name not in columns], min(self._until, step - 1)
         if new or last < self._at:
