@@ -17,7 +17,7 @@ from fzero.checkpoint.folder import NAME, is_url
 from fzero.checkpoint.places import folder_at
 from fzero.state.sliced import Sliced
 
-FORMAT, VERSION, READ = "fzero checkpoint", 3, (2, 3)  # of 2 none has slices of leaves
+FORMAT, VERSION, READ = "fzero checkpoint", 4, (2, 3, 4)  # 2 has no slices of leaves, 3 no complex tensors
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -26,6 +26,14 @@ DTYPES = {  # as safetensors calls them
 _BEGIN = b'{"sha256": "'
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+# of tensors that are in no tree; files, whose format knows no complex numbers, have them as pairs of real ones
+OF_TENSORS = {**DTYPES, "C64": torch.complex64, "C128": torch.complex128}
+CODES_OF_TENSORS = {dtype: code for code, dtype in OF_TENSORS.items()}
+
+
+def as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is in a file: complex numbers are pairs in a last dim, which are a view of them."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class DamagedCheckpoint(OSError):

@@ -14,11 +14,12 @@ from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.folder import Folder
 from fzero.checkpoint.manifest import (
-    DTYPES,
+    OF_TENSORS,
     DamagedCheckpoint,
     File,
     Manifest,
     Piece,
+    as_reals,
     read_manifest,
     readable,
 )
@@ -103,9 +104,9 @@ class Reader:
     def tensor(self, item: int) -> torch.Tensor:
         """A tensor that is in no tree."""
         code, shape = self.manifest.items[item].value
-        out = torch.zeros(shape, dtype=DTYPES[code], device="cpu")
+        out = torch.zeros(shape, dtype=OF_TENSORS[code], device="cpu")
         for place in self._places.get((item, 0, 0, 0), ()):
-            self._into(out.reshape(-1), place, 0)
+            self._into(as_reals(out).reshape(-1), place, 0)
         self.wait()
         return out
 

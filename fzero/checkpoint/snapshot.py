@@ -15,7 +15,7 @@ from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import Run, runs, share, written
 from fzero.checkpoint.copies import Copies, held, sum_of, totals_of, whole_sums
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
+from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_reals
 from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
@@ -55,7 +55,8 @@ class Snapshot:
         ready: has passed on the device once it has computed all of them.
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
-        tensors: those that are in no tree, by the number of their item, which all ranks hold alike; rank 0 saves them.
+        tensors: those that are in no tree, by the number of their item, as files have them; all ranks hold them alike,
+            but for a carry, and rank 0 saves them.
         alike: the checksums of what other ranks hold, too, known once it is written.
     """
 
@@ -83,10 +84,11 @@ class Snapshot:
         """
         params, items = state.params, items_of(state)
         for name, value in items:
-            if isinstance(value, torch.Tensor) and (value.dtype not in CODES or value.layout != torch.strided):
+            dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            if isinstance(value, torch.Tensor) and not (dense and value.dtype in CODES_OF_TENSORS):
                 raise TypeError(
-                    f"state.{name}: got {named(value)}, expected a dense tensor of {', '.join(map(str, CODES))}: no "
-                    "other is kept in a checkpoint."
+                    f"state.{name}: got {named(value)}, expected a dense tensor of "
+                    f"{', '.join(map(str, CODES_OF_TENSORS))}: no other is kept in a checkpoint."
                 )
         snapshot = Snapshot(
             layout=state.layout,
@@ -130,8 +132,8 @@ class Snapshot:
                     del own
                 value = None
             elif isinstance(value, torch.Tensor):
-                self.tensors[number] = value
-                value = [CODES[value.dtype], list(value.shape)]
+                self.tensors[number] = as_reals(value)
+                value = [CODES_OF_TENSORS[value.dtype], list(value.shape)]
             elif isinstance(value, pytree.Count):
                 value = value.value
             self.kept.append(Kept(name, kind, forms, scale, value))

@@ -265,10 +265,61 @@ def test_trees_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "tree"])
 def test_dtypes_that_no_checkpoint_keeps(tmp_path: Path, kind: str) -> None:
     def init(params: fz.Sharded) -> object:
-        return params.map(lambda x: x.to(torch.complex64)) if kind == "tree" else torch.ones(2, dtype=torch.complex64)
+        return params.map(lambda x: x.to(torch.complex64)) if kind == "tree" else torch.ones(2).to(torch.float8_e5m2)
 
-    with pytest.raises(TypeError, match=r"state.extra.own.*complex64.*kept in a checkpoint"):
+    match = rf"state.extra.own.*{'complex64' if kind == 'tree' else 'float8'}.*kept in a checkpoint"
+    with pytest.raises(TypeError, match=match):
         fz.save(tmp_path, step_of().with_state(fz.Extra("own", "own()", init, KEEP)).init(params()))
+
+
+class Turning(torch.nn.Module):
+    """Turns its inputs by complex phases, and keeps what it saw last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(5))
+        self.register_buffer("phases", torch.polar(torch.ones(5), torch.arange(5.0)).conj())
+        self.register_buffer("last", torch.zeros((), dtype=torch.complex128))
+        self.register_buffer("none", torch.zeros(0, 3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x * self.scale * self.phases
+        self.last = turned.detach().sum().to(torch.complex128)
+        self.phases = (self.phases * self.phases).conj()  # whose memory holds other numbers
+        return torch.view_as_real(turned).square().sum()
+
+
+def turned(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """The buffers of a state after two steps, which one of these ranks has saved and all have loaded."""
+    apply, params, buffers = fz.functional(Turning(), buffers=True)
+    step = fz.shard_zero3(fz.carry(fz.train_step(apply, fz.adamw(0.1)), buffers))
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, torch.arange(5.0) + rank)
+    fz.save_async(folder, state, {"rank": "any"}).wait()
+    loaded = fz.load(folder, step)
+    assert_trees_equal(fz.gather(loaded.params), fz.gather(state.params))
+    if rank == 0:
+        assert_trees_equal(loaded.extra["carry"], state.extra["carry"])
+    converted = fz.convert(state, fz.shard_zero1(fz.carry(fz.train_step(apply, fz.adamw(0.1)), buffers)))
+    assert_trees_equal(converted.extra["carry"], loaded.extra["carry"])
+    state, _ = step(loaded, torch.ones(5))
+    assert state.extra["carry"]["last"].abs() > 0
+    return {name: x.resolve_conj() for name, x in loaded.extra["carry"].items()}
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_complex_buffers(tmp_path: Path, backend: str) -> None:
+    first, *others = run_ranks(functools.partial(turned, folder=str(tmp_path)), 2, backend=backend)
+    for other in others:
+        assert_trees_equal(other, first)
+    assert {name: x.dtype for name, x in first.items()} == {
+        **{"phases": torch.complex64, "last": torch.complex128, "none": torch.complex64}
+    }
+    module = Turning()
+    for _ in range(2):
+        module(torch.arange(5.0))
+    torch.testing.assert_close(first["phases"], module.phases.resolve_conj(), rtol=1e-6, atol=1e-6)
 
 
 # ---- Checkpoints
