@@ -12,6 +12,7 @@ NO_LEAF = "you can only change requires_grad flags of leaf variables"
 NO_COPY = "support the deepcopy protocol"
 NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
 NO_STORAGE = "Cannot access storage of TensorWrapper"
+NO_NUMPY = ".numpy() is not supported for tensor subclasses"  # of a fake tensor
 NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
 INFERENCE = "Inference tensors cannot be saved for backward"
 SETS_DATA = "mutating directly with `.data` inside functorch"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import pytree, thread_state
+from fzero.base import pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
@@ -178,8 +178,8 @@ def check(
             found = _outputs(out, declared, run.ignored)
             _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
-            if type(error).__name__ in _READS:
-                raise TypeError(_reads(place_of(error))) from error
+            if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
+                raise ReadsValues(place_of(error)) from error
             error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
             raise
     if unseen:
@@ -198,18 +198,34 @@ def sent_by(step: Spec, params: object, batch: Sequence[object]) -> Report:
     """The report of a step of which only params are differentiated by."""
     refuse_carry(step, "plan(inputs=...)")
     real = [path for path, leaf in paths_of(step.fn, (None, *batch)) if is_differentiable(leaf)]
-    return check(step, params, *batch, constants="|".join(real))
+    try:
+        return check(step, params, *batch, constants="|".join(real))
+    except ReadsValues as error:
+        raise TypeError(
+            f"plan: {error.place}: with inputs=, the function is run on shapes alone, and it reads a tensor's value "
+            "there (.item(), bool(x), x.numpy()), or makes a tensor whose shape depends on values. Let it take "
+            f"{_INSTEAD}; or leave inputs= out, and what it sends and what its units keep is not counted."
+        ) from error
 
 
 _READS = ("DataDependentOutputException", "DynamicOutputShapeException")
+_INSTEAD = "an operator that needs none (torch.where, a mask in place of an index)"
 
 
-def _reads(where: Place) -> str:
-    return (
-        f"{WHO}: {where}: the function reads a tensor's value, or makes a tensor whose shape depends on values, and a "
-        "dry run has none. Take fz.parallel.check(..., values=True) and inputs with values of this rank, or an "
-        "operator that needs none (torch.where, a mask in place of an index)."
-    )
+class ReadsValues(TypeError):
+    """A function reads a tensor's value, or makes a tensor whose shape depends on values, where there are shapes alone.
+
+    Attributes:
+        place: the line.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        super().__init__(
+            f"{WHO}: {place}: the function reads a tensor's value, or makes a tensor whose shape depends on values, "
+            "and a dry run has none. Take fz.parallel.check(..., values=True) and inputs with values of this rank, or "
+            f"{_INSTEAD}."
+        )
 
 
 def _modes(values: bool) -> AbstractContextManager[object]:

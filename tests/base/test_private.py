@@ -372,6 +372,11 @@ def _writes_what_is_captured() -> None:
     torch.func.vjp(lambda x: captured.add_(x).sum(), torch.ones(2))
 
 
+def _numpy_of_a_fake() -> None:
+    with thread_state.without_values():
+        torch.ones(2).numpy()
+
+
 def _writes_what_is_saved() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
@@ -390,6 +395,7 @@ def _writes_what_is_saved() -> None:
         (texts.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
         (texts.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
         (texts.NO_STORAGE, lambda: seen(copy.deepcopy)),
+        (texts.NO_NUMPY, _numpy_of_a_fake),
         (texts.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
         (texts.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
         (texts.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -103,3 +104,39 @@ def test_a_name_that_no_unit_gives_is_refused() -> None:
     step, params = step_of(("attended", "hiden"))
     with pytest.raises(ValueError, match=r"'hiden' to keep, which no unit gives; expected one of 'attended', 'hidden'"):
         fz.plan(step, params, inputs=(torch.empty(*TOKENS, WIDTH),))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x: x.sum().item(),
+        lambda x: 1 if x.isnan().any() else 2,
+        lambda x: x.detach().numpy(),
+        lambda x: np.asarray(x.detach()).sum(),
+        lambda x: x[x > 0],
+        lambda x: x.register_hook(lambda cotangent: cotangent * cotangent.sum().item()),
+    ],
+    ids=["item", "bool", "numpy", "asarray", "mask", "hook"],
+)
+def test_a_function_that_reads_values_is_refused_in_words_of_plan(reads: Any, device: str, inside: bool) -> None:
+    """With `inputs=` a function runs on shapes alone."""
+
+    @fz.unit
+    def block(q: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(x @ q["w"])
+        reads(out) if inside else None
+        return out
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = block(q, x)
+        reads(x) if not inside else None
+        return x.mean()
+
+    step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
+    params = {"blocks": [{"w": torch.eye(3, device=device)}]}
+    with pytest.raises(TypeError, match=r"^plan: .*test_kept_activations.py:\d+, in .*shapes alone.*torch.where"):
+        fz.plan(step, params, world_size=2, inputs=(torch.ones(2, 3),))
+    assert fz.plan(step, params, world_size=2).params
