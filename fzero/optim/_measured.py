@@ -15,17 +15,17 @@ from fzero.table.layout import Key
 
 @contextlib.contextmanager
 def measuring(
-    squares: list[Squares] | None, params: Sharded, key: Key, moments: Sequence[str]
+    squares: list[Squares] | None, params: Sharded, key: Key, names: Sequence[str]
 ) -> Iterator[Measure | None]:
     """Around the update of a group: what is to be summed up meanwhile, if anything is.
 
     Args:
-        moments: the names of the moments, in the order of the formula's.
+        names: of the trees, in the order of what is measured.
     """
     if squares is None:
         yield None
         return
-    pieces, names = params.layout.pieces(key, params.rank_of(key)), ("params", "updates", *moments)
+    pieces = params.layout.pieces(key, params.rank_of(key))
     device = params.placed(key).device
     sums = torch.zeros(len(pieces) + 1, len(names), dtype=torch.float64, device=device)
     yield Measure([piece[1:] for piece in pieces], sums)

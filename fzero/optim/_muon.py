@@ -16,6 +16,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
+from fzero.optim._measured import measuring
 from fzero.optim._paused import in_turn, run_all
 from fzero.optim.base import known, need_hypers, rate, write_values
 from fzero.state.entered import slice_in
@@ -230,8 +231,12 @@ class _Muon:
             own = own.to(dtype) if grads.scale == 1.0 else own.to(dtype) / grads.scale
             moved.lerp_(own, 1 - keep)
             way.copy_(own.lerp(moved, keep) if self.nesterov else moved)
+        draw = params.draw or Draw(0, 0)
+        with measuring(draw.squares, params, key, ("momentum",)) as measure:
+            if measure is not None:
+                measure.add(0, [b])
         if not there:
-            write_values(momentum, key, b, params.draw or Draw(0, 0))
+            write_values(momentum, key, b, draw)
         return start_whole(params, key, [d], "matrices to orthogonalise")
 
     def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, decay: float) -> None:
@@ -239,13 +244,18 @@ class _Muon:
         p, rows, dtype = params.local(key), params.layout.rows, _dtype(params, key)
         there = params.format(key).plain and p.dtype == dtype and not params.format(key).rounds
         p = p if there else p.to(dtype, copy=True)
-        pieces = params.layout.cut(key, params.rank_of(key), p)
-        for slot, piece in zip(params.layout.groups[key].slots, pieces, strict=True):
-            scale = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:])
-            for own, way in zip(piece.split(CHUNK), found[slot.leaf].split(CHUNK), strict=True):
-                own.mul_(1 - now * decay).add_(way, alpha=-scale)
+        draw = params.draw or Draw(0, 0)
+        with measuring(draw.squares, params, key, ("params", "updates")) as measure:
+            for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
+                scale, way = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:]), found[slot.leaf]
+                for place in range(start, stop, CHUNK):
+                    own = p[place : min(place + CHUNK, stop)]
+                    old = own.clone() if measure is not None else own
+                    own.mul_(1 - now * decay).add_(way[place - start :][: own.numel()], alpha=-scale)
+                    if measure is not None:
+                        measure.add(place, [own, own - old])
         if not there:
-            write_values(params, key, p, params.draw or Draw(0, 0))
+            write_values(params, key, p, draw)
 
 
 def _dtype(params: Sharded, key: Key) -> torch.dtype:

@@ -193,7 +193,7 @@ class Elementwise:
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled = key.unit in draw.compiled
-            with measuring(draw.squares, params, key, names) as measure:
+            with measuring(draw.squares, params, key, ("params", "updates", *names)) as measure:
                 run(self.formula, numbers, stored, grads.local(key), counters, compiled, one, self.generated, measure)
         return self.state(pytree.Count(count), *old[1:])
 
