@@ -103,6 +103,7 @@ def muon(
         exchanges=True,
         paused=own.paused,
         sends=own.sends,
+        measures=True,
         combine=own.combine,
     )
 
