@@ -73,7 +73,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
             otherwise, as compressed sparse ones always, constants, which a forward that writes to one is refused for.
         sync_batch_norm: whether each `F.batch_norm` and `torch.batch_norm` that it calls in training takes mean and
             variance over all ranks that the running step takes means over, as one process does of the whole batch;
-            others of torch's are refused. An `nn.SyncBatchNorm` does so anyway.
+            others of torch's, and buffers that ranks move apart, are refused. An `nn.SyncBatchNorm` does so anyway.
 
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
@@ -233,7 +233,7 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self._over_ranks = synchronise(module, synchronises)
         self.module, self.elsewhere = module, places_of(module, holdings)
-        self.carried = Carried(module, places_of(module, holdings, "_buffers")) if carries else None
+        self.carried = Carried(module, places_of(module, holdings, "_buffers"), synchronises) if carries else None
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
         self.looks = synchronises or compiles  # at what compiled units do
@@ -272,7 +272,7 @@ class _Copy:
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
-        return contextlib.nullcontext({}) if self.carried is None else self.carried.carrying(buffers)
+        return contextlib.nullcontext({}) if self.carried is None else self.carried.carrying_alike(buffers)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""

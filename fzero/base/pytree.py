@@ -78,6 +78,11 @@ def is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def as_reals(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose complex numbers are pairs in a last dim: a view of it, but for conjugates that are none yet."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 

@@ -31,11 +31,6 @@ OF_TENSORS = {**DTYPES, "C64": torch.complex64, "C128": torch.complex128}
 CODES_OF_TENSORS = {dtype: code for code, dtype in OF_TENSORS.items()}
 
 
-def as_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is in a file: complex numbers are pairs in a last dim, which are a view of them."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 class DamagedCheckpoint(OSError):
     """A checkpoint that is not what was saved: a file is missing, cut, changed or another one's."""
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base import pytree
 from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.folder import Folder
@@ -19,7 +20,6 @@ from fzero.checkpoint.manifest import (
     File,
     Manifest,
     Piece,
-    as_reals,
     read_manifest,
     readable,
 )
@@ -106,7 +106,7 @@ class Reader:
         code, shape = self.manifest.items[item].value
         out = torch.zeros(shape, dtype=OF_TENSORS[code], device="cpu")
         for place in self._places.get((item, 0, 0, 0), ()):
-            self._into(as_reals(out).reshape(-1), place, 0)
+            self._into(pytree.as_reals(out).reshape(-1), place, 0)
         self.wait()
         return out
 

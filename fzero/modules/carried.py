@@ -19,7 +19,9 @@ from fzero.capture.handle import Function, storage_of
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.dispatch import call_unit
 from fzero.modules.holdings import Holdings
+from fzero.modules.moved_alike import need_moved_alike, others_in
 from fzero.modules.places import Place, Places
+from fzero.parallel.batch_norm import ranks_of_means
 
 
 def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
@@ -58,12 +60,13 @@ class Carried:
 
     Args:
         elsewhere: `places_of` its buffers.
+        synchronises: whether the module's batch norms take their statistics over ranks.
 
     Attributes:
         others: names of those that a unit does not reach.
     """
 
-    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
+    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]], synchronises: bool) -> None:
         self._places = Places(module, elsewhere, registry="_buffers")
         every = values_of(module, remove_duplicate=False)
         first = {id(x): name for name, x in values_of(module).items()}
@@ -71,6 +74,8 @@ class Carried:
         self._owners = {name: id(registry) for name, (registry, _) in self._places.of.items()}
         self._placeholders = {id(x): name for name, x in every.items()}
         self.others: list[str] = []
+        alike = others_in(module) if synchronises else ()
+        self._alike = [name for name in self.names if name in alike]
 
     def reached(self, module: nn.Module, surroundings: Surroundings) -> Carried:
         """Those among them that a unit reaches: its own, and others' to whose module it has a way, or to themselves.
@@ -89,6 +94,14 @@ class Carried:
         own._first = {name: first for name, first in self._first.items() if first in firsts}
         own.others = [name for name in self.names if name not in firsts]
         return own
+
+    @contextlib.contextmanager
+    def carrying_alike(self, buffers: object) -> Iterator[dict[str, torch.Tensor]]:
+        """`carrying` of a whole module, after which all ranks have the same where its batch norms are over ranks."""
+        with self.carrying(buffers) as new:
+            yield new
+        if self._alike:
+            need_moved_alike(self._alike, self._checked(buffers), new, ranks_of_means())
 
     @contextlib.contextmanager
     def carrying(self, buffers: object) -> Iterator[dict[str, torch.Tensor]]:
