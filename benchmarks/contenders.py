@@ -164,15 +164,21 @@ def _fsdp2(module: Transformer, setup: Setup, mesh: dist.DeviceMesh | None = Non
     return module
 
 
-def deepspeed_engine(module: nn.Module, stage: int, bf16: bool, low_precision: bool = False) -> Any:
-    """Nothing persistent, no clipping; in low precision masters, grads and moments are in bfloat16."""
+def deepspeed_engine(
+    module: nn.Module,
+    stage: int,
+    bf16: bool = False,
+    low_precision: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Any:
+    """Nothing persistent, no clipping, AdamW by default; in low precision masters, grads and moments are bfloat16."""
     os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed  # type: ignore[import-not-found]
 
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+    optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # only a label here: the batches come from outside
         "gradient_clipping": 0.0,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import deepspeed_engine
 from derivative_cases import (
     BETAS,
     DECAY,
@@ -255,27 +254,10 @@ def deepspeed_begun() -> None:
     build_shm_op()
 
 
-def deepspeed_engine(module: nn.Module, stage: int, optimizer: torch.optim.Optimizer) -> Any:
-    os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import deepspeed  # type: ignore[import-not-found]
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # only a label here: the batches come from outside
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
-
-
 def deepspeed_prepared(stage: int, module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
     from deepspeed.utils import safe_get_full_grad  # type: ignore[import-not-found]
 
-    engine = deepspeed_engine(module, stage, make(module.parameters()))
+    engine = deepspeed_engine(module, stage, optimizer=make(module.parameters()))
     backward = functools.partial(engine.backward, retain_graph=True)
     return engine, backward, engine.step, safe_get_full_grad
 
@@ -313,7 +295,7 @@ def averaged(grads: Params) -> Params:
 def deepspeed_functional(data: Data, stage: int, grad: Callable[..., Any]) -> Plain:
     """Its params, gathered as it says, are given by name to its engine; the rest is plain torch, averages by hand."""
     module = module_of(data.dtype)
-    engine = deepspeed_engine(module, stage, torch.optim.SGD(module.parameters(), lr=LR))
+    engine = deepspeed_engine(module, stage, optimizer=torch.optim.SGD(module.parameters(), lr=LR))
     whole: Any = contextlib.nullcontext()
     if stage == 3:
         import deepspeed  # type: ignore[import-not-found]

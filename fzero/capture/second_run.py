@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import intercept, private
+from fzero.base import intercept, private, pytree
 from fzero.base.context import variables
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.capture.containers import mark
@@ -153,7 +153,7 @@ def _weights(out: Sequence[torch.Tensor], thorough: bool) -> list[list[float]] |
             if not (thorough or x.is_cpu) or x.layout != torch.strided or x.is_meta or x.is_quantized:
                 continue
             if lost is None:
-                x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+                x = pytree.as_reals(x)
                 lost, x = _LOST.get(x.dtype, 0.0), x.to(torch.float64)
             found.append([*_sums(x), lost] if x.numel() else [0.0, 0.0, lost])
         return found

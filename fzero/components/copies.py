@@ -27,7 +27,7 @@ def prints_of(tree: object) -> list[Print]:
     out = []
     for x in pytree.leaves(tree):
         if isinstance(x, torch.Tensor):
-            own = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            own = pytree.as_reals(x)
             own = own if own.is_floating_point() else own.to(torch.float64)
             size = torch.linalg.vector_norm(own, 1, dtype=torch.float64)
             out.append(Print(tuple(x.shape), float(size), float(own.sum(dtype=torch.float64))))

@@ -17,7 +17,7 @@ def scalars_in(outputs: object) -> list[torch.Tensor]:
     leaves = [x for x in pytree.flatten(outputs)[0] if isinstance(x, torch.Tensor) and not x.ndim and pytree.is_real(x)]
     with private.below_transforms():  # a look at what a level wraps would be one from below it
         own = [private.unwrapped(x).detach() for x in leaves]
-        return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in own]
+        return [pytree.as_reals(x) for x in own]
 
 
 def need_invariant(outputs: object, known: Notes) -> None:

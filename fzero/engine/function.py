@@ -33,6 +33,7 @@ from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
 from fzero.table.layout import Key
+from fzero.table.names import need_given
 from fzero.table.spec import Spec
 
 
@@ -189,12 +190,8 @@ def _need_names(traversal: Traversal) -> None:
             f"remat: got the name {lost[0]!r} to keep, and its leaves lie in no unit, which could be recomputed; "
             "expected leaves of units, in a list ('blocks.0.w'), or named by train_step(units=...)."
         )
-    if lost and told and len(told) == len(traversal.named):
-        raise ValueError(
-            f"remat: got the name {lost[0]!r} to keep, which no unit gives that is recomputed; expected one of "
-            f"{', '.join(map(repr, sorted(given))) or 'those that fz.name gives, of which they call none'}. Say "
-            f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
-        )
+    if told and len(told) == len(traversal.named):
+        need_given(traversal.table.names, given, " that is recomputed")
 
 
 def _given_out(x: object) -> object:

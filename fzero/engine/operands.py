@@ -37,7 +37,7 @@ def measured(x: torch.Tensor) -> Operand:
     x = x.detach()
     if not x.numel():
         return Operand(x, 0.0, 0.0)
-    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    real = pytree.as_reals(x)
     low, high = torch.aminmax(real.float() if real.itemsize == 1 else real)
     return Operand(x, float(low), float(high))
 

@@ -126,9 +126,7 @@ class Recorded(Activations):
         """Shows the call to who looks at it."""
         look = looking.get()
         if look is not None:
-            saved = self._alive()
-            tensors = [each.tensor for each in saved if each.tensor is not None]
-            look(Unit(name, self._program, self._wanted(saved), tensors, [x for x in inputs if x.requires_grad]))
+            look(Unit(name, self._program, *self._graph(self._alive()), [x for x in inputs if x.requires_grad]))
 
     def settle(self, away: Collection[tuple[int, torch.Tensor]], leaves: Collection[torch.Tensor]) -> set[str]:
         """Chooses what is kept, once the unit has run; returns the names that it has given.
@@ -139,8 +137,7 @@ class Recorded(Activations):
         """
         program, saved, named = self._program, self._alive(), self._named()
         if looking.get() is not None:  # nothing is to run again, whose FLOPs are counted
-            tensors = [each.tensor for each in saved if each.tensor is not None]
-            named |= {view.value: ("", x) for view, x in zip(self._wanted(saved), tensors, strict=True)}
+            named |= {view.value: ("", x) for view, x in zip(*self._graph(saved), strict=True)}
         for each in saved:
             assert each.tensor is not None
             each.written, each.tensor = private.version(each.tensor), None
@@ -166,6 +163,10 @@ class Recorded(Activations):
     @staticmethod
     def _wanted(saved: Sequence[Saved]) -> list[View]:
         return [each.view._replace(writes=each.view.buffer.writes) for each in saved]
+
+    def _graph(self, saved: Sequence[Saved]) -> tuple[list[View], list[torch.Tensor]]:
+        """What the graph saved, before that is chosen from: which values, and as tensors."""
+        return self._wanted(saved), [each.tensor for each in saved if each.tensor is not None]
 
     def kept(self) -> Iterable[Kept]:
         return self._kept.values()

@@ -16,7 +16,7 @@ from fzero.base.program import Operation, Value, map_views
 from fzero.engine.recorded import Unit, looking
 from fzero.state.train_state import TrainState
 from fzero.table.microbatch import Microbatches
-from fzero.table.names import EVERY_NAME
+from fzero.table.names import EVERY_NAME, need_given
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
 
@@ -80,11 +80,7 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
             out, pullback, *_ = looks.vjp(state, *fake, argnums=())
             pullback(pytree.map_leaves(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, out))
         table, given = step.table(state.layout), {name for unit in found for name in unit.program.names}
-        if lost := sorted(table.names - given):
-            raise ValueError(
-                f"remat: got the name {lost[0]!r} to keep, which no unit gives; expected one of "
-                f"{', '.join(map(repr, sorted(given))) or 'those that fz.name gives, of which they call none'}."
-            )
+        need_given(table.names, given)
         return _alike(found, table.units), flops.total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -33,3 +34,17 @@ class Names:
 
 
 NO_NAMES, EVERY_NAME = Names(), Names(("",))  # the other for who looks at all that has one
+
+
+def need_given(wanted: Collection[str], given: Collection[str], which: str = "") -> None:
+    """Refuses names that are to be kept and that no unit gives.
+
+    Args:
+        which: units are meant.
+    """
+    if lost := sorted({*wanted} - {*given}):
+        raise ValueError(
+            f"remat: got the name {lost[0]!r} to keep, which no unit gives{which}; expected one of "
+            f"{', '.join(map(repr, sorted(given))) or 'those that fz.name gives, of which they call none'}. Say "
+            f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
+        )

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
+from fzero.base import pytree
 from fzero.state.sharded import Sharded, group_of
 from fzero.state.train_state import TrainState
 
@@ -21,8 +22,7 @@ _WIDTH = 1024  # elements that are summed as a product with one vector
 def digest_of(x: torch.Tensor) -> Digest:
     """The digest of a tensor of any dtype and shape."""
     with torch.no_grad():
-        x = x.detach()
-        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        x = pytree.as_reals(x.detach())
         near = {8: 1e-10, 4: 1e-5}.get(x.element_size(), 1e-2) if x.is_floating_point() else 0.0
         if x.dtype not in (torch.float32, torch.float64):
             x = x.to(torch.float32 if x.is_floating_point() else torch.float64)
