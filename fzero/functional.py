@@ -153,7 +153,7 @@ class _Apply:
     def __deepcopy__(self, memo: object) -> _Apply:
         return self  # as any function
 
-    def __call__(self, params: Params, *args: object, **kwargs: object) -> Any:
+    def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)
         buffers, args = (args[0] if args else None, args[1:]) if self._carries else ({}, args)
         layout, numbers = origins_of(list(params.values()))

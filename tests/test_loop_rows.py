@@ -258,3 +258,45 @@ def test_a_log_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "link.csv").is_symlink() and not os.listdir("elsewhere")
     assert [row["b"] for row in rows_of(tmp_path / "real.csv")] == ["", "", "2.0", "2.0"]
     assert [row["line\u2028one\ntwo"] for row in rows_of(tmp_path / "real.csv")] == ["1.0"] * 4
+
+
+# ---- one loop, one file
+
+
+def test_a_second_loop_with_one_log_is_refused(tmp_path: Path) -> None:
+    options: Any = {"log": tmp_path / "log.csv", "total": 6, "every": 1}
+    more = lambda state, x: (state + 1, {"loss": 1.0} | {f"new {state}": 1.0 for _ in range(state % 2)})
+    first = iter(quiet(more, 0, batch, **options))
+    next(first)
+    for late in (1, 2, 3):  # also behind a row with a new column, for which the file is replaced
+        with pytest.raises(BlockingIOError, match=r"log='.*log.csv', which another loop writes to"):
+            next(iter(quiet(counted, 0, batch, **options)))
+        assert next(first)[0] == late + 1
+    assert len(list(first)) == 2
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [str(i) for i in range(1, 7)]
+    assert not (tmp_path / "log.csv.new").exists()
+    run_through(quiet(counted, 0, batch, **options))
+
+
+def test_a_log_that_was_refused_is_free_again(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("name\nmine\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no log of a loop"):
+            next(iter(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=1)))
+    assert (tmp_path / "log.csv").read_text() == "name\nmine\n"
+
+
+def test_checkpoints_and_the_best_ones_want_two_folders(tmp_path: Path) -> None:
+    step = fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1))
+    state = step.init({"w": torch.ones(2)})
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    best: Any = {"best": fz.Checkpoints(tmp_path / "link" / "a"), "evaluate": lambda state: {"loss": 1.0}}
+    with pytest.raises(ValueError, match="checkpoints= and best= in one folder"):
+        quiet(step, state, [()], checkpoints=fz.Checkpoints(tmp_path / "a"), **best)
+
+
+def test_norms_of_leaves_are_columns(tmp_path: Path) -> None:
+    step = fz.train_step(lambda p: p["w"].sum(), fz.adamw(0.1), metrics=("leaf_norms",))
+    run_through(quiet(step, step.init({"w": torch.ones(4)}), [()], log=tmp_path / "log.csv"))
+    (row,) = rows_of(tmp_path / "log.csv")
+    assert float(row["leaf_norms.grads.w"]) == 2.0 and "leaf_norms.moments.nu.w" in row

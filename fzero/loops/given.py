@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -54,6 +55,12 @@ def need_saves(state: object, checkpoints: object, best: object, every: object) 
                     f"loop: got {name}=fz.Checkpoints(...) and a state{error} Of an ensemble save the members in the "
                     "body of the loop, each for itself."
                 ) from None
+    folders = [os.path.realpath(kept.folder) for kept in (checkpoints, best) if isinstance(kept, Checkpoints)]
+    if len(folders) > len({*folders}):
+        raise ValueError(
+            f"loop: got checkpoints= and best= in one folder, {folders[0]!r}, expected two: each keeps the newest ones "
+            "there, and would remove the other's."
+        )
     if isinstance(every, datetime.timedelta):
         if every <= datetime.timedelta(0):
             raise ValueError(f"loop: got save_every={every}, expected a time of more than 0.")

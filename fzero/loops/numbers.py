@@ -15,7 +15,9 @@ STEP, SECONDS = "step", "seconds"  # of a row: how many were taken, and what one
 
 
 def numbers_of(values: object, what: str) -> dict[str, float]:
-    """Numbers by their names; one for each member of an ensemble as `loss.0`, `loss.1`, ...; "aux" is left out.
+    """Numbers by their names; those of an ensemble as `loss.0`, `loss.1`, ..., of a mapping as `leaf_norms.params.w`.
+
+    "aux" is left out.
 
     Raises:
         TypeError: a name that is no str, or a value that is no number.
@@ -27,8 +29,12 @@ def numbers_of(values: object, what: str) -> dict[str, float]:
     for name, value in here({name: value for name, value in values.items() if name != "aux"}).items():
         if not isinstance(name, str):
             raise TypeError(f"loop: got the name {name!r} in {what}, expected a str.")
-        own = _floats(value, f"{what}[{name!r}]")
-        names = [name] if len(own) == 1 else [f"{name}.{i}" for i in range(len(own))]
+        if isinstance(value, Mapping):
+            found = {f"{name}.{inner}": x for inner, x in numbers_of(value, f"{what}[{name!r}]").items()}
+            names, own = [*found], [*found.values()]
+        else:
+            own = _floats(value, f"{what}[{name!r}]")
+            names = [name] if len(own) == 1 else [f"{name}.{i}" for i in range(len(own))]
         if taken := [each for each in names if each in out or each in (STEP, SECONDS)]:
             raise ValueError(
                 f"loop: got {what}[{name!r}] for the column {taken[0]!r} of the log, which has another value there; "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from fzero.loops.numbers import STEP
 
@@ -51,9 +52,14 @@ class Table:
         if os.path.exists(self.path) and not os.path.isfile(self.path):  # a device may be read for ever
             raise ValueError(f"loop: got log={path!r}, a device or a pipe, expected the path of a file.")
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        columns, rows = self._found()
-        with self._named("so that the log does not begin"):
-            self._begin(*((columns, rows) if after is not None else ([], [])))
+        self._file = self._claimed(self.path) if os.path.exists(self.path) else None
+        try:
+            columns, rows = self._found()
+            with self._named("so that the log does not begin"):
+                self._begin(*((columns, rows) if after is not None else ([], [])))
+        except BaseException:
+            self.close()
+            raise
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -77,39 +83,69 @@ class Table:
             )
         return columns, rows
 
+    def _claimed(self, path: str) -> IO[str]:
+        """A file that is opened for more, which no other loop writes to meanwhile.
+
+        Raises:
+            BlockingIOError: another one does.
+        """
+        while True:
+            file = open(path, "a", newline="", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise BlockingIOError(
+                    f"loop: got log={self.path!r}, which another loop writes to, in this process or in another. Give "
+                    "each its own; one that is not to go on ends by close()."
+                ) from None
+            except OSError:  # a filesystem without locks
+                return file
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+            file.close()  # it was replaced meanwhile
+
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """The file with these rows, to which others are added; the old one stays until it is whole."""
         new = f"{self.path}.new"
+        file, old = self._claimed(new), self._file
         try:
-            with open(new, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, columns, restval="")
-                if columns:
-                    writer.writeheader()
-                writer.writerows(rows)
+            if old is None and os.path.exists(self.path):  # a loop that has begun meanwhile has it
+                old = self._claimed(self.path)
+            file.truncate(0)
+            writer = csv.DictWriter(file, columns, restval="")
+            if columns:
+                writer.writeheader()
+            writer.writerows(rows)
+            file.flush()
             os.replace(new, self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.remove(new)
+            with contextlib.suppress(OSError):  # which would be raised again for what is not yet written
+                _let_go(file)
             raise
-        self._file = open(self.path, "a", newline="", encoding="utf-8")
-        self._writer, self._at = csv.DictWriter(self._file, columns, restval=""), int(rows[-1][STEP]) if rows else -1
+        if old is not None:
+            _let_go(old)
+        self._file, self._writer, self._at = file, writer, int(rows[-1][STEP]) if rows else -1
 
     def add(self, row: Row) -> None:
         with self._named(f"so that the row after step {int(row[STEP])} is missing in the log"):
             self._add(row)
 
     def _add(self, row: Row) -> None:
+        assert self._file is not None
         columns, step = [*self._writer.fieldnames], int(row[STEP])
         new, last = [name for name in row if name not in columns], min(self._until, step - 1)
         if new or last < self._at:
-            self._file.close()
             self._begin(columns + new, [own for own in self._found()[1] if int(own[STEP]) <= last])
         try:
             self._writer.writerow({name: repr(value) for name, value in row.items()})
             self._file.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # which would be raised again for what is not yet written
-                self._file.close()
+            with contextlib.suppress(OSError):  # as above
+                self.close()
             raise
         self._at, self._until = step, sys.maxsize
 
@@ -117,7 +153,16 @@ class Table:
         self._until = min(self._until, done)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            _let_go(self._file)
+
+
+def _let_go(file: IO[str]) -> None:
+    """Closes a file, which others may then have, also where a process that was forked meanwhile has it, too."""
+    if not file.closed:
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 class Board:

@@ -65,7 +65,7 @@ class Untouched:
     def __init__(
         self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor], carries: bool = False
     ) -> None:
-        self.module = module
+        self.module, self._carries = module, carries
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
         self.broken = False  # whether a tensor was written to: the copy is then made anew
@@ -110,7 +110,7 @@ class Untouched:
         try:
             yield
         except RuntimeError as error:
-            _refuse_in_place(error, self.module)
+            _refuse_in_place(error, self.module, self._carries)
             raise
         finally:
             self.depth -= 1
@@ -119,14 +119,17 @@ class Untouched:
         self.thorough = False
 
     def restore(self) -> list[str]:
-        said = [_changed(constant.label) for constant in self._constants if constant.changed(self.thorough)]
+        said = [
+            _changed(constant.label, self._carries) for constant in self._constants if constant.changed(self.thorough)
+        ]
         self.broken = self.broken or bool(said)
         for registry, module, what, prefix in () if self._snapshot.holds() else self._registries:
             before, now = registry.found, registry.differs(registry.found)
             if now is not None:
                 registry.write(before)
                 names = [name for name in {**before, **now} if not _alike(before.get(name, self), now.get(name, self))]
-                said += [(_changed if name in before else _made)(f"{what} {prefix + name!r}") for name in names]
+                labels = {name: f"{what} {prefix + name!r}" for name in names}
+                said += [_changed(x, self._carries) if n in before else _made(x) for n, x in labels.items()]
                 for name in names:  # which an attribute would hide
                     vars(module).pop(name, None)
         return said
@@ -144,7 +147,12 @@ def _refuse_changes(said: list[str]) -> None:
         raise ValueError(said[0])
 
 
-def _changed(what: str) -> str:
+def _changed(what: str, carries: bool) -> str:
+    if carries:
+        return (
+            f"The module changed {what} in its forward; what a module consists of is a constant of the function, but "
+            "for the buffers that it has in fz.functional. Make it one of these (register_buffer, with a tensor)."
+        )
     return (
         f"The module changed {what} in its forward (batch norm in training mode changes its buffers); buffers "
         "and what a module consists of are constants of the function. Say apply, params, buffers = "
@@ -160,7 +168,7 @@ def _made(what: str) -> str:
     )
 
 
-def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
+def _refuse_in_place(error: RuntimeError, module: nn.Module, carries: bool) -> None:
     """Names the submodule that a functorch level did not let write to its buffer."""
     if not texts.says(error, texts.WRITES_CAPTURED):
         return
@@ -176,4 +184,5 @@ def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
     names = [repr(dots + name) for name, x in held.items() if x is not None]
     if names:
-        _refuse_changes([_changed(("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names))])
+        what = ("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)
+        _refuse_changes([_changed(what, carries)])

@@ -49,6 +49,26 @@ def test_a_change_is_refused_by_name_and_undone(what: str, said: str) -> None:
     assert module.seen == 0 and module.calls == 0
 
 
+def test_with_buffers_it_is_said_what_a_buffer_is() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.held = nn.Parameter(torch.ones(1)), torch.zeros(1)
+            self.register_buffer("later", None)
+
+        def forward(self, x: torch.Tensor, params: str) -> torch.Tensor:
+            if params == "held":
+                self.held.add_(1)
+            else:
+                self.later = torch.zeros(1)
+            return x * self.weight
+
+    apply, params, buffers = fz.functional(Held(), buffers=True)
+    for name in ("held", "later"):
+        with pytest.raises(ValueError, match=rf"{name}.* in its forward; .* Make it one of these \(register_buffer"):
+            apply(params, buffers, torch.ones(1), params=name)  # a name that a forward may have, too
+
+
 def test_attributes_are_the_copys_own_and_count() -> None:
     module = Changes("nothing")
     apply, params = fz.functional(module)
