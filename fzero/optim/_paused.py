@@ -52,20 +52,20 @@ class Running:
 
 def run_all(groups: Iterable[Steps[T]], ahead: int) -> list[T]:
     """What updates of some groups return, `ahead` of which are on their way there, and back, while one is computed."""
-    running, results = Running(ahead), list[T]()
+    running, results = Running(ahead), dict[int, T]()
 
-    def noted(group: Steps[T]) -> Paused:
-        results.append((yield from group))
+    def noted(place: int, group: Steps[T]) -> Paused:
+        results[place] = yield from group
 
     try:
-        for group in groups:
-            running.begin(noted(group))
+        for place, group in enumerate(groups):
+            running.begin(noted(place, group))
         running.finish()
     except BaseException:
         with contextlib.suppress(RuntimeError, OSError):  # what came first says more
             finish_all(running.waits)  # they would meet later messages
         raise
-    return results
+    return [results[place] for place in sorted(results)]
 
 
 def in_turn(groups: Iterable[Steps[T]]) -> Steps[list[T]]:

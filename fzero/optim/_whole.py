@@ -337,12 +337,10 @@ def _all_well(axis: Axis, parts: Sequence[_Part], numbers: Numbers) -> list[Numb
     """Every rank's numbers, or an error on every rank: nothing else is exchanged then."""
     errors, over, doing = [error for part in parts for error in part.errors], axis.tensor, "the update by fz.whole"
     failed = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""
-    if over is not None and over.size > 1:  # whose ranks have the same leaves
-        heard = over.exchange(failed, doing)
-        failed = failed or next(filter(None, heard), "")
-    said = json.dumps((failed, numbers))
-    every = [json.loads(text) for text in (axis.exchange(said, doing) if axis.size > 1 else [said])]
-    failed = failed or next(filter(None, [text for text, _ in every]), "")
+    beside = over.exchange(failed, doing) if over is not None and over.size > 1 else []  # who have the same leaves
+    said = json.dumps((next(filter(None, (failed, *beside)), ""), numbers))
+    heard = [json.loads(text) for text in (axis.exchange(said, doing) if axis.size > 1 else [said])]
+    failed = next(filter(None, (text for text, _ in heard)), "")
     try:
         if errors:
             raise errors[0]
@@ -351,7 +349,7 @@ def _all_well(axis: Axis, parts: Sequence[_Part], numbers: Numbers) -> list[Numb
     finally:
         for own in (errors, *[part.errors for part in parts]):
             own.clear()  # or they and the frames that they went through would hold each other
-    return [own for _, own in every]
+    return [own for _, own in heard]
 
 
 def _seed_of(params: Sharded) -> tuple[int, ...]:

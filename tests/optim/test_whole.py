@@ -186,6 +186,25 @@ def test_beside_others_in_a_partition(how: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "members",
+    [(fz.clip_by_value(0.5), fz.whole(MOVED)), (fz.whole(MOVED), fz.sgd(0.5)), (fz.clip_by_value(0.5), fz.adafactor())],
+)
+def test_behind_and_before_others_in_a_chain(members: Any) -> None:
+    def on(how: Any, rank: int) -> Any:
+        step = SHARDS[how](fz.train_step(loss, fz.chain(*members))) if how else fz.train_step(loss, fz.chain(*members))
+        state = step.init(drawn(SHAPES, 2))
+        for i in range(3):
+            state, _ = step(state, torch.full((2,), i + 1.0, dtype=F64))
+        return fz.gather(state.params), [x for x in optree.tree_leaves(state.moments) if isinstance(x, (int, float))]
+
+    want, counts = on("", 0)
+    for how in ("zero3", "fused", "fused, donated"):
+        for params, others in run_ranks(functools.partial(on, how), 2):
+            assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
+            assert others == counts
+
+
 def test_saved_loaded_and_converted_on_other_ranks(tmp_path: Any) -> None:
     def made() -> Any:
         return fz.shard_zero3(fz.train_step(loss, fz.whole(MOVED)))
@@ -522,8 +541,11 @@ def test_members_that_skip_an_update_keep_all_of_their_state() -> None:
 def test_a_plan_of_it() -> None:
     for optimizer in (fz.whole(MOVED), fz.adafactor(), fz.muon(0.1)):
         params = [{"0": torch.ones(64, 8), "1": torch.ones(8, 8)}]
-        plan = fz.plan(fz.shard_zero3(fz.train_step(loss, optimizer)), params, world_size=4)
+        step = fz.shard_zero3(fz.train_step(loss, optimizer))
+        plan = fz.plan(step, params, world_size=4)
         assert "whole" in str(plan) or "muon" in str(plan)
+        one, both = (fz.plan(fz.fuse_update(step), params * units, world_size=4) for units in (1, 2))
+        assert one.grads == both.grads == plan.grads  # of a unit alone
 
 
 def test_moments_in_8_bits_are_refused() -> None:
