@@ -64,7 +64,7 @@ WAITS = [
     Wait("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
     Wait("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
     Wait("update/update.py", "        finish_all([*ends, self._finish, ", "        finish_all([*ends, ", tests=HELD),
-    Wait("update/update.py", "                self._finish()\n                if", "                if", tests=(*BESIDE, *AWAY)),
+    Wait("update/update.py", "self._finish()\n                if", "if", tests=(*BESIDE, *AWAY)),
     Wait("update/update.py", "            self._catch_up()\n            with", "            with", tests=BESIDE),
     Wait("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
     Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
