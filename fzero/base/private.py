@@ -394,8 +394,6 @@ def inductor(graph: object, inputs: object) -> object:
     """
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"fallback_random": True}
-    if torch.__version__ < "2.13":
-        patches["reorder_for_locality"] = False
+    patches = {"fallback_random": True} | ({"reorder_for_locality": False} if torch.__version__ < "2.13" else {})
     with without_donation():
         return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ class Source:
             return
         self.text.append(f"      narrow({array}, &{name}_[start / {part.every}], N / {part.every});")
 
-    def measure(self, arrays: Mapping[str, Any]) -> list[str]:
+    def measure(self, arrays: Mapping[str, torch.Tensor]) -> list[str]:
         """Adds up the squares of the loop's values, which are kept in arrays too.
 
         Returns:

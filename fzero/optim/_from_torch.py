@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import wrong
+from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
+from fzero.base.random import Seeds, seeded
 from fzero.optim._whole import whole
 from fzero.optim.base import known, rate, zeros_of
 from fzero.state.sharded import Sharded
@@ -19,7 +20,13 @@ from fzero.table.layout import Key
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
+_RATE, _TRIES = 1e-2, 10  # the learning rate and the steps of a try
+_NOTHING = object()
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
+
+
+class _KeptElsewhere(ValueError):
+    """An optimizer that is made anew for a step would lose what it needs."""
 
 
 class TorchState(NamedTuple):
@@ -35,19 +42,20 @@ def from_torch(
 ) -> GradientTransformation:
     """An optimizer of torch.optim, or one in its shape, as a pure transformation: `torch.optim.NAdam`, by its class.
 
-    One that treats elements alone updates slices as they lie. Any other is given whole leaves (`fz.whole`), as is found
-    out by a try on a few numbers. It has torch's bits in float32 and float64; states in other dtypes are decoded for
-    it. Its state is saved, sharded and placed as that of any other; its names are torch's.
+    Those of torch that treat elements alone update slices as they lie. Any other, and every one that is not torch's
+    own, is given whole leaves (`fz.whole`). It has torch's bits in float32 and float64; states in other dtypes are
+    decoded for it. Its state is saved, sharded and placed as that of any other; its names are torch's.
 
     Args:
-        optimizer: the class. It works by `step()` without a closure, and keeps all that it needs in `state[param]`.
+        optimizer: the class. It works by `step()` without a closure, treats each leaf by itself, and keeps all that it
+            needs in `state[param]` from its first step on. A few steps are tried at once.
         lr: learning rate, or a schedule of the number of applied updates.
         options: its other arguments, for all leaves alike; `fz.partition` has others for some.
 
     Raises:
         TypeError: no such class, options that it does not take; or torch.func goes through an update: what is written
             in place has no derivative.
-        ValueError: it cannot update a tensor by itself.
+        ValueError: it cannot update a tensor by itself, or keeps something elsewhere: also by the step that finds it.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))
@@ -60,7 +68,8 @@ def from_torch(
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(options.items()))
     with private.below_transforms():
-        kept = own.tried()
+        own.tried()
+        kept = own.of_elements() if _is_torchs(optimizer) else None
     if kept is None:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
     own = dataclasses.replace(own, names=kept[0], others=kept[1])
@@ -97,24 +106,75 @@ class _Torch:
             optimizer = self.kind([param], lr=now, **dict(self.options))  # type: ignore[call-arg]
             if state is not None:
                 optimizer.state[param] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in state.items()}
+            before = _held(optimizer)
             optimizer.step()
-        return param.detach(), dict(optimizer.state[param])
+            after, kept = _held(optimizer), dict(optimizer.state[param])
+        lost = [name for name, x in after.items() if not _is_same(before.get(name, _NOTHING), x)]
+        lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
+        if lost:
+            raise _KeptElsewhere(
+                f"from_torch: got {self._said()}, which changes {lost[0]} in a step, and is made anew for each; "
+                "expected one that keeps all in state[param]."
+            )
+        if state is not None and kept.keys() != state.keys():
+            raise _KeptElsewhere(
+                f"from_torch: got {self._said()}, whose state[param] has {sorted(kept)} after a step and had "
+                f"{sorted(state)} before; expected the same from its first step on."
+            )
+        return param.detach(), kept
 
-    def tried(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
-        """What it keeps of each element and otherwise; None where it does not treat elements alone.
+    def _said(self) -> str:
+        own = f"torch.optim.{self.kind.__name__}"
+        name = own if _is_torchs(self.kind) else f"{self.kind.__module__}.{self.kind.__qualname__}"
+        return f"{name} with {dict(self.options)}" if self.options else name
+
+    def tried(self) -> None:
+        """Holds it, made anew for each step of each leaf, to how its users have it: made once for all of them.
 
         Raises:
-            TypeError, ValueError: it cannot be made, or cannot step by itself.
+            TypeError, ValueError: it cannot be made, cannot step, or differs.
         """
         made = torch.Generator(device="cpu").manual_seed(0)
-        p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
+        drawn = torch.randn(2, _TRIES + 1, 4, 6, generator=made, dtype=torch.float64, device="cpu")
+        sizes = torch.tensor([1.0, 1e4, 1e-4], device="cpu").repeat(_TRIES)[:_TRIES].view(-1, 1, 1)
+        leaves, grads = drawn[:, 0], drawn[:, 1:] * sizes
         try:
-            together, state = self._through(p, grads)
+            anew, _ = self._through(leaves[0], [*grads[0]])
+            once = self._once(leaves[:1], grads[:1])
+            both = self._once(leaves, grads) if torch.equal(once, self._once(leaves[:1], grads[:1], seed=1)) else once
+        except _KeptElsewhere:
+            raise
         except Exception as error:
             raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                f"from_torch: got torch.optim.{self.kind.__name__} with {dict(self.options)}, which could not update a "
-                f"matrix by step() ({error}); expected one that needs no closure, and options that it takes."
+                f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
+                "that needs no closure, and options that it takes."
             ) from error
+        for found, what in (
+            (once, "which differs where it is made anew for each step"),
+            (both, "of which a leaf's update differs beside another leaf"),
+        ):
+            if not torch.allclose(anew, found[0], rtol=1e-10, atol=1e-12, equal_nan=True):
+                raise ValueError(
+                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, by what it "
+                    "keeps in state[param]."
+                )
+
+    def _once(self, leaves: torch.Tensor, grads: torch.Tensor, seed: int = 0) -> torch.Tensor:
+        """What an optimizer that is made once makes of some leaves, [leaves, ...], in some steps."""
+        with seeded(Seeds(seed).next()), torch.enable_grad():
+            params = [leaf.clone().requires_grad_() for leaf in leaves]
+            optimizer = self.kind(params, lr=_RATE, **dict(self.options))  # type: ignore[call-arg]
+            for each in grads.unbind(1):
+                for param, g in zip(params, each, strict=True):
+                    param.grad = g.clone()
+                optimizer.step()
+        return torch.stack([param.detach() for param in params])
+
+    def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
+        """What it keeps of each element and otherwise; None where it does not treat elements alone."""
+        made = torch.Generator(device="cpu").manual_seed(0)
+        p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
+        together, state = self._through(p, grads)
         try:
             apart = torch.stack([self._through(own, [g[i] for g in grads])[0] for i, own in enumerate(p)])
         except (TypeError, ValueError, RuntimeError):  # as it takes matrices only
@@ -127,8 +187,9 @@ class _Torch:
 
     def _through(self, p: torch.Tensor, grads: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, object]]:
         state: dict[str, object] | None = None
-        for g in grads:
-            p, state = self.step(1e-2, p, g, state)
+        with seeded(Seeds(0).next()):
+            for g in grads:
+                p, state = self.step(_RATE, p, g, state)
         return p, state or {}
 
     # ---- whole leaves
@@ -189,6 +250,26 @@ class _Torch:
         if isinstance(grads, Sharded):
             return grads.with_buffers(dict(zip(keys, leaves, strict=True)))
         return pytree.unflatten(pytree.flatten(grads)[1], leaves)
+
+
+def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:
+    return kind.__module__.startswith("torch.")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What an optimizer holds besides its state, by where."""
+    groups = {f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items() if k != "params"}
+    own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items() if k not in ("state", "param_groups")}
+    return {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in {**groups, **own}.items()}
+
+
+def _is_same(x: object, y: object) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+    try:
+        return x is y or bool(x == y)
+    except (TypeError, ValueError, RuntimeError):  # of objects that do not compare
+        return False
 
 
 def _is_number(x: object) -> bool:

@@ -122,9 +122,9 @@ def test_a_schedule() -> None:
 
 
 def test_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"torch.optim.LBFGS with .* could not update a matrix by step\(\).*no closure"):
+    with pytest.raises(TypeError, match=r"torch.optim.LBFGS, which could not update a matrix by step\(\).*no closure"):
         fz.from_torch(torch.optim.LBFGS, 0.1)
-    with pytest.raises(ValueError, match=r"torch.optim.SparseAdam with .* could not update"):
+    with pytest.raises(ValueError, match=r"torch.optim.SparseAdam, which could not update"):
         fz.from_torch(torch.optim.SparseAdam, 0.1)
     with pytest.raises(
         TypeError, match=r"torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"
@@ -143,3 +143,139 @@ def test_refused_by_name() -> None:
         with pytest.raises(RankError, match="writes in place and has no derivative"):
             own = functools.partial(trained, name=name, wrap=fz.shard_zero3)
             run_ranks(lambda rank: torch.func.grad(own)(params()), 2)
+
+
+# ---- optimizers of others
+
+
+class Own(torch.optim.Optimizer):
+    """One in torch's shape, whose update of a leaf is a function of the optimizer, the param, and its state."""
+
+    def __init__(self, params: Any, lr: float = 0.01, k: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * self.direction(group, p, self.state[p]))
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        raise NotImplementedError
+
+
+class ByRows(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + p.grad
+        return state["m"] / (state["m"].norm(dim=-1, keepdim=True) + 1e-8) if p.ndim else state["m"]
+
+
+class ByDims(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad * len(p.shape)
+
+
+class Clips(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            torch.nn.utils.clip_grad_norm_([p], 2.0)
+        return super().step(closure)
+
+
+class Noisy(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad * torch.rand_like(p)
+
+
+class Counts(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        group["k"] += 1
+        return p.grad / group["k"]
+
+
+class CountsItself(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        self.seen = getattr(self, "seen", 0) + 1
+        return p.grad / self.seen
+
+
+class KeepsForAll(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        shared: Any = self.state
+        shared["all"]["seen"] = shared["all"].get("seen", 0) + 1
+        return p.grad
+
+
+class Remembers(Own):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.last: dict[Any, Any] = {}
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        self.last[p] = p.grad + self.last.get(p, 0)
+        return self.last[p]
+
+
+class Late(Own):
+    step_of_more = 3
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        state["k"] = state.get("k", 0) + 1
+        if state["k"] == self.step_of_more:
+            state["slow"] = p.clone()
+        return p.grad
+
+
+class Later(Late):
+    step_of_more = 12  # behind those that are tried
+
+
+class Joint(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad / torch.stack([each.grad.norm() for each in group["params"]]).norm()
+
+
+@pytest.mark.parametrize("kind", [ByRows, ByDims, Clips], ids=lambda kind: kind.__name__)
+def test_those_of_others_have_whole_leaves(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", (kind, {}))
+    want = by_torch("own")
+    assert_trees_close(on_rank("own", lambda step: step, 0), want, rtol=1e-12, atol=1e-14)
+    for got in run_ranks(functools.partial(on_rank, "own", fz.shard_zero3), 3):
+        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_those_that_draw_are_the_same_on_any_ranks() -> None:
+    step = lambda: fz.train_step(loss, fz.from_torch(Noisy, 0.01))
+    run = lambda wrap: fz.gather((own := wrap(step()))(own.init(params()), data()[0])[0].params)
+    one, *others = [run_ranks(lambda rank: run(fz.shard_zero3), world)[0] for world in (1, 2, 3)]
+    for got in others:
+        assert_trees_close(got, one, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Counts, r"changes param_groups\[0\]\['k'\] in a step"),
+        (CountsItself, "changes its attribute 'seen' in a step"),
+        (KeepsForAll, r"changes optimizer.state\[str\] in a step"),
+        (Remembers, "differs where it is made anew for each step"),
+        (Late, r"has \['k', 'slow'\] after a step and had \['k'\] before"),
+        (Joint, "a leaf's update differs beside another leaf"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_kept_elsewhere_is_refused(kind: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"got .*{kind.__name__}.*{said}"):
+        fz.from_torch(kind, 0.01)
+
+
+def test_what_is_kept_late_is_refused_on_all_ranks() -> None:
+    def on(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(loss, fz.from_torch(Later, 0.01)))
+        state = step.init(params())
+        for _ in range(11):
+            state, _ = step(state, data()[0])
+        with pytest.raises((ValueError, RuntimeError), match=r"has \['k', 'slow'\] after a step and had \['k'\]"):
+            step(state, data()[0])
+
+    run_ranks(on, 2)
