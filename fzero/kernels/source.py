@@ -112,7 +112,7 @@ class Source:
             return
         self.text.append(f"      narrow({array}, &{name}_[start / {part.every}], N / {part.every});")
 
-    def measure(self, arrays: Mapping[str, torch.Tensor]) -> list[str]:
+    def measure(self, arrays: Mapping[str, object]) -> list[str]:
         """Adds up the squares of the loop's values, which are kept in arrays too.
 
         Returns:
@@ -120,7 +120,8 @@ class Source:
         """
         self.measured = len(arrays)
         for i, value in enumerate(arrays.values()):
-            self.loop.lines.append(f"found[{i}] = times_plus({value.name}, {value.name}, found[{i}]);")
+            name = self.loop.operand(value, "f")
+            self.loop.lines.append(f"found[{i}] = times_plus({name}, {name}, found[{i}]);")
         self.text.append("      F found[SUMS] = {};")
         rest = " ".join(f"own[{i}] += each({array}, end - begin);" for i, array in enumerate(arrays))
         exact = " ".join(f"exactly({array}, both + {i});" for i, array in enumerate(arrays))

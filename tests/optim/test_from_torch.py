@@ -257,7 +257,7 @@ def test_those_that_draw_are_the_same_on_any_ranks() -> None:
     [
         (Counts, r"changes param_groups\[0\]\['k'\] in a step"),
         (CountsItself, "changes its attribute 'seen' in a step"),
-        (KeepsForAll, r"changes optimizer.state\[str\] in a step"),
+        (KeepsForAll, r"changes optimizer.state\['all'\] in a step"),
         (Remembers, "differs where it is made anew for each step"),
         (Late, r"has \['k', 'slow'\] after a step and had \['k'\] before"),
         (Joint, "a leaf's update differs beside another leaf"),
