@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fzero.base import intercept, private, pytree
+from fzero.base import intercept, private, pytree, random
 
 Function = Callable[..., object]
 Drawing = tuple[torch.Generator, torch.Tensor]  # a generator, and its state
@@ -102,17 +101,24 @@ def drawing_of(
     return generator, generator.get_state()
 
 
-@contextlib.contextmanager
-def redrawn(drawing: Drawing | None) -> Iterator[None]:
-    """Inside, a generator draws again what it drew; then it goes on as before."""
+def redrawn(
+    function: Function, drawing: Drawing | None, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    """Calls an operator that draws again what it drew. Generators are left as they are, and others' threads alone."""
     if drawing is None:
-        yield
-        return
+        return function(*args, **kwargs)
     generator, state = drawing
+    if any(x is generator for x in (*args, *kwargs.values())):
+        own = torch.Generator(generator.device).set_state(state)
+        args = [own if x is generator else x for x in args]
+        return function(*args, **{name: own if x is generator else x for name, x in kwargs.items()})
+    if not intercept.acts_for_main():  # whose default generator that is
+        with random.seeded(0, {generator.device: state}):
+            return function(*args, **kwargs)
     before = generator.get_state()
     generator.set_state(state)
     try:
-        yield
+        return function(*args, **kwargs)
     finally:
         generator.set_state(before)
 

@@ -61,12 +61,24 @@ class View(NamedTuple):
     def value(self) -> Value:
         return self.buffer, self.writes
 
-    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """This view of another storage that is laid out alike."""
-        out = torch.empty(0, dtype=self.dtype, device=self.device)
-        out.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """This view of all the memory of another tensor, with which it counts writes.
+
+        Raises:
+            RuntimeError: where that memory is too small.
+        """
+        if base.dtype == self.dtype and not (base.is_conj() or base.is_neg() or base.is_inference()):
+            out = base.as_strided(self.shape, self.stride, self.offset)
+        else:
+            out = flat(base.untyped_storage(), self).as_strided(self.shape, self.stride, self.offset)
+            out = private.counted(out, base)
         out = out.conj() if self.conj else out
         return torch._neg_view(out) if self.neg else out  # type: ignore[attr-defined]
+
+    def is_as(self, x: torch.Tensor) -> bool:
+        """Tells whether a tensor lies in its memory as this one does."""
+        mine = self.shape, self.stride, self.offset, self.dtype, self.device
+        return mine == (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
 
 
 class Operation(NamedTuple):
@@ -80,6 +92,24 @@ class Operation(NamedTuple):
     results: tuple[View | None, ...]  # those that it returns in memory of its own
     drawing: Drawing | None = None  # what it drew from, and that one's state before
     records: bool = False  # whether plain autograd was on, which some operators look at
+    default_dtype: torch.dtype = torch.float32  # which that was, as it is what many make
+
+    def again(self, tensor: Callable[[View], torch.Tensor]) -> object:
+        """Runs it once more, in what it ran in, and returns its results.
+
+        Args:
+            tensor: makes the operands of the views that stand for them.
+        """
+        args, kwargs = map_views(self.args, tensor), map_views(self.kwargs, tensor)
+        before = torch.get_default_dtype()
+        if before != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        try:
+            with torch.set_grad_enabled(self.records):
+                return redrawn(self.function, self.drawing, args, kwargs)
+        finally:
+            if before != self.default_dtype:
+                torch.set_default_dtype(before)
 
 
 @dataclass
@@ -96,41 +126,52 @@ class Part:
     given: dict[Value, torch.Tensor]
     last: dict[int, list[Buffer]] = field(default_factory=dict)
 
-    def run(self, wanted: Sequence[View], storages: Mapping[Value, torch.UntypedStorage]) -> list[torch.Tensor]:
-        """Runs them; returns the views.
+    def run(self, wanted: Sequence[View], given: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
+        """Runs them; returns the views, of which those of one memory count writes together.
 
         Args:
-            storages: of the values that are given.
+            given: tensors in the memory of the values that are given, which stay as they are.
+
+        Raises:
+            RuntimeError: where an operation makes something else than it has made.
         """
-        held: dict[Buffer, torch.UntypedStorage] = {}
+        held: dict[Buffer, torch.Tensor] = {}
         writes_to: set[Buffer] = set()
 
         def tensor(view: View) -> torch.Tensor:
-            given = None if view.buffer in writes_to else storages.get(view.value)
-            storage = held.get(view.buffer) if given is None else given
-            if storage is None:  # of which no more than the shape is read
+            base = None if view.buffer in writes_to else given.get(view.value)
+            base = held.get(view.buffer) if base is None else base
+            if base is None:  # of which no more than the shape is read
                 return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
-            return view.of(storage)
+            return view.of(base)
 
         with private.below_transforms(), torch.no_grad(), private.without_autocast():
             for number, operation in enumerate(self.operations):
                 writes_to = {buffer for buffer, _ in operation.makes}
                 for buffer, writes in operation.makes:
-                    given = storages.get((buffer, writes - 1))
-                    if given is not None:  # which stays as it is
-                        held[buffer] = given.clone()
-                args, kwargs = map_views(operation.args, tensor), map_views(operation.kwargs, tensor)
-                with redrawn(operation.drawing), torch.set_grad_enabled(operation.records):
-                    out = operation.function(*args, **kwargs)  # type: ignore[misc]
-                for view, x in zip(operation.results, tensors_in(out), strict=True):
+                    before = given.get((buffer, writes - 1))
+                    if before is not None:
+                        held[buffer] = flat(before.untyped_storage().clone(), before)
+                out = tensors_in(operation.again(tensor))
+                for view, x in zip(operation.results, out, strict=True):
                     if view is not None:
-                        assert (x.shape, x.stride(), x.storage_offset()) == (view.shape, view.stride, view.offset)
-                        held[view.buffer] = x.untyped_storage()
-                del args, kwargs, out
+                        if not view.is_as(x):
+                            raise RuntimeError(_another(operation, view, x))
+                        held[view.buffer] = x
+                del out
                 for buffer in self.last.get(number, ()):
                     held.pop(buffer, None)
             writes_to = set()
             return [tensor(view) for view in wanted]
+
+
+def _another(operation: Operation, view: View, x: torch.Tensor) -> str:
+    return (
+        f"{operation.function} made {view.dtype} of shape {tuple(view.shape)} and strides {view.stride}, and makes "
+        f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} as it runs again: what it depends on beside its "
+        "operands is another one now. Pull back in what the unit ran in, or recompute it as a whole: fz.remat without "
+        "names."
+    )
 
 
 class Program(TorchDispatchMode):
@@ -156,30 +197,31 @@ class Program(TorchDispatchMode):
         draws = kind.drawing(args, named)
         drawing = drawing_of(kind, operands, args, named) if draws else None
         written = kind.written(args, named)
-        if not kind.known or (draws and drawing is None) or not all(map(is_plain, operands)):
+        known = kind.known and not (draws and drawing is None) and all(map(is_plain, operands))
+        changed = operands if kind.writes_unsaid else written
+        self.keep_before(changed)
+        if not known:
             out = func(*args, **named)
-            self.unseen((*(operands if kind.writes_unsaid else written), *tensors_in(out)))
+            self.unseen((*changed, *tensors_in(out)))
             return out
-        for x in written:
-            self._keep_before(x)
         over = {id(x) for x in written} if kind.overwrites else ()
         views = {id(x): self.view(x, read=not (kind.shapes_only or id(x) in over)) for x in operands}
-        records = torch.is_grad_enabled()
+        settings = torch.is_grad_enabled(), torch.get_default_dtype()
         out = func(*args, **named)
+        if not all(map(is_plain, tensors_in(out))):
+            self.unseen((*written, *tensors_in(out)))
+            return out
         makes, results = self._made(kind, [views[id(x)].buffer for x in written], tensors_in(out), views)
         if makes:  # otherwise it is a view, or a look at a value
             reads = () if kind.shapes_only else dict.fromkeys(view.value for view in views.values())
             template = map_views((args, named), lambda x: views[id(x)])
-            self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing, records))
+            self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing, *settings))
         return out
 
     def _made(
         self, kind: Kind, written: Sequence[Buffer], results: Sequence[torch.Tensor], views: Mapping[int, View]
     ) -> tuple[Sequence[Value], tuple[View | None, ...]]:
         """The values that an operation has made, and its results in memory of their own."""
-        if not all(map(is_plain, results)):
-            self.unseen([x for x in results if is_plain(x)])
-            return (), ()
         known = {view.buffer for view in views.values()}
         fresh = [self._fresh(x, kind.blank) for x in results]
         own = tuple([None if view.buffer in known else view for view in fresh])
@@ -200,12 +242,6 @@ class Program(TorchDispatchMode):
         buffer = self._buffers.get(_address(x))
         return buffer if buffer is not None and buffer.storage() is not None else None
 
-    def _keep_before(self, x: torch.Tensor) -> None:
-        """Copies what cannot be made again and is about to be written over."""
-        buffer = self.view(x, read=False).buffer
-        if (buffer, buffer.writes) in self.given and not buffer.blank:
-            self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
-
     # ---- what is known
 
     def view(self, x: torch.Tensor, read: bool = True) -> View:
@@ -213,10 +249,17 @@ class Program(TorchDispatchMode):
         buffer = self._known(x)
         if buffer is None:
             buffer = self._buffers[_address(x)] = Buffer(weakref.ref(x.untyped_storage()))
-            self.given[buffer, 0] = x if x.grad_fn is None else x.detach()
+            self.given[buffer, 0] = x.detach() if x.requires_grad else x
         elif buffer.blank and read:  # somebody has written to it unseen
             self.unseen((x,))
         return _view_of(x, buffer)
+
+    def keep_before(self, written: Iterable[torch.Tensor]) -> None:
+        """Copies what cannot be made again and is about to be written over."""
+        for x in filter(is_plain, written):
+            buffer = self.view(x, read=False).buffer
+            if (buffer, buffer.writes) in self.given and not buffer.blank:
+                self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
 
     def unseen(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes tensors as they are, of which no operation says how they came to be so."""
@@ -280,7 +323,7 @@ class Program(TorchDispatchMode):
         return part
 
 
-def flat(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def flat(storage: torch.UntypedStorage, like: torch.Tensor | View) -> torch.Tensor:
     """All of a storage, as a tensor [elements] of the dtype of another one."""
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage)  # type: ignore[call-overload]
 
@@ -335,6 +378,7 @@ def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
         if program is None:
             return call(*args, **kwargs)
         with program.paused():
+            program.keep_before(written)
             out = call(*args, **kwargs)
         program.unseen(written)
         return out

@@ -178,12 +178,17 @@ def _unpacked(packed: _Stays | Kept) -> torch.Tensor:
     return packed.tensor
 
 
-def refuse_writes(version: int, expected: int, shape: torch.Size) -> None:
-    """Refuses to pull back through what was written to since, in torch's words."""
+def refuse_writes(version: int, expected: int, shape: torch.Size, what: str = "the activations of a unit") -> None:
+    """Refuses to pull back through what was written to since, in torch's words.
+
+    Args:
+        what: what it belongs to.
+    """
     if version != expected:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
-            f"{tuple(shape)}, it is at version {version}; expected version {expected} instead."
+            f"{tuple(shape)}, it is at version {version}; expected version {expected} instead. It is one that {what} "
+            "are, or are computed from. Change a copy: x = x.clone(), or use the operation that is not in place."
         )
 
 

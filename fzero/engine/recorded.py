@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import hooks, private
+from fzero.base.ambient import ambient, within
 from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
 from fzero.capture.again import Again, Facts
@@ -55,6 +56,13 @@ class Saved:
         self.view, self.version, self.written = view, private.version(tensor), private.version(tensor)
 
 
+class _Unplain(NamedTuple):
+    """What the graph saved and no operation of a program makes, as a sparse tensor: it stays."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Recorded(Activations):
     """What the graph of a unit saved, as operations of its run that begin with its inputs and what has a name.
 
@@ -66,13 +74,13 @@ class Recorded(Activations):
 
     def __init__(self, names: Names, memory: Memory, what: str) -> None:
         self._names, self._memory, self._what = names, memory, what
-        self._program = Program()
+        self._program, self._ambient = Program(), ambient()
         self._saved: list[weakref.ref[Saved]] = []  # which live as long as what saved them
         self._part = Part([], {})
         self._versions: dict[Value, int] = {}
         self._kept: dict[Value, Kept] = {}
         self._given: dict[Value, int] = {}  # a value -> the place of the unit's input that it is
-        self._made: dict[Saved, torch.Tensor] = {}
+        self._made: dict[Saved, tuple[torch.Tensor, int]] = {}  # each with its version
         self._inputs: Sequence[torch.Tensor] = ()
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
@@ -94,18 +102,18 @@ class Recorded(Activations):
     def _is_made_again(self) -> bool:
         saved = self._alive()
         part = self._program.part(self._wanted(saved), {value: x for value, (_, x) in self._named().items()})
-        storages = {value: x.untyped_storage() for value, x in part.given.items()}
         try:
-            made = part.run(self._wanted(saved), storages)
+            with within(self._ambient):
+                made = part.run(self._wanted(saved), part.given)
         except Exception:  # an operator that is not as its schema says
             return False
         return all(each.tensor is None or _alike(x, each.tensor) for x, each in zip(made, saved, strict=True))
 
-    def _pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Saved | _Unplain:
         own = tensor.detach()  # or an output that its own operation saves would keep itself alive
         view = self._program.known_view(own)
         if view is None:
-            return own
+            return _Unplain(own, private.version(own))
         saved = Saved(own, view)
         self._saved.append(weakref.ref(saved))
         return saved
@@ -179,30 +187,35 @@ class Recorded(Activations):
         super().leave()
         self._made, self._inputs = {}, ()
 
-    def _unpacked(self, packed: Saved | torch.Tensor) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if packed.tensor is not None:  # by a derivative inside of the unit
-            refuse_writes(private.version(packed.tensor), packed.version, packed.view.shape)
+    def _unpacked(self, packed: Saved | _Unplain) -> torch.Tensor:
+        if isinstance(packed, _Unplain):
+            refuse_writes(private.version(packed.tensor), packed.version, packed.tensor.shape, self._what)
             return packed.tensor
-        refuse_writes(packed.written, packed.version, packed.view.shape)
+        if packed.tensor is not None:  # by a derivative inside of the unit
+            refuse_writes(private.version(packed.tensor), packed.version, packed.view.shape, self._what)
+            return packed.tensor
+        refuse_writes(packed.written, packed.version, packed.view.shape, self._what)
         if packed not in self._made:
             saved = self._alive()
-            self._made = dict(zip(saved, self._computed(saved), strict=True))
-        return self._made.pop(packed)
+            made = self._computed(saved)
+            self._made = {each: (x, private.version(x)) for each, x in zip(saved, made, strict=True)}
+        made, version = self._made.pop(packed)
+        # by a backward that came before
+        refuse_writes(private.version(made), version, packed.view.shape, self._what)
+        return made
 
     def _computed(self, saved: Sequence[Saved]) -> list[torch.Tensor]:
         for value, tensor in self._part.given.items():
-            refuse_writes(private.version(tensor), self._versions[value], tensor.shape)
-        storages = {value: tensor.untyped_storage() for value, tensor in self._part.given.items()}
-        storages |= {value: _storage(self._inputs[place]) for value, place in self._given.items()}
-        storages |= {value: _storage(kept.value()) for value, kept in self._kept.items()}
-        return self._part.run(self._wanted(saved), storages)
+            refuse_writes(private.version(tensor), self._versions[value], tensor.shape, self._what)
+        given = {value: _at_its_start(self._inputs[place]) for value, place in self._given.items()}
+        given |= {value: _at_its_start(kept.value()) for value, kept in self._kept.items()}
+        with within(self._ambient):
+            return self._part.run(self._wanted(saved), self._part.given | given)
 
 
-def _storage(x: torch.Tensor) -> torch.UntypedStorage:
-    """Memory that begins with a tensor's."""
-    return (x.clone() if x.storage_offset() else x).untyped_storage()
+def _at_its_start(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's values, with which its memory begins."""
+    return x.detach() if x.storage_offset() == 0 else private.counted(x.detach().clone(), x)
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:

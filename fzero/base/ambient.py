@@ -1,0 +1,93 @@
+"""Settings of torch's that operators look at beside their operands: what is recomputed runs in those it ran in.
+
+They are the process's, most of them, so they are set only where they differ, and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.utils.deterministic
+
+_C = torch._C
+_LEAST = 5e-324  # which a thread that flushes denormal numbers takes for zero
+_PRECISIONS = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
+
+
+def _precision() -> object:
+    """What float32 products are rounded to: one word, or one for each backend's operators where they were set so."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return tuple([_C._get_fp32_precision_getter(*each) for each in _PRECISIONS])  # type: ignore[attr-defined]
+
+
+def _set_precision(value: object) -> None:
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+    elif isinstance(value, tuple):
+        for each, word in zip(_PRECISIONS, value, strict=True):
+            _C._set_fp32_precision_setter(*each, word)  # type: ignore[attr-defined]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    _C._set_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _fills() -> bool:
+    return bool(torch.utils.deterministic.fill_uninitialized_memory)
+
+
+def _set_fills(value: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = value
+
+
+def _reduced(name: str) -> tuple[Callable[[], object], Callable[..., object]]:
+    """Whether sums of products in half precision may be rounded on their way."""
+    get, set_ = getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
+    return get, lambda value: set_(*value) if isinstance(value, tuple) else set_(value)
+
+
+_SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
+    (torch.get_num_threads, torch.set_num_threads),  # which sums are cut by
+    (lambda: _LEAST * 1.0 == 0.0, torch.set_flush_denormal),
+    (_deterministic, _set_deterministic),
+    (_fills, _set_fills),
+    (_precision, _set_precision),
+    *[
+        (getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}"))
+        for name in (
+            *("mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+            "cudnn_allow_tf32",
+        )
+    ],
+    *[_reduced(f"cublas_allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")],
+]
+
+
+def ambient() -> list[object]:
+    """The settings, as they are here and now; `within` takes them."""
+    return [read() for read, _ in _SETTINGS]
+
+
+@contextlib.contextmanager
+def within(settings: Sequence[object]) -> Iterator[None]:
+    """Inside, the settings are those that `ambient` has noted."""
+    found = ambient()
+    if found == settings:
+        yield
+        return
+    changed = [i for i, value in enumerate(found) if value != settings[i]]
+    try:
+        for i in changed:
+            _SETTINGS[i][1](settings[i])
+        yield
+    finally:
+        for i in reversed(changed):
+            _SETTINGS[i][1](found[i])

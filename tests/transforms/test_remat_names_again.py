@@ -1,0 +1,265 @@
+"""What names leave to be computed again is what it was, whatever has changed between a unit's run and its pullback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero.testing import assert_trees_equal
+
+F64 = torch.float64
+Params = dict[str, torch.Tensor]
+Body = Callable[..., torch.Tensor]
+KEEP = [{"save": ("a",)}, {"offload": ("a",)}]
+
+
+def params() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {"blocks": [{"w": torch.randn(4, 4, generator=generator, dtype=F64) / 2} for _ in range(2)]}
+
+
+def made(body: Body, transform: Callable[[fz.Step], fz.Step]) -> tuple[fz.Step, fz.TrainState]:
+    unit = fz.unit(body)
+
+    def loss(p: Any, x: torch.Tensor, *others: object) -> torch.Tensor:
+        for block in p["blocks"]:
+            x = unit(block, x, *others)
+        return x.square().mean()
+
+    step = transform(fz.train_step(loss, fz.sgd(1e-2)))
+    return step, step.init(params())
+
+
+def keeping(keep: dict[str, tuple[str, ...]]) -> Callable[[fz.Step], fz.Step]:
+    return lambda step: fz.remat(step, "blocks.*", **keep)
+
+
+def pulled(body: Body, transform: Callable[[fz.Step], fz.Step], around: Any = contextlib.nullcontext) -> list[object]:
+    """Gradients of two pullbacks, each within `around`."""
+    (step, state), found = made(body, transform), []
+    for number in range(2):
+        x = torch.linspace(-1, 1 + number, 12, dtype=F64).view(3, 4)
+        loss, pullback = step.vjp(state, x)
+        with around():
+            found.append([loss, fz.gather(pullback(torch.ones_like(loss))[0])])
+    return found
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_another_default_dtype_around_the_pullback(keep: Any) -> None:
+    """Tensors of no dtype, whole numbers that are divided, and draws."""
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand(3, 4).to(F64) + torch.arange(4.0).to(F64) / 3 + (torch.arange(4) / 7).to(F64)
+        return torch.sin(fz.name(x @ p["w"], "a") * mask)
+
+    def around() -> Any:
+        return default_dtype(F64)
+
+    assert_trees_equal(pulled(body, lambda step: step), pulled(body, keeping(keep), around))
+
+
+def test_another_default_dtype_in_a_later_run() -> None:
+    def body(p: Params, x: torch.Tensor, wide: bool) -> torch.Tensor:
+        with default_dtype(F64 if wide else torch.float32):
+            scale = torch.arange(4.0) / 3
+        return torch.sin(fz.name(x @ p["w"], "a") * scale.to(F64))
+
+    found = []
+    for transform in (lambda step: step, keeping(KEEP[0])):
+        step, state = made(body, transform)
+        for wide in (False, True, True):
+            state, metrics = step(state, torch.ones(3, 4, dtype=F64), wide)
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
+
+
+def test_other_settings_around_the_pullback() -> None:
+    """What is computed again finds those of the run; then they are as they were."""
+    seen: list[bool] = []
+
+    class Looks(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+            if func is torch.ops.aten.tanh.default:
+                seen.append(torch.are_deterministic_algorithms_enabled())
+            return func(*args, **(kwargs or {}))
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(fz.name(x @ p["w"], "a")).sin()
+
+    step, state = made(body, keeping(KEEP[0]))
+    loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Looks():
+            pullback(torch.ones_like(loss))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, False]
+
+
+LIBRARY = torch.library.Library("fzero_names", "DEF")
+LIBRARY.define("doubled_(Tensor(a!) x) -> ()")
+LIBRARY.impl("doubled_", lambda x: [x.mul_(2), None][1], "CompositeExplicitAutograd")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: torch.ops.fzero_names.doubled_(x),
+        lambda x: x.add_(torch.eye(4, dtype=F64)[0].to_sparse()),
+        lambda x: x.uniform_(1, 2, generator=torch.Generator().manual_seed(0)),
+        lambda x: x.mul_(2),
+    ],
+    ids=["an operator of others", "a sparse operand", "a draw", "in place"],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_writes_to_memory_that_no_operation_made(write: Callable[[torch.Tensor], object], later: bool) -> None:
+    """First of all in a run that is not looked at any more."""
+
+    def body(p: Params, x: torch.Tensor, writes: bool) -> torch.Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64)
+        out = torch.tanh(scale) * fz.name(x @ p["w"], "a")
+        if writes:
+            write(scale)
+        return torch.sin(out + scale)
+
+    found = []
+    for transform in (lambda step: step, keeping(KEEP[0])):
+        step, state = made(body, transform)
+        for writes in (not later, True, True):
+            state, metrics = step(state, torch.ones(3, 4, dtype=F64), writes)
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
+
+
+class Reusing(torch.autograd.Function):
+    """Its backward computes in the memory of what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x.mul_(2).mul_(cotangent)
+
+
+@pytest.mark.parametrize("size", [4, 400])  # that stays, and that is worth its way
+@pytest.mark.parametrize("keep", [*KEEP, {"save": ("b",)}])
+def test_a_backward_that_writes_to_what_it_saved(keep: Any, size: int) -> None:
+    """Is right once; then the same or torch's error."""
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        hidden = fz.name(x @ p["w"], "a")
+        return fz.name(Reusing.apply(hidden), "b") * 1.0  # type: ignore[operator]
+
+    found = []
+    for transform in (lambda step: step, keeping(keep)):
+        step, state = made(body, transform)
+        loss, pullback = step.vjp(state, torch.linspace(-1, 1, 4 * size, dtype=F64).view(size, 4))
+        found.append(fz.gather(pullback(torch.ones_like(loss), retain_graph=True)[0]))
+        with contextlib.suppress(RuntimeError):
+            again = fz.gather(pullback(torch.ones_like(loss))[0])
+            assert_trees_equal(again, found[-1])
+    assert_trees_equal(*found)
+
+
+def test_a_backward_that_writes_to_what_another_one_saved() -> None:
+    """Which comes first, and torch refuses it."""
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        fz.name(x * 1, "a")
+        hidden = x @ p["w"]
+        early = hidden.sin()
+        return Reusing.apply(hidden) + early  # type: ignore[operator]
+
+    for transform in (lambda step: step, keeping(KEEP[0])):
+        step, state = made(body, transform)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(state, torch.ones(3, 4, dtype=F64))
+
+
+def test_what_is_written_to_before_the_pullback_is_said_of_which_unit() -> None:
+    scale = torch.ones(4, dtype=F64)
+    step, state = made(lambda p, x: torch.sin(fz.name(x @ p["w"], "a") * scale.sin()), keeping(KEEP[0]))
+    loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match=r"of unit 'blocks\.1' are, or are computed from\. Change a copy"):
+        pullback(torch.ones_like(loss))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_draws_are_made_again_on_another_thread_and_disturb_nobody(own: bool) -> None:
+    """Neither the default generator, which the main thread draws from meanwhile, nor one of the user's own."""
+    generator = torch.Generator().manual_seed(1) if own else torch.default_generator
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        out = fz.name(x @ p["w"], "a")
+        for _ in range(6):
+            noise = torch.rand(3, 4, generator=generator, dtype=F64) if own else torch.ones((), dtype=F64)
+            out = F.dropout(out.sin(), 0.3) * noise
+        return out
+
+    step, state = made(body, keeping(KEEP[0]))
+    x, before, looked = torch.ones(3, 4, dtype=F64), generator.get_state(), []
+    expected = None
+    for on_a_thread in (False, True):
+        generator.set_state(before)
+        loss, pullback = step.vjp(state, x)
+        entered = generator.get_state()
+
+        def pull(pullback: Any = pullback, loss: torch.Tensor = loss) -> None:
+            looked.append(fz.gather(pullback(torch.ones_like(loss))[0]))
+
+        if not on_a_thread:
+            pull()
+            expected = looked.pop()
+        else:
+            with _still(generator):
+                thread = threading.Thread(target=pull)
+                thread.start()
+                thread.join()
+        assert torch.equal(generator.get_state(), entered)
+    assert_trees_equal(looked[0], expected)
+
+
+@contextlib.contextmanager
+def _still(generator: torch.Generator) -> Iterator[None]:
+    """Inside, no other thread sets a generator's state."""
+    state = generator.get_state()
+    stop, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            if not torch.equal(generator.get_state(), state):
+                wrong.append(1)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
