@@ -41,11 +41,11 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 def _fills() -> bool:
-    return bool(torch.utils.deterministic.fill_uninitialized_memory)
+    return bool(getattr(torch.utils.deterministic, "fill_uninitialized_memory"))  # noqa: B009 - a property
 
 
 def _set_fills(value: bool) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = value
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", value)  # noqa: B010
 
 
 def _reduced(name: str) -> tuple[Callable[[], object], Callable[..., object]]:

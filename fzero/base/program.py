@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import private
+from fzero.base import as_written, private
 from fzero.base.context import during, variable
 from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn
 from fzero.base.pytree import tensors_in
@@ -174,8 +174,10 @@ def _another(operation: Operation, view: View, x: torch.Tensor) -> str:
     )
 
 
-class Program(TorchDispatchMode):
+class Program(dispatch.TorchDispatchMode):
     """Notes each operation that runs inside."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,8 +368,16 @@ def name(x: torch.Tensor, name: str) -> None:
 @contextlib.contextmanager
 def noting(program: Program) -> Iterator[None]:
     """Inside, a program notes what runs on this thread."""
-    with during(_current, program), program:
-        yield
+    # `with program` would count in all threads at once: what comes and goes on several of them may leave torch under
+    # the impression that one is on for ever, and it compiles nothing then
+    as_written.begin(program)
+    with during(_current, program):
+        dispatch._push_mode(program)
+        try:
+            yield
+        finally:
+            dispatch._pop_mode()
+            as_written.end(program)
 
 
 def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:

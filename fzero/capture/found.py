@@ -38,6 +38,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", 
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
 _ENTRIES = (list, set, collections.deque)
 _UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 _MISSING = object()
 
 
@@ -120,7 +121,7 @@ class Found:
 
     def search(self, value: object, argument: bool) -> None:
         kind, number = type(value), id(value)
-        if number in self.ids:
+        if number in self.ids or (_is_torchs(kind.__module__, _COMPILERS) and not isinstance(value, nn.Module)):
             return
         if isinstance(value, torch.Tensor):  # the most frequent
             self.ids.add(number)
@@ -213,6 +214,8 @@ class Found:
             self._content(container)
         if not isinstance(fn, types.FunctionType):
             return
+        if _is_torchs(fn.__globals__.get("__name__")):  # what those name is torch's own, as a stance of its compiler
+            return
         names = names_of(fn.__code__)
         variables = sorted((names.reads | names.assigns) - vars(builtins).keys())
         self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in variables})
@@ -287,6 +290,11 @@ class Found:
 
 def _is_bound(value: object) -> bool:
     return isinstance(value, BOUND) and not isinstance(value.__self__, (types.ModuleType, type(None)))
+
+
+@functools.lru_cache(4096)
+def _is_torchs(name: str | None, packages: tuple[str, ...] = ("torch",)) -> bool:
+    return name is not None and any(name == each or name.startswith(f"{each}.") for each in packages)
 
 
 @functools.lru_cache(4096)

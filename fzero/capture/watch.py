@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import as_written, private, pytree
 from fzero.base.context import during, variable
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted, place_of
@@ -67,29 +64,6 @@ _STATISTICS = {
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class _Uncompiled:
-    """While a watch is on, what is compiled runs as it is written: Dynamo takes wrong steps under such modes."""
-
-    def __init__(self) -> None:
-        self._lock, self._watches, self._stance = threading.RLock(), set[int](), contextlib.ExitStack()
-
-    def enter(self, watch: Watch) -> None:
-        with self._lock:
-            if not self._watches and "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-            self._watches.add(id(watch))
-        weakref.finalize(watch, self.leave, id(watch))  # an interrupt takes modes off without their end
-
-    def leave(self, number: int) -> None:
-        with self._lock:
-            self._watches.discard(number)
-            if not self._watches:
-                self._stance.close()
-
-
-_uncompiled = _Uncompiled()
-
-
 class Watch(torch.overrides.TorchFunctionMode):
     """Looks at every operation of a unit or, if that is None, of the function around the units.
 
@@ -109,12 +83,12 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.statistics: set[int] = set()
 
     def __enter__(self) -> Watch:
-        _uncompiled.enter(self)
+        as_written.begin(self)  # Dynamo takes wrong steps under such modes
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _uncompiled.leave(id(self))
+        as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():

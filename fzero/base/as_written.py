@@ -1,0 +1,68 @@
+"""What torch.compile has compiled runs as it is written, on threads that ask for it: the private parts of torch for it.
+
+Dynamo's stance is the process's. What stands in its place meanwhile answers each thread by itself, and where no thread
+asks any more it is the stance that it was put over: whoever puts it back later, as the end of a
+`with torch.compiler.set_stance(...)` on another thread does, puts back that one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+
+_lock = threading.RLock()  # a collection inside may end another watch
+_threads: dict[int, int] = {}  # id of what asks -> its thread
+
+
+class _Stance:
+    """Stands for one of Dynamo's."""
+
+    def __init__(self, over: object) -> None:
+        self.over = over
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.over, name)
+
+    @property
+    def stance(self) -> object:
+        asks = threading.get_ident() in _threads.values()
+        return "force_eager" if asks else getattr(self.over, "stance")  # noqa: B009 - of a class of torch's own
+
+
+def begin(owner: object) -> None:
+    """From now on nothing compiled runs on this thread, until `end` or as long as the owner lives.
+
+    Raises:
+        RuntimeError: torch.compile compiles what calls this.
+    """
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+        return
+    from torch._dynamo import eval_frame
+
+    with _lock:
+        if not isinstance(eval_frame._stance, _Stance):
+            try:
+                eval_frame._set_stance(_Stance(eval_frame._stance))  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "A step runs for the first time inside of a function that torch.compile compiles, where fzero "
+                    "cannot look at what it computes. Call the step outside of that function, keep it out by "
+                    "torch.compiler.disable, or compile the step's units: fz.compile(step)."
+                ) from error
+        _threads[id(owner)] = threading.get_ident()
+    weakref.finalize(owner, _end, id(owner))  # an interrupt takes modes off without their end
+
+
+def end(owner: object) -> None:
+    _end(id(owner))
+
+
+def _end(number: int) -> None:
+    """From any thread, and any number of times."""
+    with _lock:
+        if _threads.pop(number, None) is None or _threads:
+            return
+        eval_frame = sys.modules["torch._dynamo.eval_frame"]
+        if isinstance(eval_frame._stance, _Stance):
+            setattr(eval_frame, "_stance", eval_frame._stance.over)  # noqa: B010 - also where something is compiled
