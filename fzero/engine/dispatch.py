@@ -95,7 +95,9 @@ def _call(
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number, moving = schedule.called(tuple(call.primals)), call.moving
-    call.knows(traversal, schedule.facts(number, moving))
+    # of another function, or one that is recomputed otherwise, other things were looked at
+    place = number, moving, remat, names, _code_of(call.fn)
+    call.knows(traversal, schedule.facts(place))
     showed: Facts | None = None
     while True:
         if showed is not None:
@@ -107,8 +109,15 @@ def _call(
             break
         except Again as again:
             showed = again.showed
-    schedule.record.facts[number, moving] = call.known
+    schedule.record.facts[place] = call.known
     return result
+
+
+def _code_of(fn: Callable[..., object]) -> object:
+    """What functions have in common that are made anew in each run."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
 
 
 def _full_rows(traversal: Traversal, call: Call) -> list[Row]:

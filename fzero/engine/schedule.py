@@ -28,12 +28,12 @@ class Record:
     """The calls of a function's last run, in order, and what is known of them.
 
     Attributes:
-        facts: by a call's number and the places among its tensors of those that are differentiated.
+        facts: by a call's number, the places among its tensors of those that are differentiated, and how it runs.
     """
 
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
-        self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
+        self.facts: dict[tuple[object, ...], Facts] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
         self.may_be: dict[object, bool] = {}  # that of those that were called -> whether it names what is refused
@@ -123,9 +123,9 @@ class Schedule:
         """Tells whether this run has called so far what the last one called."""
         return self.ran_before and self._on_track
 
-    def facts(self, number: int, moving: tuple[int, ...]) -> Facts | None:
+    def facts(self, place: tuple[object, ...]) -> Facts | None:
         """The facts of the latest call; None if nothing is known."""
-        return self.record.facts.get((number, moving)) if self.on_track else None
+        return self.record.facts.get(place) if self.on_track else None
 
     def is_last(self) -> bool:
         """Tells whether the call that runs is probably the last of the forward, and may keep its buffers."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero.testing import assert_trees_equal
@@ -95,7 +96,7 @@ def test_other_settings_around_the_pullback() -> None:
     """What is computed again finds those of the run; then they are as they were."""
     seen: list[bool] = []
 
-    class Looks(torch.utils._python_dispatch.TorchDispatchMode):
+    class Looks(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
             if func is torch.ops.aten.tanh.default:
                 seen.append(torch.are_deterministic_algorithms_enabled())
@@ -263,3 +264,58 @@ def _still(generator: torch.Generator) -> Iterator[None]:
         stop.set()
         thread.join()
     assert not wrong
+
+
+def _opens(p: Params, x: torch.Tensor) -> torch.Tensor:
+    """Writes to memory unseen, so that its operations do not say what it computes."""
+    hidden, scale = fz.name(x @ p["w"], "a"), torch.ones(4, dtype=F64) * 2
+    read = scale.sin()
+    scale.numpy()[:] = 3.0
+    return (hidden * read).sin() * scale
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda step: step,
+        lambda step: fz.remat(step, "blocks.*"),
+        lambda step: fz.remat(step, "blocks.*", ("a", "b")),
+    ],
+    ids=["plain", "whole", "other names"],
+)
+def test_a_function_that_ran_in_another_step_before_is_looked_at(before: Callable[[fz.Step], fz.Step]) -> None:
+    unit = fz.unit(_opens)
+    base = fz.train_step(lambda p, x: unit(p["blocks"][1], unit(p["blocks"][0], x)).square().mean(), fz.sgd(1e-2))
+    state, x, found = base.init(params()), torch.ones(3, 4, dtype=F64), []
+    for step in (base, before(base), keeping(KEEP[0])(base)):
+        loss, pullback = step.vjp(state, x)
+        with contextlib.suppress(ValueError):  # a name that nobody gives
+            found.append(fz.gather(pullback(torch.ones_like(loss))[0]))
+    assert_trees_equal(*found)
+
+
+def test_another_unit_in_the_place_of_one_is_looked_at() -> None:
+    units = fz.unit(lambda p, x: fz.name(x @ p["w"], "a").sin()), fz.unit(_opens)
+
+    def loss(p: Any, x: torch.Tensor, which: int) -> torch.Tensor:
+        for block in p["blocks"]:
+            x = units[which](block, x)
+        return x.square().mean()
+
+    found = []
+    for transform in (lambda step: step, keeping(KEEP[0])):
+        step = transform(fz.train_step(loss, fz.sgd(1e-2)))
+        state = step.init(params())
+        for which in (0, 1, 1):
+            state, metrics = step(state, torch.ones(3, 4, dtype=F64), which)
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
+
+
+def test_higher_order_operators() -> None:
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        hidden = fz.name(x @ p["w"], "a")
+        scale = torch.cond(hidden.detach().sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (hidden.detach(),))
+        return (hidden * scale).sin()
+
+    assert_trees_equal(pulled(body, lambda step: fz.remat(step, "blocks.*")), pulled(body, keeping(KEEP[0])))
