@@ -184,6 +184,7 @@ class Program(dispatch.TorchDispatchMode):
         self.operations: list[Operation] = []
         self.given: dict[Value, torch.Tensor] = {}
         self.names: dict[str, list[tuple[View, torch.Tensor]]] = {}
+        self.sends = False  # whether there were messages
         self._buffers: dict[int, Buffer] = {}
         self._paused = 0
 
@@ -368,8 +369,7 @@ def name(x: torch.Tensor, name: str) -> None:
 @contextlib.contextmanager
 def noting(program: Program) -> Iterator[None]:
     """Inside, a program notes what runs on this thread."""
-    # `with program` would count in all threads at once: what comes and goes on several of them may leave torch under
-    # the impression that one is on for ever, and it compiles nothing then
+    # `with program` notes for all threads at once that one is on, which several may leave so: then nothing is compiled
     as_written.begin(program)
     with during(_current, program):
         dispatch._push_mode(program)
@@ -387,6 +387,7 @@ def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
         program = _current.get()
         if program is None:
             return call(*args, **kwargs)
+        program.sends = True
         with program.paused():
             program.keep_before(written)
             out = call(*args, **kwargs)

@@ -28,6 +28,7 @@ class Facts(NamedTuple):
     watched: bool = False
     # its operations do not say all that it does, as it opens memory to others: it is recomputed as a whole
     whole: bool = False
+    kept: bool = False  # neither do they, and it sends messages, which other ranks do not repeat: all is kept
     joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
 
     def joined(self, showed: Facts) -> Facts:
@@ -35,7 +36,7 @@ class Facts(NamedTuple):
         return Facts(
             *(self.mutated | showed.mutated, (*self.more, *showed.more), self.read | showed.read),
             *(self.returned | showed.returned, self.draws or showed.draws, self.watched or showed.watched),
-            *(self.whole or showed.whole, self.joint),
+            *(self.whole or showed.whole, self.kept or showed.kept, self.joint),
         )
 
 

@@ -263,7 +263,8 @@ class UnitOp(Op):
         putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         recorded = None
         if self._names != NO_NAMES and wanted:
-            self._saved = recorded = Recorded(self._names, self._memory, f"the activations of {self.name}")
+            what, kept = f"the activations of {self.name}", self.call.facts.kept
+            self._saved = recorded = Recorded(self._names, self._memory, what, kept)
             putting_away = recorded.hooks()
         elif self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
             self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
@@ -286,6 +287,7 @@ class UnitOp(Op):
             refuse_writes(self.unit, self.call.reach.constants, watch.statistics)
         if recorded is not None:
             recorded.shown(self.unit, inputs)
+            self.call.facts = self.call.facts._replace(kept=recorded.keeps_all)
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
             traversal.named.append(recorded.settle([(place, tensors[place]) for place in stand_ins], fulls))
         elif self._gives_names:

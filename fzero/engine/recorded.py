@@ -70,9 +70,11 @@ class Recorded(Activations):
         names: what is kept, and which of it in the host's memory.
         memory: where all of it is kept, and the inputs too.
         what: words for errors.
+        keeps_all: whether all is kept that the graph saved, whatever has a name.
     """
 
-    def __init__(self, names: Names, memory: Memory, what: str) -> None:
+    def __init__(self, names: Names, memory: Memory, what: str, keeps_all: bool = False) -> None:
+        self.keeps_all = keeps_all
         self._names, self._memory, self._what = names, memory, what
         self._program, self._ambient = Program(), ambient()
         self._saved: list[weakref.ref[Saved]] = []  # which live as long as what saved them
@@ -92,12 +94,16 @@ class Recorded(Activations):
 
         Args:
             first: whether nothing is known of this call: then its operations run again at once, as somebody may write
-                to memory unseen (numpy, an extension, a thread). If that shows, the unit is recomputed as a whole.
+                to memory unseen (numpy, an extension, a thread). If that shows, the unit is recomputed as a whole, or
+                nothing of it is where it sends messages: that it shows on this rank says nothing of others.
         """
         with noting(self._program):
             yield
-        if first and looking.get() is None and not self._is_made_again():
+        if not first or self.keeps_all or looking.get() is not None or self._is_made_again():
+            return
+        if not self._program.sends:
             raise Again(Facts(whole=True))
+        self.keeps_all = True
 
     def _is_made_again(self) -> bool:
         saved = self._alive()
@@ -144,8 +150,9 @@ class Recorded(Activations):
             leaves: the buffers that its params lie in.
         """
         program, saved, named = self._program, self._alive(), self._named()
-        if looking.get() is not None:  # nothing is to run again, whose FLOPs are counted
-            named |= {view.value: ("", x) for view, x in zip(*self._graph(saved), strict=True)}
+        if self.keeps_all or looking.get() is not None:  # nothing is to run again, or its FLOPs are counted
+            kept = zip(*self._graph(saved), strict=True)
+            named |= {view.value: ("", x) for view, x in kept if view.value not in program.given}
         for each in saved:
             assert each.tensor is not None
             each.written, each.tensor = private.version(each.tensor), None
