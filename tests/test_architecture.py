@@ -124,7 +124,13 @@ def test_one_place_for_private_torch() -> None:
     kernels = {"base/flash.py"}
     testing = {"testing/_memory.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
     operators = {"base/operators.py", "base/program.py", "base/flops.py"}  # what they do, and dispatch modes
-    private_files = {"base/private.py", "base/hooks.py", "base/thread_state.py", "base/ambient.py", "base/as_written.py"}
+    private_files = {
+        "base/private.py",
+        "base/hooks.py",
+        "base/thread_state.py",
+        "base/ambient.py",
+        "base/as_written.py",
+    }
     assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels, *operators}
 
 
