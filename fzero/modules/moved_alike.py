@@ -13,18 +13,18 @@ from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 
-_STATISTICS = ("running_mean", "running_var")  # of a batch norm, whose forward is over ranks or refused
+# of a batch norm, whose forward is over ranks or refused
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def others_in(module: nn.Module) -> frozenset[str]:
-    """The buffers of numbers of modules in training that nothing takes over ranks, under all of their names."""
+    """The buffers of modules in training that nothing takes over ranks, under all of their names."""
     return frozenset(
         f"{path}.{name}" if path else name
         for path, own in module.named_modules(remove_duplicate=False)
         for name, x in own._buffers.items()
         if own.training
         and x is not None
-        and pytree.is_real(x)
         and x.layout == torch.strided
         and not (isinstance(own, _BatchNorm) and name in _STATISTICS)
     )
@@ -62,4 +62,6 @@ def _moved(old: torch.Tensor, new: torch.Tensor) -> int:
     if old.is_meta or torch.equal(old, new):
         return 0
     flat = pytree.as_reals(new.detach()).resolve_neg().cpu().contiguous().view(-1)
+    if flat.is_floating_point() and flat.element_size() > 1:  # one zero, and one NaN
+        flat = torch.where(flat.isnan(), torch.full_like(flat, torch.nan), flat + 0.0)
     return 1 + zlib.crc32(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
