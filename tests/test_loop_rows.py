@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.loops import record
+from fzero.loops import record, rows
 from fzero.testing import run_ranks
 
 quiet: Any = functools.partial(fz.loop, progress=False)
@@ -263,7 +263,8 @@ def test_a_log_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- one loop, one file
 
 
-def test_a_second_loop_with_one_log_is_refused(tmp_path: Path) -> None:
+def test_a_second_loop_with_one_log_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "WAIT", 0.1)
     options: Any = {"log": tmp_path / "log.csv", "total": 6, "every": 1}
     more = lambda state, x: (state + 1, {"loss": 1.0} | {f"new {state}": 1.0 for _ in range(state % 2)})
     first = iter(quiet(more, 0, batch, **options))
@@ -276,6 +277,14 @@ def test_a_second_loop_with_one_log_is_refused(tmp_path: Path) -> None:
     assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [str(i) for i in range(1, 7)]
     assert not (tmp_path / "log.csv.new").exists()
     run_through(quiet(counted, 0, batch, **options))
+
+
+def test_what_a_killed_run_leaves_is_waited_for(tmp_path: Path) -> None:
+    first = iter(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=2))
+    next(first)
+    threading.Timer(0.5, lambda: list(first)).start()
+    run_through(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=3))
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")][-1] == "3"
 
 
 def test_a_log_that_was_refused_is_free_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import io
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
@@ -15,6 +16,7 @@ from typing import IO, Protocol
 from fzero.loops.numbers import STEP
 
 Row = Mapping[str, float]
+WAIT = 10.0  # seconds, for workers of a killed run, which hold its log until they see that it is gone
 
 
 class Writer(Protocol):
@@ -89,12 +91,16 @@ class Table:
         Raises:
             BlockingIOError: another one does.
         """
+        until = time.monotonic() + WAIT
         while True:
             file = open(path, "a", newline="", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.close()
+                if time.monotonic() < until:
+                    time.sleep(0.05)
+                    continue
                 raise BlockingIOError(
                     f"loop: got log={self.path!r}, which another loop writes to, in this process or in another. Give "
                     "each its own; one that is not to go on ends by close()."
