@@ -259,7 +259,7 @@ class _Whole:
         return in_turn(self._groups(params, grads, old))
 
     def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[_Part]]) -> WholeState:
-        return WholeState(old.trees, self._told(params, old, [part for parts in parts for part in parts]))
+        return WholeState(old.trees, self._told(params, old, [part for each in parts for part in each]))
 
     # ---- one group
 
