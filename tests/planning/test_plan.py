@@ -62,7 +62,7 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_step_takes_no_more_than_is_planned(optimizer: str, policy: Any) -> None:
     """But for activations and temporaries of one unit: a further copy of anything would be that of 9 units."""
     params = [{"w": torch.ones(256, 256) / 256} for _ in range(9)]
-    spare = 2.6 if build.compiler() else 5.5  # without one an update has some temporaries of a chunk, half a unit
+    spare = 2.6 if build.compiler() else 5.7  # an eager update has ten temporaries of a chunk, half a unit
     unit, x = 256 * 256 * 4, torch.ones(4, 256, dtype=torch.bfloat16 if policy else torch.float32)
     for donates, fused, count in itertools.product((False, True), (None, "twice", "held"), (1, 2, 4)):
         if (fused is not None and OPTIMIZERS[optimizer].fused is None) or (donates and count == 2):
