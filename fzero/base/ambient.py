@@ -91,3 +91,19 @@ def within(settings: Sequence[object]) -> Iterator[None]:
     finally:
         for i in reversed(changed):
             _SETTINGS[i][1](found[i])
+
+
+class default_dtype:
+    """Inside, this is the default dtype. It is the process's, so it is set only where it differs, and put back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        if self._before != self._dtype:
+            torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._dtype:
+            torch.set_default_dtype(self._before)

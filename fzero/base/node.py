@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
+from fzero.base.ambient import default_dtype
 from fzero.base.context import averaged, during
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
@@ -57,19 +58,13 @@ class Op:
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         enabled, dtype = self.autocast
-        before = torch.get_default_dtype()
-        if before != self.default_dtype:  # it is the process's: other threads may have set it meanwhile
-            torch.set_default_dtype(self.default_dtype)
-        try:
-            with seeded(self.seed), during(averaged, self.averaged):
-                if enabled or torch.is_autocast_enabled(self.device):
-                    with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
-                        yield
-                else:
+        # other threads may have set another default dtype meanwhile
+        with default_dtype(self.default_dtype), seeded(self.seed), during(averaged, self.averaged):
+            if enabled or torch.is_autocast_enabled(self.device):
+                with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     yield
-        finally:
-            if before != self.default_dtype:
-                torch.set_default_dtype(before)
+            else:
+                yield
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)

@@ -18,6 +18,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import as_written, private
+from fzero.base.ambient import default_dtype
 from fzero.base.context import during, variable
 from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn
 from fzero.base.pytree import tensors_in
@@ -101,15 +102,8 @@ class Operation(NamedTuple):
             tensor: makes the operands of the views that stand for them.
         """
         args, kwargs = map_views(self.args, tensor), map_views(self.kwargs, tensor)
-        before = torch.get_default_dtype()
-        if before != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        try:
-            with torch.set_grad_enabled(self.records):
-                return redrawn(self.function, self.drawing, args, kwargs)
-        finally:
-            if before != self.default_dtype:
-                torch.set_default_dtype(before)
+        with default_dtype(self.default_dtype), torch.set_grad_enabled(self.records):
+            return redrawn(self.function, self.drawing, args, kwargs)
 
 
 @dataclass

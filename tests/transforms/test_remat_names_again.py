@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import default_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
@@ -51,16 +52,6 @@ def pulled(body: Body, transform: Callable[[fz.Step], fz.Step], around: Any = co
         with around():
             found.append([loss, fz.gather(pullback(torch.ones_like(loss))[0])])
     return found
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("keep", KEEP)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from settings import default_dtype
 
 import fzero as fz
 
@@ -20,16 +19,6 @@ def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def built(rank: int) -> tuple[Any, Any]:
     return fz.train_step(fn, fz.sgd(0.1)), {"w": torch.ones(3, 3, dtype=torch.float32)}
-
-
-@contextlib.contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("on", ["threads", "processes"])
@@ -46,10 +35,10 @@ def test_autocast_around_a_call_is_refused(on: str) -> None:
 @pytest.mark.parametrize("on", ["threads", "processes"])
 def test_the_default_dtype_is_that_of_the_start(on: str) -> None:
     x = torch.ones(3, dtype=torch.float64)
-    with default(torch.float64), fz.remote(makes, 1, on, timeout=20) as own:
+    with default_dtype(torch.float64), fz.remote(makes, 1, on, timeout=20) as own:
         state = own.init()
         assert own.forward(state, x).dtype == torch.float64
-        with default(torch.float32), pytest.raises(ValueError, match="default dtype"):
+        with default_dtype(torch.float32), pytest.raises(ValueError, match="default dtype"):
             own.forward(state, x)
         assert own.forward(state, x).dtype == torch.float64
 
