@@ -116,6 +116,15 @@ def unseen() -> AbstractContextManager[None]:
     return _C._ExcludeDispatchKeyGuard(_ALONE)
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's values without a gradient, whose writes count as the tensor's: `x.detach()` in an operator's kernel.
+
+    There autograd is passed already, and what that makes counts by itself.
+    """
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
 # ---- kernels
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import as_written, private
+from fzero.base import as_written, intercept, private
 from fzero.base.ambient import default_dtype
 from fzero.base.context import during, variable
 from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn
@@ -139,7 +139,9 @@ class Part:
                 return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
             return view.of(base)
 
-        with private.below_transforms(), torch.no_grad(), private.without_autocast():
+        # modes of functions have seen what led to these, and would take them for the caller's own
+        unseen = torch._C.DisableTorchFunction()  # type: ignore[attr-defined]
+        with unseen, private.below_transforms(), torch.no_grad(), private.without_autocast():
             for number, operation in enumerate(self.operations):
                 writes_to = {buffer for buffer, _ in operation.makes}
                 for buffer, writes in operation.makes:
@@ -246,7 +248,7 @@ class Program(dispatch.TorchDispatchMode):
         buffer = self._known(x)
         if buffer is None:
             buffer = self._buffers[_address(x)] = Buffer(weakref.ref(x.untyped_storage()))
-            self.given[buffer, 0] = x.detach() if x.requires_grad else x
+            self.given[buffer, 0] = intercept.detached(x)
         elif buffer.blank and read:  # somebody has written to it unseen
             self.unseen((x,))
         return _view_of(x, buffer)
@@ -267,7 +269,7 @@ class Program(dispatch.TorchDispatchMode):
                     self.view(x)
                     continue
                 buffer.writes, buffer.blank = buffer.writes + 1, False
-                self.given[buffer, buffer.writes] = x.detach()
+                self.given[buffer, buffer.writes] = intercept.detached(x)
 
     def name(self, x: torch.Tensor, name: str) -> None:
         """Gives a value a name."""

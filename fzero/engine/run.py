@@ -15,6 +15,7 @@ from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.pending import Ends, Pending
+from fzero.engine.saves import Saves
 from fzero.engine.traversal import Traversal
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
@@ -80,6 +81,7 @@ class Run(Outcome):
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
+        self._saves: Saves | None = Saves(ends[0].outputs)
         self._note(returned[0], real, others)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
@@ -123,6 +125,8 @@ class Run(Outcome):
         )  # the params or the cotangent, as nothing but the graph does
         found: dict[Key, Buffer] = {}
         traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
+        if not again and not create_graph:
+            self._saves = None  # so that the pullback frees what it has gone through
         if delivery is not None:
             delivery.into = tensors_of(into)
         try:
@@ -150,7 +154,8 @@ class Run(Outcome):
     def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
         self.need_graph()
-        assert self.traversal is not None
+        assert self.traversal is not None and self._saves is not None
+        self._saves.check()
         self._rest = None  # of an earlier pullback, to which this one may not leave the graph
         return self.traversal, self.scaled(cotangent)
 
@@ -190,6 +195,9 @@ class Run(Outcome):
         assert self._ends is not None
         found: dict[Key, Buffer] = {}
         pending = Pending(traversal, self._ends, self._delivery(traversal, found), found, retain_graph)
+        if not retain_graph:
+            assert self._saves is not None
+            self._saves.let_go()
         with self._half(pending):
             wanted = pending.inputs(self._ends, cotangents)
         self._rest = pending
@@ -207,6 +215,9 @@ class Run(Outcome):
             if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
+            if self._saves is not None:
+                self._saves.check()
+                self._saves = self._saves if rest.retain_graph else None
             rest.delivery.into = tensors_of(into)
             with self._half(rest):
                 rest.params()
@@ -233,7 +244,7 @@ class Run(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         if self.traversal is not None and not self._leads_on:
             self.traversal.schedule.forget_calls()
-        self._pull = self._ends = self._rest = self.traversal = self.state = None
+        self._pull = self._ends = self._rest = self._saves = self.traversal = self.state = None
 
     def __del__(self) -> None:
         if (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from settings import default_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
-from fzero.testing import assert_trees_equal
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 F64 = torch.float64
 Params = dict[str, torch.Tensor]
@@ -296,3 +297,49 @@ def test_higher_order_operators() -> None:
         return (hidden * scale).sin()
 
     assert_trees_equal(pulled(body, lambda step: fz.remat(step, "blocks.*")), pulled(body, keeping(KEEP[0])))
+
+
+def refuses_residuals(rank: int, keep: dict[str, tuple[str, ...]], shard: Callable[[fz.Step], fz.Step]) -> None:
+    unit = fz.unit(lambda p, x: torch.tanh(fz.name(x @ p["w"], "a")))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0 @ p["first"]
+        for block in p["blocks"]:
+            h = unit(block, x)
+            x += h
+        return x.square().mean()
+
+    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x @ p["first"]
+        for block in p["blocks"]:
+            x = x + torch.tanh(x @ block["w"])
+        return x.square().mean()
+
+    tree, x = {"first": torch.eye(4, dtype=F64), **params()}, torch.linspace(-1, 1, 12, dtype=F64).view(3, 4)
+    step = keeping(keep)(shard(fz.train_step(loss, fz.sgd(1.0))))
+    state, right = step.init(tree), torch.func.grad(plain)(tree, x)
+    for number in range(3):
+        try:
+            value, pullback = step.vjp(state, x)
+            found = fz.gather(pullback(torch.ones_like(value))[0])
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            assert number == 0, "an operation ran again on what had been written to"
+            assert_trees_close(found, right)
+
+
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("shard", [lambda step: step, fz.shard_zero3], ids=["unsharded", "zero3"])
+def test_writes_to_what_a_unit_computed_with(keep: Any, shard: Any) -> None:
+    """In a residual connection that is added in place, as torch refuses it; at latest once it was looked at."""
+    run_ranks(functools.partial(refuses_residuals, keep=keep, shard=shard), 2)
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_params_as_complex_numbers(keep: Any) -> None:
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        w = torch.view_as_complex(p["w"].view(4, 2, 2))
+        return torch.view_as_real(fz.name(x.to(torch.complex128) @ w, "a") * 2).reshape(3, 4)
+
+    assert_trees_equal(pulled(body, lambda step: step), pulled(body, keeping(keep)))

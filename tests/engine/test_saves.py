@@ -1,0 +1,164 @@
+"""What is written to between a forward and its pullback: the gradients of before, or a refusal wherever plain autograd
+refuses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.testing import run_ranks
+
+F64 = torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+W, X = draw(6, 6), draw(4, 6, seed=1)
+Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# how another tensor meets h[4, 6]: what is saved of it, and what is not
+TERMS: dict[str, tuple[torch.Tensor, Term]] = {
+    "product": (draw(4, 6, seed=2), lambda h, a: h * a),
+    "sum": (draw(4, 6, seed=3), lambda h, a: h + a),
+    "matmul": (draw(6, 6, seed=4), lambda h, a: h @ a),
+    "view": (draw(8, 6, seed=5)[2:6], lambda h, a: (h * a).tanh()),
+    "mask": (draw(4, 6, seed=6) > 0, lambda h, a: torch.where(a, h, 0 * h)),
+    "index": (torch.tensor([1, 3, 5]), lambda h, a: h.index_select(1, a)),
+    "labels": (torch.tensor([1, 3, 5, 0]), torch.nn.functional.cross_entropy),
+    "scalar": (torch.tensor(1.7, dtype=F64), lambda h, a: h * a),
+    "sparse": ((draw(4, 4, seed=7).relu() - 0.3).relu().to_sparse().coalesce(), lambda h, a: torch.sparse.mm(a, h)),
+    "lists": (draw(4, 6, seed=8), lambda h, a: torch.cat([h * a, a]).exp()),
+    "shape": (draw(4, 6, seed=9), lambda h, a: h.view_as(a)),
+}
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "nothing": lambda a: None,
+    "zero_": lambda a: a.zero_(),
+    "to a view": lambda a: a.detach().zero_(),
+    "set_": lambda a: a.set_(torch.zeros_like(a)) if a.layout == torch.strided else a.zero_(),  # type: ignore[arg-type]
+}
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * cotangent
+
+
+def plain(term: Term, w: torch.Tensor, a: torch.Tensor, own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    h = X @ w
+    h = term(Squared.apply(h) if own else h, a)  # type: ignore[arg-type]
+    return h.sum(), h.exp()
+
+
+def by_autograd(term: Term, a: torch.Tensor, own: bool, write: Callable[..., object]) -> torch.Tensor | None:
+    """The gradient; None where autograd refuses."""
+    w = W.clone().requires_grad_()
+    loss, _ = plain(term, w, a, own)
+    write(a)
+    try:
+        return torch.autograd.grad(loss, w)[0]
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return None
+
+
+def of_another(kind: str) -> tuple[torch.Tensor, Term]:
+    a, term = TERMS[kind]
+    if kind == "view":
+        return a._base.clone()[2:6], term  # type: ignore[union-attr]
+    return a.clone(), term
+
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 3: fz.shard_zero3}
+
+
+def follows(
+    rank: int, kind: str, write: str, stage: int, given_as: str, in_unit: bool, own: bool, twice: bool, names: bool
+) -> None:
+    a, term = of_another(kind)
+    expected = by_autograd(term, a.clone() if kind != "view" else of_another(kind)[0], own, WRITES[write])
+    if in_unit:
+        unit = fz.unit(lambda p, x, *b: plain(term, fz.name(p["w"] * 1.0, "w"), *(b or (a,)), own))  # type: ignore[misc]
+        fn, params = lambda p, x, *b: unit(p["blocks"][0], x, *b), {"blocks": [{"w": W}]}
+    else:
+        fn, params = lambda p, x, *b: plain(term, p["w"], *(b or (a,)), own), {"w": W}  # type: ignore[misc]
+    step = SHARDS[stage](fz.train_step(fn, fz.sgd(0.1), has_aux=True))
+    step = fz.remat(step, save=("w",)) if names and in_unit else step
+    state = step.init(params)
+    for _ in range(2):
+        now = of_another(kind)[0] if given_as == "input" else a
+        before = a.clone()
+        inputs = (X, now) if given_as == "input" else (X,)
+        _, pullback, _ = step.vjp(state, *inputs, argnums=())
+        if twice:
+            pullback(torch.ones((), dtype=F64), retain_graph=True)
+        WRITES[write](now)
+        try:
+            grads, _ = pullback(torch.ones((), dtype=F64))
+        except (RuntimeError, ValueError) as error:
+            assert expected is None, error
+            assert "place" in str(error), error
+        else:
+            whole = fz.gather(grads)
+            found = whole["blocks"][0]["w"] if in_unit else whole["w"]
+            right = by_autograd(term, before, own, WRITES["nothing"])
+            torch.testing.assert_close(found, right)
+            assert expected is not None or in_unit  # units keep copies of some inputs, and are right all the same
+        if given_as != "input":  # as it was
+            a, _ = of_another(kind)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_is_refused_where_autograd_refuses(data: st.DataObject) -> None:
+    draws = {
+        "kind": st.sampled_from(sorted(TERMS)),
+        "write": st.sampled_from(sorted(WRITES)),
+        "stage": st.sampled_from(sorted(SHARDS)),
+        "given_as": st.sampled_from(["input", "closed over"]),
+        **dict.fromkeys(("in_unit", "own", "twice", "names"), st.booleans()),
+    }
+    call = {name: data.draw(of, name) for name, of in draws.items()}
+    run_ranks(functools.partial(follows, **call), data.draw(st.sampled_from([1, 2])))
+
+
+@pytest.mark.parametrize("which", ["output", "aux"])
+def test_what_a_forward_gave_out_is_among_it(which: str) -> None:
+    step = fz.train_step(lambda p, x: ((x @ p["w"]).exp(), (x @ p["w"]).tanh()), fz.sgd(0.1), has_aux=True)
+    state = step.init({"w": W})
+    output, pullback, aux = step.vjp(state, X)
+    (output if which == "output" else aux).zero_()
+    if which == "output":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pullback(torch.ones_like(output))
+    else:  # to which nothing is pulled back
+        pullback(torch.ones_like(output))
+
+
+def test_a_second_half_looks_once_more() -> None:
+    kept = draw(4, 6)
+    step = fz.train_step(lambda p, x: ((x @ p["w"]) * kept).sum(), fz.sgd(0.1))
+    state = step.init({"w": W})
+    _, pullback = step.vjp(state, X)
+    pullback(torch.ones((), dtype=F64), retain_graph=True)
+    kept.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(torch.ones((), dtype=F64))
