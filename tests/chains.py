@@ -43,9 +43,9 @@ def my_trace(decay: float) -> fz.GradientTransformation:
 
 
 def my_delay() -> fz.GradientTransformation:
-    """Passes on what came in last time: its old state."""
+    """Passes on what came in last time: its old state, at first ones, but for the gaps between leaves."""
     return fz.GradientTransformation(
-        lambda params: optree.tree_map(torch.ones_like, params), lambda u, state, params: (state, u)
+        lambda params: optree.tree_map(lambda x: x.ne(0).to(x.dtype), params), lambda u, state, params: (state, u)
     )
 
 
@@ -72,6 +72,26 @@ def my_lars(factor: float) -> fz.GradientTransformation:
 OWN = {"scale": my_scale, "trace": my_trace, "delay": my_delay, "momentum": my_momentum, "lars": my_lars}
 
 
+def my_rows(decay: float) -> fz.GradientTransformation:
+    """Divides moments by the norms of rows, of each leaf by itself: on slices it takes fz.whole."""
+
+    def init(params: Any) -> Any:
+        rows = optree.tree_map(lambda x: x.new_zeros((*x.shape[:-1], 1)), params)
+        return 0, optree.tree_map(torch.zeros_like, params), rows
+
+    def update(u: Any, state: Any, params: Any) -> Any:
+        count, moment, rows = state
+        moment = optree.tree_map(lambda m, x: decay * m + x, moment, u)
+        rows = optree.tree_map(lambda r, x: decay * r + x.square().sum(-1, keepdim=True), rows, u)
+
+        def one(m: torch.Tensor, r: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            return 0.1 * m / (r.sqrt() + 0.1 * (count + 1)) + 0.01 * p / (p.norm() + 1)
+
+        return optree.tree_map(one, moment, rows, params), (count + 1, moment, rows)
+
+    return fz.GradientTransformation(init, update)
+
+
 def has(spec: Spec, *kinds: str) -> bool:
     """Whether one of these kinds of member is anywhere in it."""
     kind, *rest = spec
@@ -94,6 +114,8 @@ def build(spec: Spec) -> fz.GradientTransformation:
         "sgd": fz.sgd,
         "adamw": fz.adamw,
         "lion": fz.lion,
+        "rows": lambda decay: fz.whole(my_rows(decay)),
+        "muon": fz.muon,
         **OWN,
     }
     return made[kind](*rest)
@@ -185,6 +207,26 @@ def _lion(lr: float, b1: float, b2: float, decay: float) -> Plain:
     return Plain(lambda params: _each(torch.zeros_like, params), update)
 
 
+def _muon(lr: float, keep: float, decay: float) -> Plain:
+    def orthogonal(x: torch.Tensor) -> torch.Tensor:
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x
+
+    def update(u: Flat, moment: Flat, params: Flat) -> Any:
+        moment = _each(lambda m, x: keep * m + (1 - keep) * x, moment, u)
+
+        def one(m: torch.Tensor, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+            scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+            return -lr * (scale * orthogonal(keep * m + (1 - keep) * x) + decay * p)
+
+        return _each(one, moment, u, params), moment
+
+    return Plain(lambda params: _each(torch.zeros_like, params), update)
+
+
 def _trace(decay: float) -> Plain:
     def update(u: Flat, state: Flat, params: Flat) -> Any:
         state = _each(lambda s, x: decay * s + x, state, u)
@@ -211,6 +253,8 @@ _PLAIN: dict[str, Callable[..., Plain]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "lion": _lion,
+    "rows": lambda decay: Plain(*my_rows(decay)[:2]),
+    "muon": _muon,
 }
 
 
@@ -224,7 +268,7 @@ def specs(draw: st.DrawFn, paths: Sequence[str], depth: int = 3, own: bool = Tru
     Args:
         own: whether users' own members are drawn too.
     """
-    kinds = ["by_value", "by_norm", "by_norm", "sgd", "adamw", "lion"]
+    kinds = ["by_value", "by_norm", "by_norm", "sgd", "adamw", "lion", "rows"]
     kinds += list(OWN) if own else []
     kinds += ["chain"] * 6 if depth else []
     kinds += ["partition"] * 2 if depth and len(paths) > 1 else []
@@ -243,6 +287,7 @@ def specs(draw: st.DrawFn, paths: Sequence[str], depth: int = 3, own: bool = Tru
         "by_norm": (draw(st.sampled_from([0.02, 0.1, 10.0])),),
         "scale": (-0.5,),
         "trace": (0.5,),
+        "rows": (0.8,),
         "momentum": (0.5,),
         "lars": (0.3,),
         "sgd": (0.1, draw(st.sampled_from([None, 0.9])), draw(st.sampled_from([0.0, 0.1]))),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +12,22 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.optim._paused import at_once, call_paused, combined, finished
-from fzero.optim.base import call_fused, call_update, values, write_values
+from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
+from fzero.optim.base import call_update, taken, values, write_values
 from fzero.state.moments import apart
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole
 
 States = tuple[object, ...]
 
 
 def chain(*members: GradientTransformation) -> GradientTransformation:
     """Applies transformations one after the other (optax.chain); the last one is usually the optimizer.
+
+    A member that wants whole leaves (`fz.whole`, `fz.muon`) may stand anywhere: in a fused update
+    (`fz.fuse_update`) the next unit is pulled back while it waits for other ranks.
 
     Example:
         >>> optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3))
@@ -43,16 +47,17 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         own.label,
         own.metrics,
         all(member.by_leaf for member in members),
-        # the norm of the gradients is the first member's: behind it others come in; and `update` combines no parts
-        "all" if any(m.needs for m in members[1:]) or any(m.combine for m in before) else members[0].needs,
+        # the norm of the gradients is the first member's: behind it others come in
+        "all" if any(m.needs for m in members[1:]) or not all(map(_passes, before)) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
-        any(member.exchanges for member in members),
-        own.paused if last.paused else None,
+        sum(member.exchanges for member in members),
+        own.paused if any(member.paused for member in members) else None,
         own.sends if any(member.sends for member in members) else None,
         last.measures and all(member.scales for member in before),
-        own.combine if last.combine else None,
+        own.combine if any(member.combine for member in members) else None,
+        own.paused_update if _pause_in_front(members) else None,
     )
 
 
@@ -71,32 +76,31 @@ class _Chain:
         return tuple(member.init(params) for member in self.members)
 
     def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
-        return _through(self.members, updates, states, params, extra)
+        new = list[object]()
+        for member, state in zip(self.members, states, strict=True):
+            updates, state = call_update(member, updates, state, params, extra)
+            extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
+            new.append(state)
+        return updates, tuple(new)
 
     def fused(self, params: object, grads: object, states: States, **extra: object) -> object:
-        return finished(self._run(at_once, params, grads, states, extra))
+        return fused_of(self, params, grads, states, **extra)
 
     def paused(self, params: object, grads: object, states: States, **extra: object) -> Paused:
-        return self._run(call_paused, params, grads, states, extra)
+        run = _through(self.members[:-1], grads, states, params, extra)
+        del grads  # or those of every group that waits would be kept
+        updates, new = yield from run
+        run = call_paused(self.members[-1], params, apart(updates, params), states[-1], extra)
+        del updates
+        return (*new, (yield from run))
 
-    def _run(
-        self, call: Callable[..., Paused], params: object, grads: object, states: States, extra: dict[str, object]
-    ) -> Paused:
-        before, last = self.members[:-1], self.members[-1]
-        grads, new = _through(before, grads, states, params, extra)
-        if all(member.scales for member in before):  # they keep nothing, and make tensors of their own
-            run = call(last, params, grads, states[-1], extra)
-            del grads  # or those of every group that waits would be kept
-            return (*new, (yield from run))
-        new = apart(new, params, states)
-        run = call(last, params, apart(grads, params), states[-1], extra)
-        del grads
-        state = yield from run
-        # what members pass on may be their old states, so these are written last
-        return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
+    def paused_update(self, updates: object, states: States, params: object, **extra: object) -> PausedUpdate:
+        return _through(self.members, updates, states, params, extra)
 
     def combine(self, params: object, states: States, parts: Sequence[States]) -> States:
-        return (*parts[-1][:-1], combined(self.members[-1], params, states[-1], [part[-1] for part in parts]))
+        own = [m if _passes(m) else m._replace(combine=None) for m in self.members[:-1]]  # whose parts are states
+        each = zip([*own, self.members[-1]], states, zip(*parts, strict=True), strict=True)
+        return tuple(all_combined([functools.partial(combined, m, params, *state) for m, *state in each]))
 
     def sends(self, params: object, states: States) -> Sequence[Mapping[Key, Whole]]:
         pairs = zip(self.members, states, strict=True)
@@ -116,16 +120,61 @@ def _through(
     states: States,
     params: object,
     extra: dict[str, object],
-) -> tuple[object, States]:
-    new = []
-    for member, state in zip(members, states, strict=False):
-        updates, state = call_update(member, updates, state, params, extra)
-        extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
-        new.append(state)
+) -> Steps[tuple[object, States]]:
+    """What some members of a chain make of updates, each pausing in its turn, and their parts of the states."""
+    new = list[object]()
+    for place, (member, state) in enumerate(zip(members, states, strict=False)):
+        run = _passed(f"chain: member {place}", member, updates, state, params, extra)
+        del updates  # or those of every group that waits would be kept
+        updates, part = yield from run
+        extra.pop("grad_norm", None)
+        new.append(part)
     return updates, tuple(new)
 
 
-def _written(place: int, old: object, new: object, params: Any) -> object:
+def _passes(member: GradientTransformation) -> bool:
+    """Tells whether groups may be updated one by one where others come behind it."""
+    return member.combine is None or member.paused_update is not None
+
+
+def _pause_in_front(members: Iterable[GradientTransformation]) -> bool:
+    """Tells whether some pause where others come behind them."""
+    return any(member.paused_update for member in members) and all(map(_passes, members))
+
+
+def _passed(
+    who: str,
+    member: GradientTransformation,
+    updates: object,
+    state: object,
+    params: object,
+    extra: Mapping[str, object],
+) -> PausedUpdate:
+    """`member.paused_update` with those keywords that it takes, or `update`, which does not pause."""
+    if member.paused_update is None:
+        return _passed_at_once(who, member, updates, state, params, extra)
+    own = updates if member.by_leaf else values(updates)
+    return member.paused_update(own, state, params, **taken(member.paused_update, extra))
+
+
+def _passed_at_once(
+    who: str,
+    member: GradientTransformation,
+    updates: object,
+    state: object,
+    params: object,
+    extra: Mapping[str, object],
+) -> PausedUpdate:
+    """`member.update`, and its next state written over the old one."""
+    yield from ()
+    updates, new = call_update(member, updates, state, params, extra)
+    if member.scales:  # it keeps nothing
+        return updates, new
+    updates = apart(updates, state)  # as it may pass on what it kept
+    return updates, _written(who, state, apart(new, params, state), params)
+
+
+def _written(who: str, old: object, new: object, params: Any) -> object:
     """A member's next state, written over the buffers of its old one in their formats."""
 
     def one(after: Sharded, whole: object) -> Sharded:
@@ -139,8 +188,8 @@ def _written(place: int, old: object, new: object, params: Any) -> object:
         return pytree.map(one, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
     except ValueError as error:
         raise ValueError(
-            f"chain: member {place} returned a state of another structure than it was given. A state keeps the "
-            f"structure of what its init returned; start with zeros where there is nothing yet. ({error})"
+            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
+            f"init returned; start with zeros where there is nothing yet. ({error})"
         ) from error
 
 
@@ -178,11 +227,12 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         "all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
-        exchanges=any(member.exchanges for member in members),
+        exchanges=max(member.exchanges for member in members),
         paused=own.paused if any(member.paused for member in members) else None,
         sends=own.sends if any(member.sends for member in members) else None,
         measures=all(member.measures for member in members),
         combine=own.combine if any(member.combine for member in members) else None,
+        paused_update=own.paused_update if _pause_in_front(members) else None,
     )
 
 
@@ -228,12 +278,8 @@ class _Partition:
             buffers.update(values(out).locals())
         return whole.with_buffers(buffers, 1.0), new
 
-    def fused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> dict[str, object]:
-        extra.pop("grad_norm", None)
-        return {
-            pattern: call_fused(member, self._part(params, pattern), self._part(grads, pattern), states[pattern], extra)
-            for pattern, member in self.table.items()
-        }
+    def fused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> object:
+        return fused_of(self, params, grads, states, **extra)
 
     def paused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> Paused:
         extra.pop("grad_norm", None)
@@ -246,13 +292,30 @@ class _Partition:
             new[pattern] = yield from run
         return new
 
+    def paused_update(
+        self, updates: object, states: Mapping[str, object], params: object, **extra: object
+    ) -> PausedUpdate:
+        extra.pop("grad_norm", None)
+        runs, new, buffers = dict[str, PausedUpdate](), dict[str, object](), dict[Key, torch.Tensor]()
+        for pattern, member in self.table.items():
+            own, given = self._part(params, pattern), self._part(updates, pattern)
+            runs[pattern] = _passed(f"partition: optimizers[{pattern!r}]", member, given, states[pattern], own, extra)
+        empty = _need_sharded(updates).with_buffers({}, 1.0)
+        del updates, given
+        for pattern, run in runs.items():
+            out, new[pattern] = yield from run
+            buffers.update(values(_need_sharded(out)).locals())
+            del out
+        return empty.with_buffers(buffers), new
+
     def combine(
         self, params: object, states: Mapping[str, object], parts: Sequence[Mapping[str, object]]
     ) -> dict[str, object]:
-        return {
-            pattern: combined(member, self._part(params, pattern), states[pattern], [part[pattern] for part in parts])
-            for pattern, member in self.table.items()
-        }
+        calls = [
+            functools.partial(combined, m, self._part(params, p), states[p], [part[p] for part in parts])
+            for p, m in self.table.items()
+        ]
+        return dict(zip(self.table, all_combined(calls), strict=True))
 
     def sends(self, params: object, states: Mapping[str, object]) -> Sequence[Mapping[Key, Whole]]:
         own = [(pattern, member.sends) for pattern, member in self.table.items() if member.sends]

@@ -17,16 +17,16 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._measured import measuring
-from fzero.optim._paused import in_turn, run_all
+from fzero.optim._paused import Steps, fused_of, together
 from fzero.optim.base import known, need_hypers, rate, write_values
 from fzero.state.entered import slice_in
 from fzero.state.moments import zeros_like
 from fzero.state.owners import Leaves, everywhere, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
-from fzero.table.layout import Key
+from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_rate, numbers_in
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Schedule, Whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
 CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
@@ -100,11 +100,12 @@ def muon(
         own.metrics,
         by_leaf=True,
         blank=True,
-        exchanges=True,
+        exchanges=2,
         paused=own.paused,
         sends=own.sends,
         measures=True,
         combine=own.combine,
+        paused_update=own.paused_update,
     )
 
 
@@ -186,16 +187,18 @@ class _Muon:
         o = orthogonal(d.to(_wire(d.dtype)), self.steps, self.eps).to(d.dtype)
         return -now * (SCALES[self.adjust_lr](*p.shape[-2:]) * o + self.weight_decay * p), b
 
-    def fused(self, params: object, grads: Sharded, old: MuonState) -> MuonState:
-        if isinstance(params, Sharded):
-            return self.combine(params, old, run_all(self._groups(params, grads, old), AHEAD))
-        updates, new = self.update(grads, old, params)
-        pytree.map(torch.Tensor.copy_, old.momentum, new.momentum)
-        pytree.map(torch.Tensor.add_, params, updates)
-        return MuonState(new.count, old.momentum)
+    def fused(self, params: object, grads: Sharded, old: MuonState) -> object:
+        return fused_of(self, params, grads, old)
 
     def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
-        return in_turn(self._groups(params, grads, old))
+        return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
+
+    def paused_update(self, grads: Sharded, old: MuonState, params: Sharded) -> PausedUpdate:
+        keys, empty = list(params.groups), grads.with_buffers({}, 1.0)
+        run = together([self._update_of(params, grads, old, key) for key in keys], AHEAD)
+        del grads
+        updates = yield from run
+        return empty.with_buffers(dict(zip(keys, updates, strict=True))), old
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
         return MuonState(pytree.Count(old.count.value + 1), old.momentum)
@@ -203,22 +206,43 @@ class _Muon:
     def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
         return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]
 
-    def _groups(self, params: Sharded, grads: Sharded, old: MuonState) -> list[Paused]:
-        return [self._group(params, grads, old, key) for key in params.groups]
-
-    def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Paused:
-        """Updates one group, over an exchange in and one out."""
-        assert isinstance(old.momentum, Sharded)
-        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
-        coming, device = self._start(params, grads, old.momentum, key), grads.device
+    def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[None]:
+        """Updates one group."""
+        (now, decay), run = self._numbers(old), self._orthogonal(params, grads, old, key)
         del grads  # or those of every group that waits would be kept
+        made = yield from run
+        self._apply(params, key, made, now, decay)
+
+    def _update_of(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[torch.Tensor]:
+        """The update of one group, of which the momentum is written."""
+        (now, decay), run = self._numbers(old), self._orthogonal(params, grads, old, key)
+        del grads
+        made = yield from run
+        update = params.local(key).to(_dtype(params, key), copy=True).mul_(-now * decay)
+        for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
+            update[start:stop].add_(made[slot.leaf], alpha=-self._scale(params, slot, now))
+        return update
+
+    def _orthogonal(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[Leaves]:
+        """This rank's pieces of a group's orthogonal matrices, over an exchange in and one out."""
+        assert isinstance(old.momentum, Sharded)
+        coming, device = self._start(params, grads, old.momentum, key), grads.device
+        del grads
         (leaves,) = yield coming
         del coming
         found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}
         del leaves
         like = torch.empty(0, dtype=_wire(_dtype(params, key)), device=device)
         (made,) = yield start_slices(params, key, [found], like, "orthogonal matrices")
-        self._apply(params, key, made, now, decay)
+        return made
+
+    def _numbers(self, old: MuonState) -> tuple[float, float]:
+        """The learning rate, and the weight decay."""
+        (decay,) = numbers_in(self.weight_decay)
+        return known(rate(self.lr, old.count.value)), decay
+
+    def _scale(self, params: Sharded, slot: Slot, now: float) -> float:
+        return now * SCALES[self.adjust_lr](*params.layout.rows[slot.leaf].shape[-2:])
 
     def _start(self, params: Sharded, grads: Sharded, momentum: Sharded, key: Key) -> Callable[[], list[Leaves]]:
         """Writes a group's momentum, and begins to bring the directions to their owners."""
@@ -242,13 +266,13 @@ class _Muon:
 
     def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, decay: float) -> None:
         """Writes a group's params."""
-        p, rows, dtype = params.local(key), params.layout.rows, _dtype(params, key)
+        p, dtype = params.local(key), _dtype(params, key)
         there = params.format(key).plain and p.dtype == dtype and not params.format(key).rounds
         p = p if there else p.to(dtype, copy=True)
         draw = params.draw or Draw(0, 0)
         with measuring(draw.squares, params, key, ("params", "updates")) as measure:
             for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
-                scale, way = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:]), found[slot.leaf]
+                scale, way = self._scale(params, slot, now), found[slot.leaf]
                 for place in range(start, stop, CHUNK):
                     own = p[place : min(place + CHUNK, stop)]
                     old = own.clone() if measure is not None else own

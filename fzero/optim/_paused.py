@@ -5,10 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import torch
+
+from fzero.base import pytree
 from fzero.comm.waits import finish_all
 from fzero.optim.base import call_fused, taken, values
+from fzero.state.sharded import Sharded
 from fzero.table.optimizer import Arrived, GradientTransformation, Paused
 
 T = TypeVar("T")
@@ -68,8 +72,10 @@ def run_all(groups: Iterable[Steps[T]], ahead: int) -> list[T]:
     return [results[place] for place in sorted(results)]
 
 
-def in_turn(groups: Iterable[Steps[T]]) -> Steps[list[T]]:
-    """The same one after the other, as one update that pauses: of one group, or of none."""
+def together(groups: Sequence[Steps[T]], ahead: int) -> Steps[list[T]]:
+    """The same as one update. It pauses where it is of one group; of several, others run while one waits."""
+    if len(groups) > 1:
+        return run_all(groups, ahead)
     results = list[T]()
     for group in groups:
         results.append((yield from group))
@@ -84,6 +90,28 @@ def finished(paused: Paused) -> object:
             wait = paused.send(wait())
     except StopIteration as end:
         return end.value
+
+
+class Pausing(Protocol):
+    """What `fused` of an optimizer that pauses is made of."""
+
+    @property
+    def update(self) -> Callable[..., tuple[object, object]]: ...
+
+    @property
+    def paused(self) -> Callable[..., Paused]: ...
+
+    @property
+    def combine(self) -> Callable[..., object]: ...
+
+
+def fused_of(own: Pausing, params: object, grads: object, state: object, **extra: object) -> object:
+    """`fused` of an optimizer that pauses: all groups at once; on trees that are no step's, `update` and apply."""
+    if isinstance(params, Sharded):
+        return own.combine(params, state, [finished(own.paused(params, grads, state, **extra))])
+    updates, new = own.update(grads, state, params, **extra)
+    pytree.map(torch.Tensor.add_, params, updates)
+    return new
 
 
 def call_paused(
@@ -106,3 +134,10 @@ def at_once(
 def combined(member: GradientTransformation, params: object, old: object, parts: Sequence[object]) -> object:
     """The state after an update, of what `call_paused` has returned of each group."""
     return parts[-1] if member.combine is None else member.combine(params, old, parts)
+
+
+def all_combined(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What members' combinations return: all are called, also where one fails, as each lets go of its own errors."""
+    found = list[T]()
+    finish_all([lambda call=call: found.append(call()) for call in calls])
+    return found

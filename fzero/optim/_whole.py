@@ -28,14 +28,14 @@ from fzero.optim._leaf_states import (
     tensors_of,
     with_others,
 )
-from fzero.optim._paused import Steps, in_turn, run_all
+from fzero.optim._paused import Steps, fused_of, run_all, together
 from fzero.optim.base import values, write_values
 from fzero.state.entered import slice_in
 from fzero.state.owners import Leaves, everywhere, joined, owned, owners, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole
 
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
 
@@ -101,10 +101,11 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
         own.label,
         own.metrics if optimizer.metrics and not is_others(optimizer.metrics) else None,
         by_leaf=True,
-        exchanges=True,
+        exchanges=2,
         paused=own.paused,
         sends=own.sends,
         combine=own.combine,
+        paused_update=own.paused_update,
     )
 
 
@@ -248,33 +249,43 @@ class _Whole:
         trees = [grads.with_buffers(each) for each in buffers]
         return trees[0], WholeState(tuple(trees[1:]), rest)
 
-    def fused(self, params: object, grads: Sharded, old: WholeState) -> WholeState:
-        if isinstance(params, Sharded):
-            return self.combine(params, old, [run_all(self._groups(params, grads, old), AHEAD)])
-        updates, new = self.update(grads, old, params)
-        pytree.map(torch.Tensor.add_, params, updates)
-        return new
+    def fused(self, params: object, grads: Sharded, old: WholeState) -> object:
+        return fused_of(self, params, grads, old)
 
     def paused(self, params: Sharded, grads: Sharded, old: WholeState) -> Paused:
-        return in_turn(self._groups(params, grads, old))
+        return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
+
+    def paused_update(self, grads: Sharded, old: WholeState, params: Sharded) -> PausedUpdate:
+        keys, empty = list(params.groups), grads.with_buffers({}, 1.0)
+        run = together([self._moved(params, grads, old, key) for key in keys], AHEAD)
+        del grads
+        made = yield from run
+        updates = {key: update for key, (update, _) in zip(keys, made, strict=True)}
+        return empty.with_buffers(updates), [part for _, part in made]
 
     def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[_Part]]) -> WholeState:
         return WholeState(old.trees, self._told(params, old, [part for each in parts for part in each]))
 
     # ---- one group
 
-    def _groups(self, params: Sharded, grads: Sharded, old: WholeState) -> list[Steps[_Part]]:
-        return [self._group(params, grads, old, key) for key in params.groups]
-
     def _group(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[_Part]:
         """Updates one group."""
-        run, draw = self._slices(params, grads, old, key), params.draw or Draw(0, 0)
+        run = self._moved(params, grads, old, key)
         del grads  # or those of every group that waits would be kept
-        slices, part = yield from run
-        slices[0] += params.local(key)
-        for place, x in slices.items():
-            write_values((params, *old.trees)[place], key, x, draw)
+        update, part = yield from run
+        update += params.local(key)
+        write_values(params, key, update, params.draw or Draw(0, 0))
         return part
+
+    def _moved(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[tuple[torch.Tensor, _Part]]:
+        """This rank's slice of the updates of a group, whose trees are written."""
+        run = self._slices(params, grads, old, key)
+        del grads
+        slices, part = yield from run
+        update = slices.pop(0)
+        for place, x in slices.items():
+            write_values(old.trees[place - 1], key, x, params.draw or Draw(0, 0))
+        return update, part
 
     def _slices(
         self, params: Sharded, grads: Sharded, old: WholeState, key: Key

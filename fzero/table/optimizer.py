@@ -13,6 +13,7 @@ Number = float | torch.Tensor  # a 0-d one
 Schedule = Callable[[int], Number]
 Arrived = list[dict[int, torch.Tensor]]  # what an exchange has brought: leaves, by their numbers
 Paused = Generator[Callable[[], Arrived], Arrived, object]
+PausedUpdate = Generator[Callable[[], Arrived], Arrived, tuple[object, object]]
 
 
 class Whole(NamedTuple):
@@ -49,16 +50,19 @@ class GradientTransformation(NamedTuple):
         copies: whether `fused` makes other values of all grads it is given, before it writes (a chain that does more
             than scale them): it is then given one group at a time, where it may be.
         blank: whether `init` gives zeros and counts only: a load then makes no memory that it would overwrite.
-        exchanges: whether `fused` sends slices between ranks: it is then given all groups at once where nothing of them
-            has to be brought, so that one's exchange runs beside another's computation, and never on a thread beside.
+        exchanges: how often a group's update in `fused` waits for slices that ranks send each other. Where it does, it
+            is given all groups at once, unless it copies or something of them has to be brought, so that one's exchange
+            runs beside another's computation, and it never runs on a thread beside.
         paused: `paused(params, grads, state)`, `fused` as a generator that gives what waits for each exchange that it
             has begun, is sent what that brings, and returns its part of the state: so groups that are updated one by
-            one, as the pullback of others goes on, do not wait either.
+            one, as the pullback of others goes on, do not wait either. Given several groups, it may pause or not.
         sends: `sends(params, state) -> [{group: what it brings to whole leaves}]`, for each optimizer that exchanges
             them, which `fz.plan` counts.
         measures: whether `fused` adds up the squares of what it computes where it is asked to (`params.draw.squares`).
         combine: `combine(params, state, parts) -> state`, after all groups, of the old state and what `paused` has
             returned of each of them, whose trees are empty. Without it the last one is the state of all.
+        paused_update: `paused_update(updates, state, params) -> (updates, its part of the state)`, `update` as such a
+            generator, for the members of a chain that others come behind: it writes its trees in place, and no params.
     """
 
     init: Callable[..., Any]
@@ -71,11 +75,12 @@ class GradientTransformation(NamedTuple):
     scales: bool = False
     copies: bool = False
     blank: bool = False
-    exchanges: bool = False
+    exchanges: int = 0
     paused: Callable[..., Paused] | None = None
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
     measures: bool = False
     combine: Callable[..., object] | None = None
+    paused_update: Callable[..., PausedUpdate] | None = None
 
     @property
     def by_group(self) -> bool:

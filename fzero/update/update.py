@@ -17,7 +17,7 @@ from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim._paused import Running, call_paused, combined, finished
-from fzero.optim.base import call_fused, call_update, values, write_values
+from fzero.optim.base import call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
@@ -78,7 +78,7 @@ def _applied(
         with Update(step, state) as update:
             trainable = state.layout.trainable
             # the others' gathers then run meanwhile, and transfers
-            waits = (state.params.held_entries or step.optimizer.copies) and not step.optimizer.exchanges
+            waits = step.optimizer.copies or (state.params.held_entries and not step.optimizer.exchanges)
             one_by_one = step.optimizer.by_group and (waits or update.moves or grads.away)
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
@@ -253,14 +253,11 @@ class Update:
         else:
             moments = self._split.join([tree.open(keys) for tree in self._moments])
             self._begin(keys)
-            if len(keys) > 1:  # whose order the optimizer knows
-                self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
-            else:
-                run = call_paused(self.step.optimizer, own, grads, moments, extra)
-                del moments, grads
-                part = yield from run
-                del run
-                self._parts.append(map_trees(lambda tree: tree.over({}), part))
+            run = call_paused(self.step.optimizer, own, grads, moments, extra)
+            del moments, grads
+            part = yield from run
+            del run
+            self._parts.append(map_trees(lambda tree: tree.over({}), part))
             for tree in self._moments:
                 tree.close(keys)
         for each in self._changed:

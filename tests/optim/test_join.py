@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import chains
@@ -10,6 +11,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 import fzero as fz
 from fzero.base import pytree
@@ -47,32 +49,35 @@ def check(spec: chains.Spec, stage: int, way: str | None, world: int, transform:
     # each rank gives an optimizer its shards: what a user's own adds up over elements is this rank's
     world = 1 if not stage or chains.has(spec, "lars") else world
     want = expected(spec, world)
+    for params in run_ranks(functools.partial(on_rank, spec, stage, way, world, transform), world):
+        if params is not None:
+            assert_trees_close(params, want, rtol=1e-9)
 
-    def rank_main(rank: int) -> None:
-        loss, params = scenarios.stack(blocks=2, width=3)
-        step = transform(SHARDS[stage](fz.train_step(loss, chains.build(spec))))
-        if way is not None:
-            try:
-                step = fz.fuse_update(step, norm=way)
-            except ValueError:
-                # a remedy that works is named: another way, or none
-                assert chains.has(spec, *chains.OWN) or way == "twice" or step.optimizer.fused is None
-                if chains.has(spec, *chains.OWN) or step.optimizer.fused is None:
-                    return
-                step = fz.fuse_update(step, norm="held")
-        state = step.init(params)
-        for _ in range(STEPS):
-            state, _ = step(state, *scenarios.vector_batches(world, width=3)[rank])
-        assert_trees_close(fz.gather(state.params), want, rtol=1e-9)
 
-    run_ranks(rank_main, world)
+def on_rank(spec: chains.Spec, stage: int, way: str | None, world: int, transform: Any, rank: int) -> Any:
+    loss, params = scenarios.stack(blocks=2, width=3)
+    step = SHARDS[stage](fz.train_step(loss, chains.build(spec)))
+    step = step if transform is None else transform(step)
+    if way is not None:
+        try:
+            step = fz.fuse_update(step, norm=way)
+        except ValueError:
+            # a remedy that works is named: another way, or none
+            assert chains.has(spec, *chains.OWN) or way == "twice" or step.optimizer.fused is None
+            if chains.has(spec, *chains.OWN) or step.optimizer.fused is None:
+                return None
+            step = fz.fuse_update(step, norm="held")
+    state = step.init(params)
+    for _ in range(STEPS):
+        state, _ = step(state, *scenarios.vector_batches(world, width=3)[rank])
+    return fz.gather(state.params)
 
 
 @given(
     spec=chains.specs(PATHS),
     stage=st.sampled_from([0, 1, 2, 3]),
     way=st.sampled_from(WAYS),
-    world=st.integers(1, 3),
+    world=st.integers(1, 4),
     chosen=st.sampled_from([lambda step: step, fz.donate, lambda step: fz.loss_scale(step, 64.0)]),
 )
 def test_drawn_chains(spec: Any, stage: int, way: Any, world: int, chosen: Any) -> None:
@@ -81,10 +86,10 @@ def test_drawn_chains(spec: Any, stage: int, way: Any, world: int, chosen: Any) 
 
 @given(
     spec=chains.specs(PATHS, own=False),
-    last=st.sampled_from([("sgd", 0.1, 0.9, 0.1), ("adamw", 0.01, 0.8, 0.95, 1e-6, 0.1)]),
+    last=st.sampled_from([("sgd", 0.1, 0.9, 0.1), ("adamw", 0.01, 0.8, 0.95, 1e-6, 0.1), ("rows", 0.8)]),
     stage=st.sampled_from([0, 1, 2, 3]),
     way=st.sampled_from(WAYS),
-    world=st.integers(1, 3),
+    world=st.integers(1, 4),
 )
 def test_drawn_chains_that_can_be_fused(spec: Any, last: Any, stage: int, way: Any, world: int) -> None:
     check(("chain", (spec, last)), stage, way, world)
@@ -116,6 +121,20 @@ CASES: dict[str, chains.Spec] = {
         "partition",
         (("head*", SGD), ("*", ("chain", (("lars", 0.3), SGD)))),
     ),
+    "a user's own around whole leaves": ("chain", (("delay",), ("rows", 0.8), ("trace", 0.5), SGD)),
+}
+ROWS, MOMENTUM, MUON = ("rows", 0.8), ("sgd", 0.5, 0.9, 0.0), ("muon", 0.1, 0.9, 0.1)
+WHOLE: dict[str, chains.Spec] = {
+    "in front": ("chain", (ROWS, SGD)),
+    "in front of each other": ("chain", (ROWS, MOMENTUM, ROWS)),
+    "behind a norm": ("chain", (NORM, ROWS, ("adamw", 0.01, 0.8, 0.95, 1e-6, 0.1))),
+    "in front of a norm": ("chain", (ROWS, NORM, ROWS, SGD)),
+    "in a partition in front": (
+        "chain",
+        (("partition", (("head*", ("chain", (MOMENTUM, ROWS))), ("*b", MOMENTUM), ("*", ROWS))), VALUE, SGD),
+    ),
+    "in a chain in front": ("chain", (("chain", (MOMENTUM, ROWS, VALUE)), ("partition", (("*b", SGD), ("*", ROWS))))),
+    "muon in front": ("chain", (("partition", (("*w", MUON), ("*", VALUE))), MOMENTUM)),
 }
 
 
@@ -124,6 +143,28 @@ CASES: dict[str, chains.Spec] = {
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_chain(case: str, stage: int, way: str | None) -> None:
     check(CASES[case], stage, way, 2)
+
+
+@pytest.mark.parametrize("way", WAYS if NIGHTLY else (None, "auto", "held"))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", sorted(WHOLE))
+def test_whole_leaves(case: str, stage: int, way: str | None) -> None:
+    check(WHOLE[case], stage, way, 3)
+
+
+def on_process(world: int, rank: int) -> Any:
+    """Every stage in every way, of one case after the other."""
+    ways = [(stage, way) for stage in (1, 2, 3) for way in WAYS]
+    cases = [(spec, *ways[place % len(ways)]) for place, spec in enumerate(WHOLE.values(), 7 * world)]
+    return [on_rank(spec, stage, way, world, None, rank) for spec, stage, way in cases]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_whole_leaves_on_real_processes(world: int) -> None:
+    wanted = [expected(spec, world) for spec in WHOLE.values()]
+    for found in run_ranks(functools.partial(on_process, world), world, backend="processes"):
+        for params, want in zip(found, wanted, strict=True):
+            assert_trees_close(params, want, rtol=1e-9)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

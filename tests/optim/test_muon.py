@@ -202,10 +202,8 @@ def test_in_few_bits_the_same_from_all_ranks(policy: fz.Policy) -> None:
             assert_trees_equal(got, want)
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_units_are_pulled_back_while_others_wait_for_exchanges(
-    monkeypatch: pytest.MonkeyPatch, lookahead: bool
-) -> None:
+@pytest.mark.parametrize("around", ["", "lookahead", "chain"])
+def test_units_are_pulled_back_while_others_wait_for_exchanges(monkeypatch: pytest.MonkeyPatch, around: str) -> None:
     """An exchange that a unit's update has begun is waited for once the next unit's gradient is there."""
     events = dict[int, list[str]]()
 
@@ -227,8 +225,9 @@ def test_units_are_pulled_back_while_others_wait_for_exchanges(
         monkeypatch.setattr(f"fzero.optim._muon.{name}", noting(what, getattr(_muon, name)))
 
     def rank_main(rank: int) -> None:
-        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, optimizer())))
-        step = fz.lookahead(step, every=1) if lookahead else step
+        own = fz.chain(optimizer(), fz.sgd(-0.5)) if around == "chain" else optimizer()
+        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, own)))
+        step = fz.lookahead(step, every=1) if around == "lookahead" else step
         step(step.init(drawn(torch.float32)), *data(torch.float32))
 
     run_ranks(rank_main, 2)
@@ -255,7 +254,9 @@ def test_each_matrix_is_orthogonalised_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("wrap", [fz.shard_zero3, lambda step, **over: fz.fuse_update(fz.shard_zero3(step, **over))])
-@pytest.mark.parametrize("optimizer", [fz.muon(0.1), fz.whole(fz.lamb(0.1))])
+@pytest.mark.parametrize(
+    "optimizer", [fz.muon(0.1), fz.whole(fz.lamb(0.1)), fz.chain(fz.muon(0.1), fz.whole(fz.lamb(0.1)), fz.adamw(0.1))]
+)
 def test_over_a_tensor_axis(optimizer: Any, wrap: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero.optim._paused import Running, finished, in_turn, run_all
+from fzero.optim._paused import Running, finished, run_all, together
 from fzero.testing import run_ranks
 from fzero.update.fused import _Grads
 
@@ -79,7 +79,7 @@ def test_each_goes_on_once_so_many_more_have_begun(exchanges: list[int], ahead: 
 @given(exchanges=groups, ahead=st.integers(1, 3))
 def test_all_return_what_each_alone_does(exchanges: list[int], ahead: int) -> None:
     made = lambda: [Told().update(*each) for each in enumerate(exchanges)]
-    assert run_all(made(), ahead) == finished(in_turn(made())) == [*range(len(exchanges))]
+    assert run_all(made(), ahead) == finished(together(made(), ahead)) == [*range(len(exchanges))]
 
 
 @given(exchanges=groups.filter(any), ahead=st.integers(1, 3), data=st.data())
@@ -109,7 +109,16 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": fz.adafactor,
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.whole(fz.adamw(1e-2))),
     "partition": lambda: fz.partition({"*.7.*": fz.adamw(1e-2), "*": fz.whole(fz.adamw(1e-2))}),
+    "in front": lambda: fz.chain(fz.whole(fz.adamw(1e-2)), fz.sgd(-0.5)),
+    "in front of itself": lambda: fz.chain(fz.whole(fz.adamw(1e-2)), fz.sgd(0.1, 0.9), fz.whole(fz.adamw(1e-2))),
+    "muon in front": lambda: fz.chain(fz.muon(1e-2), fz.adamw(1e-2)),
+    "rows clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.adaptive_clip(0.1), fz.adamw(1e-2)),
+    "partition in front": lambda: fz.chain(
+        fz.partition({"*.7.*": fz.clip_by_value(0.1), "*": fz.whole(fz.adamw(1e-2))}), fz.sgd(-0.5)
+    ),
+    "chain in front": lambda: fz.chain(fz.chain(fz.clip_by_value(0.1), fz.whole(fz.adamw(1e-2))), fz.sgd(-0.5)),
 }
+CLIPPED = ("clipped", "rows clipped")  # by a norm, for which each unit is pulled back twice
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -136,5 +145,5 @@ def test_gradients_go_while_units_are_pulled_back(optimizer: str, ranks: int, mo
 
     with fz.testing.hazards(None):  # which keep what is given back, to poison it
         run_ranks(rank_main, ranks) if ranks > 1 else rank_main(0)
-    assert {len(own) for own in delivered.values()} == {UNITS * (2 if optimizer == "clipped" else 1)}
+    assert {len(own) for own in delivered.values()} == {UNITS * (2 if optimizer in CLIPPED else 1)}
     assert max(most.values()) <= 2, most

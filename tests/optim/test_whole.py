@@ -188,8 +188,14 @@ def test_beside_others_in_a_partition(how: str) -> None:
 
 @pytest.mark.parametrize(
     "members",
-    [(fz.clip_by_value(0.5), fz.whole(MOVED)), (fz.whole(MOVED), fz.sgd(0.5)), (fz.clip_by_value(0.5), fz.adafactor())],
+    [
+        (fz.clip_by_value(0.5), fz.whole(MOVED)),
+        (fz.whole(MOVED), fz.sgd(0.5)),
+        (fz.clip_by_value(0.5), fz.adafactor()),
+        (fz.sgd(-0.5, momentum=0.9), fz.adaptive_clip(0.1), fz.whole(MOVED), fz.adamw(0.1)),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:fz.offload")
 def test_behind_and_before_others_in_a_chain(members: Any) -> None:
     def on(how: Any, rank: int) -> Any:
         step = SHARDS[how](fz.train_step(loss, fz.chain(*members))) if how else fz.train_step(loss, fz.chain(*members))
@@ -199,7 +205,7 @@ def test_behind_and_before_others_in_a_chain(members: Any) -> None:
         return fz.gather(state.params), [x for x in optree.tree_leaves(state.moments) if isinstance(x, (int, float))]
 
     want, counts = on("", 0)
-    for how in ("zero3", "fused", "fused, donated"):
+    for how in SHARDS:
         for params, others in run_ranks(functools.partial(on, how), 2):
             assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
             assert others == counts
@@ -270,16 +276,19 @@ def _numbers(state: Any) -> Any:
     return [x for x in optree.tree_leaves(state) if isinstance(x, (torch.Tensor, int))]
 
 
+FAILING = ("zero3", "fused", "fused, held", "fused, donated")
+
+
 def failing(grads: Any, state: Any, params: Any) -> Any:
     if "1.1" in params:
         raise ArithmeticError("no root of this one")
     return optree.tree_map(torch.neg, grads), state + 1
 
 
-def failed(how: str, shapes: Any, rank: int) -> tuple[str, str]:
+def failed(how: str, shapes: Any, front: bool, rank: int) -> tuple[str, str]:
     begin = lambda params: torch.zeros(2)  # which the owners would tell the others
     optimizer = fz.partition({"*.2": fz.sgd(0.1), "*": fz.whole(fz.GradientTransformation(begin, failing))})
-    step = SHARDS[how](fz.train_step(loss, optimizer))
+    step = SHARDS[how](fz.train_step(loss, fz.chain(optimizer, fz.whole(MOVED)) if front else optimizer))
     state, said = step.init(drawn(shapes, 3)), list[str]()
     for _ in range(2):  # and again
         try:
@@ -288,17 +297,18 @@ def failed(how: str, shapes: Any, rank: int) -> tuple[str, str]:
             said.append(f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}")
         if not step.donates:
             assert_trees_close(fz.gather(state.params), drawn(shapes, 3), rtol=0.0)
-            assert all(x.abs().sum() == 0 for x in optree.tree_leaves(state.moments["*"].rest))
+            own = state.moments[0] if front else state.moments
+            assert all(x.abs().sum() == 0 for x in optree.tree_leaves(own["*"].rest))
     torch.distributed.barrier()  # nobody is left behind
     first, second = said
     return first, second
 
 
-@pytest.mark.parametrize("how", ["zero3", "fused", "fused, held", "fused, donated"])
+@pytest.mark.parametrize(("how", "front"), [*[(how, False) for how in FAILING], ("zero3", True), ("fused", True)])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_an_error_in_one_leaf_is_every_ranks(how: str, backend: Any) -> None:
+def test_an_error_in_one_leaf_is_every_ranks(how: str, front: bool, backend: Any) -> None:
     with hazards(4):
-        both = run_ranks(functools.partial(failed, how, [(4, 5), (5, 4), (3, 3)]), 3, backend=backend)
+        both = run_ranks(functools.partial(failed, how, [(4, 5), (5, 4), (3, 3)], front), 3, backend=backend)
     for time, said in enumerate(map(sorted, zip(*both, strict=True))):
         if time and how == "fused, donated":
             assert all("had begun with 6 of its 6 groups" in each for each in said)
@@ -307,22 +317,31 @@ def test_an_error_in_one_leaf_is_every_ranks(how: str, backend: Any) -> None:
         assert all("part of an update by fz.whole failed: ArithmeticError: no root" in each for each in said[1:])
 
 
+JOINED: dict[str, Any] = {
+    "alone": lambda made: made(),
+    "in a chain": lambda made: fz.chain(made(), made()),
+    "in a partition": lambda made: fz.partition({"0*": made(), "*": made()}),
+}
+
+
+@pytest.mark.parametrize("joined", JOINED)
 @pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update])
-def test_an_error_keeps_nothing_once_it_is_dropped(wrap: Any) -> None:
+def test_an_error_keeps_nothing_once_it_is_dropped(wrap: Any, joined: str) -> None:
     seen = list[weakref.ref[Any]]()
 
     def noted(grads: Any, state: Any, params: Any) -> Any:
         seen.append(weakref.ref(params.popitem()[1].untyped_storage()))
         raise ArithmeticError("no root of this one")
 
-    step = wrap(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda params: (), noted))))
+    failing = lambda: fz.whole(fz.GradientTransformation(lambda params: (), noted))
+    step = wrap(fz.train_step(loss, JOINED[joined](failing)))
     state = step.init(drawn(SHAPES[:3], 2))
     gc.collect()
     gc.disable()
     try:
         with contextlib.suppress(ArithmeticError):
             step(state, torch.ones(2, dtype=F64))
-        assert len(seen) == 6 and not any(each() is not None for each in seen)
+        assert len(seen) == (12 if joined == "in a chain" else 6) and not any(each() is not None for each in seen)
     finally:
         gc.enable()
 
