@@ -311,7 +311,7 @@ def _updating(step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded
     down = [sum(p.down for p in own) for own in _by_unit(pieces).values()]
     made, by_group = _made(step, like), step.optimizer.by_group
     out[HOST] += max(down, default=0) if by_group else sum(down)
-    out[DEVICE] += max(made.values(), default=0) if by_group else sum(made.values())
-    at_once = (4 if step.optimizer.paused else 2) if by_group else len(brought)  # two more wait for exchanges
-    out[DEVICE] += sum(heapq.nlargest(at_once, brought.values()))
+    waiting = step.optimizer.exchanges if step.optimizer.paused else 0  # of as many units, each for another one
+    out[DEVICE] += sum(heapq.nlargest(1 + waiting if by_group else len(made), made.values()))
+    out[DEVICE] += sum(heapq.nlargest(2 + waiting if by_group else len(brought), brought.values()))
     return out

@@ -257,6 +257,7 @@ WHOLE: dict[str, Any] = {
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.5), fz.muon(1e-2)),
     "adafactor": lambda: fz.adafactor(1e-2),
     "whole": lambda: fz.whole(fz.adamw(1e-2)),
+    "in front": lambda: fz.chain(fz.whole(fz.adamw(1e-2)), fz.adamw(1e-2)),
 }
 
 
@@ -266,6 +267,8 @@ WHOLE: dict[str, Any] = {
 @example(layers=(("column_row", 3),), mesh=MESHES[0], stage=3, ways=(), policy="plain", optimizer="muon")
 @example(layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon")
 @example(layers=(("column_row", 5),), mesh=MESHES[3], stage=1, ways=("fused",), policy="plain", optimizer="adafactor")
+@example(layers=(("column_row", 5),), mesh=MESHES[3], stage=3, ways=("fused",), policy="plain", optimizer="in front")
+@example(layers=(("column_row", 3),), mesh=MESHES[0], stage=2, ways=(), policy="plain", optimizer="in front")
 @given(**drawn, optimizer=st.sampled_from(sorted(WHOLE)))
 def test_exchanges_of_whole_leaves_are_what_every_rank_sends(
     layers: Layers, mesh: Mesh, stage: int, ways: tuple[str, ...], policy: str, optimizer: str
