@@ -18,13 +18,12 @@ from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._measured import measuring
 from fzero.optim._paused import Steps, fused_of, together
-from fzero.optim.base import known, need_hypers, rate, write_values
-from fzero.state.entered import slice_in
+from fzero.optim.base import known, need_hypers, rate, values, write_values
 from fzero.state.moments import zeros_like
-from fzero.state.owners import Leaves, everywhere, start_slices, start_whole
+from fzero.state.owners import Leaves, on_every_rank, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
-from fzero.table.layout import Key, Slot
+from fzero.table.layout import Key
 from fzero.table.needs import need_rate, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Schedule, Whole
 
@@ -165,21 +164,15 @@ class _Muon:
         now, new = rate(self.lr, old.count.value), pytree.Count(old.count.value + 1)
         of_leaf = functools.partial(self._of_leaf, now)
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
-            pairs = [of_leaf(*each) for each in zip(*map(pytree.leaves, (grads, old.momentum, params)), strict=True)]
+            pairs = [of_leaf(*each) for each in zip(*map(pytree.leaves, (grads, params, old.momentum)), strict=True)]
             trees = [pytree.unflatten(pytree.flatten(grads)[1], each) for each in zip(*pairs, strict=True)]
             return trees[0], MuonState(new, trees[1])
         assert isinstance(old.momentum, Sharded)
-        updates, moved = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
-        for key in grads.groups:  # on every rank, as a transform may go on through it
-            whole = [everywhere(tree, key) for tree in (grads, old.momentum, params)]
-            found = {leaf: of_leaf(*[each[leaf] for each in whole]) for leaf in whole[0]}
-            for place, out in enumerate((updates, moved)):
-                own = grads.local(key).dtype
-                out[key] = slice_in(grads, key, {leaf: pair[place] for leaf, pair in found.items()}, own)
-        return grads.with_buffers(updates), MuonState(new, grads.with_buffers(moved))
+        updates, moved = on_every_rank((grads, params, old.momentum), lambda _, leaves: of_leaf(*leaves))
+        return updates, MuonState(new, moved)
 
     def _of_leaf(
-        self, now: Number, g: torch.Tensor, b: torch.Tensor, p: torch.Tensor
+        self, now: Number, g: torch.Tensor, p: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The update of one whole leaf, and its momentum."""
         b = g + self.momentum * (b - g)
@@ -194,11 +187,11 @@ class _Muon:
         return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
 
     def paused_update(self, grads: Sharded, old: MuonState, params: Sharded) -> PausedUpdate:
-        keys, empty = list(params.groups), grads.with_buffers({}, 1.0)
-        run = together([self._update_of(params, grads, old, key) for key in keys], AHEAD)
+        empty = grads.with_buffers({}, 1.0)
+        run = together([self._group(params, grads, old, key, passes=True) for key in params.groups], AHEAD)
         del grads
         updates = yield from run
-        return empty.with_buffers(dict(zip(keys, updates, strict=True))), old
+        return empty.with_buffers({key: own.local(key) for own in updates for key in own.groups}), old
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
         return MuonState(pytree.Count(old.count.value + 1), old.momentum)
@@ -206,43 +199,21 @@ class _Muon:
     def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
         return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]
 
-    def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[None]:
-        """Updates one group."""
-        (now, decay), run = self._numbers(old), self._orthogonal(params, grads, old, key)
-        del grads  # or those of every group that waits would be kept
-        made = yield from run
-        self._apply(params, key, made, now, decay)
-
-    def _update_of(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[torch.Tensor]:
-        """The update of one group, of which the momentum is written."""
-        (now, decay), run = self._numbers(old), self._orthogonal(params, grads, old, key)
-        del grads
-        made = yield from run
-        update = params.local(key).to(_dtype(params, key), copy=True).mul_(-now * decay)
-        for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
-            update[start:stop].add_(made[slot.leaf], alpha=-self._scale(params, slot, now))
-        return update
-
-    def _orthogonal(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Steps[Leaves]:
-        """This rank's pieces of a group's orthogonal matrices, over an exchange in and one out."""
+    def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key, passes: bool = False) -> Steps[Sharded]:
+        """Updates one group, over an exchange in and one out; or returns updates, where others come behind it."""
         assert isinstance(old.momentum, Sharded)
+        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
         coming, device = self._start(params, grads, old.momentum, key), grads.device
-        del grads
+        del grads  # or those of every group that waits would be kept
         (leaves,) = yield coming
         del coming
         found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}
         del leaves
         like = torch.empty(0, dtype=_wire(_dtype(params, key)), device=device)
         (made,) = yield start_slices(params, key, [found], like, "orthogonal matrices")
-        return made
-
-    def _numbers(self, old: MuonState) -> tuple[float, float]:
-        """The learning rate, and the weight decay."""
-        (decay,) = numbers_in(self.weight_decay)
-        return known(rate(self.lr, old.count.value)), decay
-
-    def _scale(self, params: Sharded, slot: Slot, now: float) -> float:
-        return now * SCALES[self.adjust_lr](*params.layout.rows[slot.leaf].shape[-2:])
+        own = values(params.only([key])).map(torch.clone) if passes else params
+        self._apply(own, key, made, now, (0.0 if passes else 1.0) - now * decay)
+        return own
 
     def _start(self, params: Sharded, grads: Sharded, momentum: Sharded, key: Key) -> Callable[[], list[Leaves]]:
         """Writes a group's momentum, and begins to bring the directions to their owners."""
@@ -264,19 +235,19 @@ class _Muon:
             write_values(momentum, key, b, draw)
         return start_whole(params, key, [d], "matrices to orthogonalise")
 
-    def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, decay: float) -> None:
-        """Writes a group's params."""
-        p, dtype = params.local(key), _dtype(params, key)
+    def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, keep: float) -> None:
+        """Writes keep * params - now * scale * orthogonal over a group's params."""
+        p, rows, dtype = params.local(key), params.layout.rows, _dtype(params, key)
         there = params.format(key).plain and p.dtype == dtype and not params.format(key).rounds
         p = p if there else p.to(dtype, copy=True)
         draw = params.draw or Draw(0, 0)
         with measuring(draw.squares, params, key, ("params", "updates")) as measure:
             for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
-                scale, way = self._scale(params, slot, now), found[slot.leaf]
+                scale, way = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:]), found[slot.leaf]
                 for place in range(start, stop, CHUNK):
                     own = p[place : min(place + CHUNK, stop)]
                     old = own.clone() if measure is not None else own
-                    own.mul_(1 - now * decay).add_(way[place - start :][: own.numel()], alpha=-scale)
+                    own.mul_(keep).add_(way[place - start :][: own.numel()], alpha=-scale)
                     if measure is not None:
                         measure.add(place, [own, own - old])
         if not there:

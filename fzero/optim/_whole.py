@@ -31,7 +31,7 @@ from fzero.optim._leaf_states import (
 from fzero.optim._paused import Steps, fused_of, run_all, together
 from fzero.optim.base import values, write_values
 from fzero.state.entered import slice_in
-from fzero.state.owners import Leaves, everywhere, joined, owned, owners, start_slices, start_whole
+from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
@@ -234,20 +234,14 @@ class _Whole:
     def _everywhere(self, grads: Sharded, old: WholeState, params: Sharded) -> tuple[Sharded, WholeState]:
         """The same on every rank, as a transform may go on through it."""
         rest, seed = dict(old.rest), _seed_of(params)
-        buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
-        for key in grads.groups:
-            own = [i for i, tree in enumerate(old.trees) if key in tree.groups]
-            whole = [everywhere(tree, key) for tree in (grads, params, *[old.trees[i] for i in own])]
-            made: list[Leaves] = [{} for _ in range(len(own) + 1)]
-            for slot in grads.layout.groups[key].slots:
-                g, p, *state = [each[slot.leaf] for each in whole]
-                update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, seed)
-                for leaves, x in zip(made, (update, *new), strict=True):
-                    leaves[slot.leaf] = x
-            for place, leaves in zip((0, *[i + 1 for i in own]), made, strict=True):
-                buffers[place][key] = slice_in(grads, key, leaves, grads.local(key).dtype)
-        trees = [grads.with_buffers(each) for each in buffers]
-        return trees[0], WholeState(tuple(trees[1:]), rest)
+
+        def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            g, p, *state = leaves
+            update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, seed)
+            return [update, *new]
+
+        updates, *trees = on_every_rank((grads, params, *old.trees), one)
+        return updates, WholeState(tuple(trees), rest)
 
     def fused(self, params: object, grads: Sharded, old: WholeState) -> object:
         return fused_of(self, params, grads, old)

@@ -11,6 +11,7 @@ from fzero.base.follow import follows
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.comm.pieces import start_exchange
+from fzero.state.entered import slice_in
 from fzero.state.sharded import Sharded
 from fzero.state.whole import slice_of, whole_of
 from fzero.table.layout import Key, Layout, Slot
@@ -195,3 +196,24 @@ def everywhere(tree: Sharded, key: Key) -> Leaves:
     if tree.axis.tensor is None and tree.layout.tensor[1] > 1:  # the same of the tensor axis
         return {leaf: view.new_zeros(rows[leaf].shape) for leaf, view in views.items()}
     return {leaf: whole_of(rows[leaf], tree.axis, view) for leaf, view in views.items()}
+
+
+def on_every_rank(
+    trees: Sequence[Sharded], fn: Callable[[Slot, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+) -> list[Sharded]:
+    """What a function makes of whole leaves, on every rank alike, so that a transform may go on through it.
+
+    Args:
+        trees: grads, params, and those of an optimizer's state, which need not have all groups.
+        fn: of a leaf of those trees that have it: its update, and what it is in each of the state's trees then.
+    """
+    grads, made = trees[0], [dict[Key, torch.Tensor]() for _ in trees[1:]]  # updates in the place of params
+    for key in grads.groups:
+        whole = [everywhere(tree, key) for tree in trees if key in tree.groups]
+        slots = grads.layout.groups[key].slots
+        found = {slot.leaf: fn(slot, [leaves[slot.leaf] for leaves in whole]) for slot in slots}
+        out = [own for own, tree in zip(made, trees[1:], strict=True) if key in tree.groups]
+        for place, own in enumerate(out):
+            leaves = {leaf: each[place] for leaf, each in found.items()}
+            own[key] = slice_in(grads, key, leaves, grads.local(key).dtype)
+    return [grads.with_buffers(own) for own in made]
