@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from fzero.base import as_written, private, pytree
 from fzero.base.context import during, variable
+from fzero.base.edges import is_users
+from fzero.base.hooks import register
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted, place_of
 from fzero.capture.handle import (
@@ -143,7 +145,28 @@ class _Guard(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-for _mode in (Watch, _Guard):  # torch.compile in the function must not compile these
+class _Backward(torch.overrides.TorchFunctionMode):
+    """Refuses writes to params in users' backwards, before they are done."""
+
+    def __init__(self, protected: Mapping[int, LeafOf]) -> None:
+        super().__init__()
+        self.protected = protected
+
+    def begin(self, _: object) -> None:
+        """As a hook before a node: what that runs is looked at, on the thread that it runs on."""
+        self.__enter__()
+
+    def end(self, *_: object) -> None:
+        """As one behind it. An error takes the mode off by itself: what a thread has on is put back by autograd."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if args and writes(func, kwargs):
+            _refuse_writes(func, args, kwargs, self.protected)
+        return func(*args, **(kwargs or {}))
+
+
+for _mode in (Watch, _Guard, _Backward):  # torch.compile in the function must not compile these
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
@@ -190,7 +213,7 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
 
 def is_watch(mode: object) -> bool:
     """Tells whether a torch function mode is one of this file's."""
-    return isinstance(mode, (Watch, _Guard))
+    return isinstance(mode, (Watch, _Guard, _Backward))
 
 
 def refuse_leaks(tree: object) -> None:
@@ -237,3 +260,28 @@ def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     alone = _Guard() if private.single_level() else _AS_IT_IS
     with during(seen, Seen()), Watch(None, protected) if protected is not None else alone:
         yield
+
+
+@contextlib.contextmanager
+def watching_pullback(outputs: Sequence[torch.Tensor], protected: Mapping[int, LeafOf]) -> Iterator[None]:
+    """Around the pullback of what a thorough look was taken at: the backwards of users' Functions are looked at, too.
+
+    Args:
+        outputs: the graph's.
+        protected: as of `Watch`; where it is empty nothing is looked at.
+    """
+    users = {node for node, _ in edges_to(outputs) if is_users(type(node))} if protected else ()
+    if not users:
+        yield
+        return
+    mode = _Backward(protected)
+    as_written.begin(mode)
+    # torch.autograd.grad itself would take the mode off
+    handles = [register(node.register_prehook, mode.begin) for node in users]
+    handles += [register(node.register_hook, mode.end) for node in users]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        as_written.end(mode)

@@ -33,6 +33,7 @@ class Delivery:
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
 
     Attributes:
+        before: told of a group before its sum is handed on.
         into: sums of earlier microbatches in `reduce` dtype, to which those of a group that is used once may be added.
     """
 
@@ -49,6 +50,7 @@ class Delivery:
         self.receive, self.partial = receive, partial
         self.unreduced = dict(unreduced or {})
         self.into: Mapping[Key, torch.Tensor] = {}
+        self.before: Callable[[Key], None] = lambda _: None
         self._sums: dict[Key, torch.Tensor] = {}
         self._under_way: set[Key] = set()
         self._closed: set[Key] = set()
@@ -115,6 +117,7 @@ class Delivery:
             numel = self.layout.groups[key].numel // use.axis.size
             total = pages.zeros(numel, dtype, use.device)
         self._delivered.add(key)
+        self.before(key)
         self.receive(key, total.to(dtype))
 
     def finish(self) -> None:

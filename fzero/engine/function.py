@@ -17,7 +17,7 @@ from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
-from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
+from fzero.capture.watch import is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
@@ -25,6 +25,7 @@ from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
+from fzero.engine.written import all_of, kill, named, versions
 from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
 from fzero.state.init import check_values
@@ -209,8 +210,8 @@ def call_function(
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)))
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
-    stored = _stored(state.params)
-    versions = [private.version(buffer) for buffer, _ in stored.values()]
+    stored = all_of(state.params)
+    before, storages = versions(stored), {storage_of(buffer) for buffer, _ in stored}
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
     shows = traversal.acts and torch.is_grad_enabled() and private.level() == 0
     first = not traversal.schedule.ran_before or is_strict() or shows
@@ -220,8 +221,8 @@ def call_function(
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
     entered = [private.version(private.unwrapped(leaf)) for leaf, _ in full]
     if first and not traversal.table.compiled:
-        roots = {storage_of(leaf): leaf_of(group) for leaf, group in full}
-        watch = watching_run(roots | {storage: name for storage, (_, name) in stored.items()})
+        traversal.looked_at = True
+        watch = watching_run({storage_of(leaf): leaf_of(group) for leaf, group in full} | named(stored))
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
@@ -247,11 +248,8 @@ def call_function(
             need_invariant(split_result(step, out)[0], known)
         if traversal.acts:
             refuse_leaks(out)
-    if [private.version(buffer) for buffer, _ in stored.values()] != versions:
-        state.kill(
-            "The step's function wrote to the params of this state in place, and what they were is lost. Compute with "
-            "a copy (w = w.clone()), and go on from another state."
-        )
+    if versions(stored) != before:
+        kill(state, "The step's function")
         raise ValueError(
             "step: the function wrote to its params in place, which this state did not survive. Params change in "
             "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
@@ -264,17 +262,6 @@ def call_function(
                 "with a copy (w = w.clone()), or use operations that are not in place."
             )
     # what is the state's own memory is copied, as the caller may write to what is given out
-    return pytree.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in stored else x, out)
-
-
-def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
-    """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
-    out: dict[int, tuple[torch.Tensor, LeafOf]] = {}
-    for key in params.groups:
-        group, full = params.layout.groups[key], params.held_entries.get(key)
-        own = params.layout.shard_numel(key) * params.rank_of(key)
-        parts = (*params.placed(key).parts, full)
-        for part in [part for part in parts if isinstance(part, torch.Tensor)]:  # others are read as copies
-            start = 0 if isinstance(full, torch.Tensor) and storage_of(part) == storage_of(full) else own
-            out[storage_of(part)] = part, leaf_of(group, start)
-    return out
+    return pytree.map_leaves(
+        lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in storages else x, out
+    )

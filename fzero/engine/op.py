@@ -19,7 +19,7 @@ from fzero.base.interrupts import as_found
 from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.base.pytree import is_real
 from fzero.capture.again import Again
-from fzero.capture.handle import Seen, seen, storage_of
+from fzero.capture.handle import Seen, seen
 from fzero.capture.second_run import refuse_writes
 from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
@@ -29,6 +29,7 @@ from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
 from fzero.engine.recorded import Recorded
 from fzero.engine.traversal import Traversal
+from fzero.engine.written import Memories, named, unit_pulled
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES, Names
@@ -42,6 +43,7 @@ class _Pull:
     leaves: list[list[torch.Tensor]]
     inputs: dict[int, torch.Tensor]
     outputs: list[torch.Tensor]
+    memories: Memories
     surroundings: Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -178,6 +180,7 @@ class UnitOp(Op):
         with (
             private.without_donation() if keep and self.call.compiles else contextlib.nullcontext(),
             pull.surroundings(),
+            unit_pulled(self.unit, pull.outputs, pull.memories, self._watched),
         ):
             if late is None or self.call.compiles:
                 found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
@@ -205,7 +208,7 @@ class UnitOp(Op):
             self._empty()
         else:
             self._pull, self._fulls = None, {}
-            pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
+            pull.outputs, pull.leaves, pull.memories, pull.surroundings = [], [], (), contextlib.nullcontext
         for key, size in zip(reversed(keys), reversed(sizes), strict=True):
             grads = found[len(found) - size :]
             del found[len(found) - size :]
@@ -259,6 +262,8 @@ class UnitOp(Op):
             self._seen.note(leaf, self.unit)
         thorough = (self._suspicious and derived) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
+        groups = [traversal.layout.groups[key] for key in self.keys]
+        memories = [(full, leaf_of(group)) for full, group in zip(fulls, groups, strict=True)]
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
         putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         recorded = None
@@ -272,9 +277,7 @@ class UnitOp(Op):
         with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode:
             watch = None
             if thorough and not self.call.compiles:
-                groups = [traversal.layout.groups[key] for key in self.keys]
-                protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
-                watch = Watch(self.unit, protected, map(id, begin))
+                watch = Watch(self.unit, named(memories), map(id, begin))
             self._watched = watch is not None
             looks = [x for x in (watch, recorded and recorded.noting(self.call.first or is_strict())) if x is not None]
             try:
@@ -303,6 +306,7 @@ class UnitOp(Op):
                 differentiated,
                 {p: inputs[p - count] for p in wanted if p >= count},
                 [o for o in out if is_real(o)],
+                memories,
                 functools.partial(self.call.refilled, leaves, self.call.inner),
             )
             if watch is not None:

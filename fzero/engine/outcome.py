@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import named
+from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
 from fzero.capture.contents import tensors_in
 from fzero.engine.op import used_up
@@ -117,6 +118,13 @@ def split_both(step: Spec, result: object) -> tuple[pytree.Split, pytree.Split]:
 def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
     """Those of some sums that lie on the device."""
     return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
+
+
+def is_transformed(cotangent: object) -> bool:
+    """Tells whether somebody differentiates, or maps, what a cotangent is pulled back to."""
+    if private.transforms() or not in_differentiated():
+        return private.transforms()
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent))
 
 
 def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:

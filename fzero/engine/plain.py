@@ -18,7 +18,6 @@ import torch
 from torch.autograd.graph import Node
 
 from fzero.base import private, pytree, texts
-from fzero.base.context import in_differentiated
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
@@ -26,10 +25,11 @@ from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split, apart_from
 from fzero.engine.leaves import UNFIT, Alias, Leaves, Unfit, known, need_apart, says_unfit
-from fzero.engine.outcome import Outcome, no_first_half, split_both
+from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
 from fzero.engine.weights import Graph, Waiting, Weight, pull
+from fzero.engine.written import run_pulled
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -44,17 +44,6 @@ class _Rest(NamedTuple):
     found: dict[int, torch.Tensor | None]
     weights: dict[int, tuple[Weight, Edge]]  # and where its product's node hands its cotangent on to
     retain_graph: bool
-
-
-@contextlib.contextmanager
-def _around() -> Iterator[None]:
-    """Around a pullback."""
-    try:
-        with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
-            yield
-    except BaseException:
-        private.forget_failed_backward()
-        raise
 
 
 Finish = Callable[[Mapping[Key, Buffer] | None], dict[Key, Buffer]]
@@ -105,7 +94,9 @@ class PlainRun(Outcome):
                 filled[place] = Alias.apply(leaf)
             arguments = pytree.unflatten(spec, filled)
             try:
-                result = call_function(step, state, leaves.traversal(seed, every), {}, arguments)
+                traversal = leaves.traversal(seed, every)
+                result = call_function(step, state, traversal, {}, arguments)
+                self._looked_at = traversal.looked_at
             except (RuntimeError, TypeError) as error:
                 if says_unfit(error):
                     known(step, state)[UNFIT] = Record()
@@ -133,7 +124,7 @@ class PlainRun(Outcome):
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling:
-            if _is_transformed(cotangent):
+            if is_transformed(cotangent):
                 pulled = self._run_again().pull(cotangent, retain_graph)
                 if not retain_graph:
                     self.drop()
@@ -147,15 +138,26 @@ class PlainRun(Outcome):
         """`pull` in two: the cotangents of the flat inputs, as soon as they are known, and what goes on with those of
         the primals, given the sums of the microbatches before this one."""
         with self._pulling:
-            if _is_transformed(cotangent):
+            if is_transformed(cotangent):
                 grads, out = self.pull(cotangent)
                 return lambda _: grads, out
             return self._pulled(cotangent, False, None)
 
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        """Around a pullback."""
+        try:
+            with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
+                with run_pulled(self.state, self._real or (), self._looked_at):
+                    yield
+        except BaseException:
+            private.forget_failed_backward()
+            raise
+
     def _pulled(
         self, cotangent: object, retain_graph: bool, sums: Adding | None
     ) -> tuple[Finish, list[torch.Tensor | None]]:
-        with _around():
+        with self._around():
             real, leaves, cotangents = self._begun(cotangent)
             graph = Graph(real, self._params)
             if not self._is_torchs(graph):
@@ -224,7 +226,7 @@ class PlainRun(Outcome):
 
     def _finish(self, waits: Waits, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
         """What goes on: adds what waits to the sums of the microbatches before."""
-        with self._pulling, _around():
+        with self._pulling, self._around():
             leaves = self._leaves
             assert leaves is not None
             sums = Adding(leaves, into) if waits.sums is None else waits.sums
@@ -240,7 +242,7 @@ class PlainRun(Outcome):
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
         with self._pulling:
-            if _is_transformed(cotangent):
+            if is_transformed(cotangent):
                 self._rest = run = self._run_again()
                 wanted = run.pull_inputs(cotangent, retain_graph)
                 if not retain_graph:
@@ -249,7 +251,7 @@ class PlainRun(Outcome):
             return self._pulled_inputs(cotangent, retain_graph)
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
-        with _around():
+        with self._around():
             real, _, cotangents = self._begun(cotangent)
             graph = Graph(real, self._params)
             if not self._is_torchs(graph):
@@ -286,7 +288,7 @@ class PlainRun(Outcome):
             return self._pulled_params(into)
 
     def _pulled_params(self, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
-        with _around():
+        with self._around():
             rest, self._rest = self._rest, None
             assert not isinstance(rest, Run)
             if rest is None or self.state is None or self._leaves is None:
@@ -366,13 +368,6 @@ class PlainRun(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         self._real = self._rest = self._leaves = self.state = self._again = None
         self._inputs, self._params, self._entered = [], [], []
-
-
-def _is_transformed(cotangent: object) -> bool:
-    """Tells whether somebody differentiates, or maps, what a cotangent is pulled back to."""
-    if private.transforms() or not in_differentiated():
-        return private.transforms()
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent))
 
 
 def run_of(

@@ -158,7 +158,7 @@ class Recorded(Activations):
             each.written, each.tensor = private.version(each.tensor), None
         self._part = part = program.part(self._wanted(saved), {value: tensor for value, (_, tensor) in named.items()})
         places = {storage_of(x): i for i, x in away if x.nbytes == x.untyped_storage().nbytes()}
-        own = {storage_of(leaf) for leaf in leaves}
+        own = {storage_of(leaf): leaf for leaf in leaves}
         for value, tensor in [*part.given.items()]:
             name, _ = named.get(value, ("", None))
             memory = HOST if name in self._names.offload and self._memory == DEVICE else self._memory
@@ -169,7 +169,9 @@ class Recorded(Activations):
             elif value in named and (kept := Kept.of(flat(storage, tensor), memory, self._what)):
                 self._kept[value] = kept
                 del part.given[value]
-            elif not storage.resizable() and storage_of(tensor) not in own:  # somebody else's, as an array of numpy
+            elif (leaf := own.get(storage_of(tensor))) is not None:  # a backward's writes count as those to the params
+                part.given[value] = private.counted(tensor, leaf)
+            elif not storage.resizable():  # somebody else's, as an array of numpy
                 part.given[value] = flat(storage.clone(), tensor)
         self._versions = {value: private.version(tensor) for value, tensor in part.given.items()}
         self._program = Program()  # lets go of the rest

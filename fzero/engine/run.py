@@ -17,6 +17,7 @@ from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.pending import Ends, Pending
 from fzero.engine.saves import Saves
 from fzero.engine.traversal import Traversal
+from fzero.engine.written import run_pulled
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -49,7 +50,7 @@ class Run(Outcome):
         partial: bool = False,
     ) -> None:
         super().__init__(state, inputs, argnums, scale)
-        self.partial, self._pulling = partial, threading.RLock()
+        self.partial, self._pulling, self._overwrites = partial, threading.RLock(), fused and step.donates
         flat, spec = pytree.flatten(tuple(inputs))
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
         self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
@@ -131,7 +132,9 @@ class Run(Outcome):
             delivery.into = tensors_of(into)
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
-            with mode, traversal.schedule.pullback(before):
+            with self._unwritten(traversal) as settled, mode, traversal.schedule.pullback(before):
+                if delivery is not None and self._overwrites:
+                    delivery.before = settled
                 assert self._pull is not None
                 grads, wanted = self._pull(
                     tuple(cotangents),
@@ -225,14 +228,17 @@ class Run(Outcome):
                 self.drop()
             return rest.found
 
-    @staticmethod
+    def _unwritten(self, traversal: Traversal) -> contextlib.AbstractContextManager[Callable[[Key], None]]:
+        outputs = self._ends.outputs if self._ends is not None else ()
+        return run_pulled(self.state, outputs, traversal.looked_at)
+
     @contextlib.contextmanager
-    def _half(pending: Pending) -> Iterator[None]:
+    def _half(self, pending: Pending) -> Iterator[None]:
         """Around one half of a pullback."""
         traversal = pending.traversal
         traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
         try:
-            with torch.no_grad(), traversal.schedule.pullback():
+            with self._unwritten(traversal), torch.no_grad(), traversal.schedule.pullback():
                 yield
         except BaseException:
             private.forget_failed_backward()
