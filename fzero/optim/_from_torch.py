@@ -96,7 +96,7 @@ class _Torch:
         """One step of a new optimizer, and what it keeps then; begun where there is no state."""
         if any_follows((p, g)):
             raise TypeError(
-                f"step.update: got torch.optim.{self.kind.__name__}, which writes in place and has no derivative, and "
+                f"step.update: got {self._name()}, which writes in place and has no derivative, and "
                 "torch.func goes through this update; expected an optimizer of fzero (fz.adamw, fz.sgd, ...), or one "
                 "of your own that computes updates by torch's operations."
             )
@@ -123,10 +123,13 @@ class _Torch:
             )
         return param.detach(), kept
 
+    def _name(self) -> str:
+        if _is_torchs(self.kind):
+            return f"torch.optim.{self.kind.__name__}"
+        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+
     def _said(self) -> str:
-        own = f"torch.optim.{self.kind.__name__}"
-        name = own if _is_torchs(self.kind) else f"{self.kind.__module__}.{self.kind.__qualname__}"
-        return f"{name} with {dict(self.options)}" if self.options else name
+        return f"{self._name()} with {dict(self.options)}" if self.options else self._name()
 
     def tried(self) -> None:
         """Holds it, made anew for each step of each leaf, to how its users have it: made once for all of them.
@@ -201,7 +204,7 @@ class _Torch:
         try:
             _, state = self.step(1e-2, zeros, zeros, None)
         except Exception as error:
-            error.add_note(f"This was of leaf {path!r}, by fz.from_torch(torch.optim.{self.kind.__name__}, ...).")
+            error.add_note(f"This was of leaf {path!r}, by fz.from_torch({self._name()}, ...).")
             raise
         kept = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}
         return TorchState(pytree.Count(0), {}, kept)

@@ -58,7 +58,10 @@ def numbers_in(value: object) -> list[float]:
 
 def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> None:
     if not isinstance(optimizer, GradientTransformation):
-        expected = "a GradientTransformation such as fz.adamw(1e-3); torch.optim's optimizers hold state of their own"
+        expected = (
+            "a GradientTransformation such as fz.adamw(1e-3); optimizers of torch's kind hold state of their own, and "
+            "are given by their class: fz.from_torch(torch.optim.NAdam, 1e-3)"
+        )
         raise wrong(who, argument, optimizer, expected)
     for name in ("init", "update"):
         if not callable(getattr(optimizer, name)):

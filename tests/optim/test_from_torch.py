@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -279,3 +280,25 @@ def test_what_is_kept_late_is_refused_on_all_ranks() -> None:
             step(state, data()[0])
 
     run_ranks(on, 2)
+
+
+class TakesMatrices(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        if p.ndim != 2:
+            raise ValueError("expected a matrix")
+        return p.grad
+
+
+def test_those_of_others_have_their_own_names_in_what_is_said() -> None:
+    own = f"{__name__}.TakesMatrices"
+    optimizer = fz.from_torch(TakesMatrices, 0.01)
+    with pytest.raises(ValueError, match="expected a matrix") as info:
+        fz.train_step(loss, optimizer).init(params())
+    assert info.value.__notes__ == [f"This was of leaf 'b', by fz.from_torch({own}, ...)."]
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().sum(), optimizer)
+    with pytest.raises(TypeError, match=rf"step.update: got {re.escape(own)}, which writes in place"):
+        torch.func.grad(lambda w: step(step.init({"w": w}), data()[0])[1]["loss"])(params()["w"])
+    with pytest.raises(ValueError, match=rf"got {re.escape(__name__)}.Counts, which changes"):
+        fz.from_torch(Counts, 0.01)
+    with pytest.raises(TypeError, match=r"TakesMatrices.*given by their class: fz.from_torch"):
+        fz.train_step(loss, TakesMatrices([torch.ones(1, 1)]))  # type: ignore[arg-type]
