@@ -7,6 +7,9 @@ import functools
 import os
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -309,3 +312,71 @@ def test_norms_of_leaves_are_columns(tmp_path: Path) -> None:
     run_through(quiet(step, step.init({"w": torch.ones(4)}), [()], log=tmp_path / "log.csv"))
     (row,) = rows_of(tmp_path / "log.csv")
     assert float(row["leaf_norms.grads.w"]) == 2.0 and "leaf_norms.moments.nu.w" in row
+
+
+# ---- what else may lie where a log is written
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _link(path: Path) -> None:
+    (path.parent / "other").write_text("step,loss\n1,2.0\n")
+    path.symlink_to(path.parent / "other")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def _others(path: Path) -> None:
+    path.write_text("a paper\n")
+
+
+@pytest.mark.parametrize("what", [_pipe, _folder, _link, _socket, _others])
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_lies_beside_a_log_is_left_alone(what: Any, begun: bool, tmp_path: Path) -> None:
+    """Nobody waits for a reader of a pipe, writes through a link, or over another program's file."""
+    log, new = tmp_path / "log.csv", tmp_path / "log.csv.new"
+    if begun:
+        run_through(quiet(counted, 0, batch, log=log, total=2))
+    before = log.read_bytes() if begun else b""
+    what(new)
+    there = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=r"loop: got log=.*log.csv.new' is written first, and that is no (file|log)"):
+        run_through(quiet(counted, 2, batch, log=log, total=4, after=2 if begun else None))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == there
+    assert not begun or log.read_bytes() == before
+
+
+def test_what_a_killed_loop_has_left_is_written_over(tmp_path: Path) -> None:
+    for left in ("", "ste", "step,loss\n", "step,loss,seconds\n1,0.0,1"):
+        (tmp_path / "log.csv.new").write_text(left)
+        run_through(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=2))
+        assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv"]
+
+
+def test_devices_are_no_logs(tmp_path: Path) -> None:
+    """Nor whatever output goes to: a terminal, a pipe, or a file, which would be replaced by the log."""
+    script = (
+        "import fzero as fz\n"
+        "for path in ('/dev/null', '/dev/stdout', '/dev/stderr', '/dev/fd/1'):\n"
+        "    try:\n"
+        "        for _ in fz.loop(lambda s, x: (s, {}), 0, lambda n: n, total=1, log=path, progress=False): pass\n"
+        "    except ValueError as error:\n"
+        "        print(error, flush=True)\n"
+    )
+    with (tmp_path / "out").open("w") as file:
+        for out in (subprocess.PIPE, file):
+            done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.STDOUT, text=True)
+            null, *said = (done.stdout if out == subprocess.PIPE else (tmp_path / "out").read_text()).splitlines()
+            assert null == "loop: got log='/dev/null', a device or a pipe, expected the path of a file."
+            expected = "a device or a pipe" if out == subprocess.PIPE else "which this program's output goes to"
+            assert len(said) == 3 and all(expected in line for line in said), said

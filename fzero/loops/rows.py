@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import fcntl
 import io
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -49,10 +51,14 @@ class Table:
     def __init__(self, path: str, after: int | None) -> None:
         self.path = os.path.realpath(path)  # what a link leads to; wherever the program goes
         self._until = sys.maxsize if after is None else after
-        if os.path.isdir(self.path):
+        if os.path.isdir(path):
             raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
-        if os.path.exists(self.path) and not os.path.isfile(self.path):  # a device may be read for ever
+        if os.path.exists(path) and not os.path.isfile(path):  # a device may be read for ever
             raise ValueError(f"loop: got log={path!r}, a device or a pipe, expected the path of a file.")
+        if os.path.exists(path) and _is_output(path):  # what is printed would go to a file that is no more
+            raise ValueError(
+                f"loop: got log={path!r}, which this program's output goes to, expected a file of its own."
+            )
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._file = self._claimed(self.path) if os.path.exists(self.path) else None
         try:
@@ -93,7 +99,7 @@ class Table:
         """
         until = time.monotonic() + WAIT
         while True:
-            file = open(path, "a", newline="", encoding="utf-8")
+            file = self._opened(path)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -112,6 +118,30 @@ class Table:
                     return file
             file.close()  # it was replaced meanwhile
 
+    def _opened(self, path: str) -> IO[str]:
+        """A file that is opened for more, and is made where there is none.
+
+        Raises:
+            ValueError: something else is there, or another program's file in the place of a new one.
+        """
+        kind = "no file"
+        try:  # a pipe that nobody reads would be waited for
+            number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            file = os.fdopen(number, "a", newline="", encoding="utf-8")
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                if path == self.path or STEP.encode().startswith(os.pread(number, len(STEP), 0)):
+                    return file
+                kind = "no log of a loop"
+            file.close()
+        raise ValueError(
+            f"loop: got log={self.path!r}, for which {path!r} is written first, and that is {kind}. Move it away, or "
+            "give another path."
+        )
+
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """The file with these rows, to which others are added; the old one stays until it is whole."""
         new = f"{self.path}.new"
@@ -126,7 +156,7 @@ class Table:
             writer.writerows(rows)
             file.flush()
             os.replace(new, self.path)
-        except OSError:
+        except (OSError, ValueError):
             with contextlib.suppress(OSError):
                 os.remove(new)
             with contextlib.suppress(OSError):  # which would be raised again for what is not yet written
@@ -161,6 +191,15 @@ class Table:
     def close(self) -> None:
         if self._file is not None:
             _let_go(self._file)
+
+
+def _is_output(path: str) -> bool:
+    """Tells whether a file is what this program prints to."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if os.path.samestat(os.stat(path), os.fstat(number)):
+                return True
+    return False
 
 
 def _let_go(file: IO[str]) -> None:
