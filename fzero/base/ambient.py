@@ -6,6 +6,7 @@ They are the process's, most of them, so they are set only where they differ, an
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -107,3 +108,31 @@ class default_dtype:
     def __exit__(self, *error: object) -> None:
         if self._before != self._dtype:
             torch.set_default_dtype(self._before)
+
+
+_attention = threading.Lock()
+_slow: set[object] = set()  # of threads that are inside
+
+
+@contextlib.contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Inside, `nn.MultiheadAttention` and the layers made of it compute as they do for a gradient.
+
+    Without one torch takes another way, which puts zeros in padded places, unless somebody looks at the functions that
+    it calls: one call would have two values.
+    """
+    fast, own = torch.backends.mha, object()
+    with _attention:
+        if not _slow and not fast.get_fastpath_enabled():
+            own = None
+        else:
+            _slow.add(own)
+            fast.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _attention:
+            if own in _slow:
+                _slow.discard(own)
+                if not _slow:
+                    fast.set_fastpath_enabled(True)

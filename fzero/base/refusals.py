@@ -154,7 +154,8 @@ freed = (  # called with what reads
 _OUTSIDE = {
     texts.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
     "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
-    "(step.vjp(state, x)), or take plain autograd: fz.tape.",
+    "(step.vjp(state, x)), or take plain autograd: fz.tape. Models with gradient_checkpointing_enable() do so: leave "
+    "that out (gradient_checkpointing_disable()), and recompute by fz.remat(step).",
     texts.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
     "tensors' memory (packed sequences do; so does ctc_loss where lengths are lists: give it tensors). Make what calls "
     "it a unit (fz.unit, also without params; units=, of a whole module by units='net' and apply(params['net'], ...)), "

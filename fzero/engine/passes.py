@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.ambient import without_fast_attention
 from fzero.base.follow import is_transformed
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
@@ -35,7 +36,8 @@ def evaluated(
     Args:
         follows: whether one may be.
     """
-    with private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
+    grads = contextlib.nullcontext() if follows else torch.no_grad()
+    with private.outside_inference(), without_fast_attention(), grads:
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows)
         call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)
         return split_result(step, call() if traversal.fn is None or not private.level() else in_a_level(call))

@@ -212,6 +212,7 @@ class Absent(Valueless):
         return RuntimeError(
             f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made "
             "of it is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and "
-            "hooks of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the "
-            "checkpoint."
+            "hooks of a backward do so). Leave the checkpoint out (of a model of Hugging Face: "
+            "model.gradient_checkpointing_disable()), as fz.remat(step) recomputes units; or pull back by step.vjp in "
+            "place of step(...) and fz.tape."
         )
