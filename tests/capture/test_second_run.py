@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from units import F64, SHARDS, X, block_of, params_of, refused
 
 import fzero as fz
@@ -478,3 +479,18 @@ def test_an_operator_that_reads_memory() -> None:
     step = fz.train_step(fz.unit(loss), fz.sgd(0.1))
     out, pullback = step.vjp(step.init(params_of()), X)
     assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0])["s"], params["s"].grad)
+
+
+def test_a_second_run_is_compared_where_a_mode_looked_at_the_first() -> None:
+    """As FlopCounterMode does, around the forward only."""
+    unit = fz.unit(lambda p, x: torch.sin(x @ p["w"]) * (2.0 if os.environ.get("FZERO_TEST_LATER") else 1.0))
+    step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)))
+    state = step.init({"blocks": [{"w": torch.eye(3)}]})
+    with FlopCounterMode(display=False):
+        loss, pullback = step.vjp(state, torch.ones(2, 3))
+    os.environ["FZERO_TEST_LATER"] = "1"
+    try:
+        with pytest.raises(ValueError, match="did something else when it ran again"):
+            pullback(torch.ones_like(loss))
+    finally:
+        del os.environ["FZERO_TEST_LATER"]
