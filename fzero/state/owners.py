@@ -23,16 +23,18 @@ Leaves = dict[int, torch.Tensor]  # leaf -> the whole of it
 def owners(layout: Layout, key: Key) -> Mapping[int, int]:
     """Leaf -> the rank that has it whole, of a group that is cut: all ranks have alike much to compute.
 
-    Counted are the products of matrices, over all units whose leaves have the same optimizer.
+    Counted are the products of matrices, over all units whose leaves have the same optimizer; of whole leaves, as
+    ranks of a tensor axis may have slices of other sizes and go by the same owners.
     """
-    label = layout.groups[key].row.optimizer
+    label, rows = layout.groups[key].row.optimizer, layout.rows
     if label not in layout.owners:
         loads, found = [0] * layout.shards, dict[int, int]()
         alike = [group for group in layout.groups.values() if group.row.cuts and group.row.optimizer == label]
         for group in alike:  # by units, so that the ranks work on one at the same time
-            for slot in sorted(group.slots, key=lambda slot: (-cost(slot.shape), slot.leaf)):
-                found[slot.leaf] = rank = loads.index(min(loads))
-                loads[rank] += cost(slot.shape)
+            costs = {slot.leaf: cost(rows[slot.leaf].shape) for slot in group.slots}
+            for leaf in sorted(costs, key=lambda leaf: (-costs[leaf], leaf)):
+                found[leaf] = rank = loads.index(min(loads))
+                loads[rank] += costs[leaf]
         layout.owners[label] = found
     return layout.owners[label]
 
