@@ -58,6 +58,11 @@ def my_momentum(decay: float) -> fz.GradientTransformation:
     return fz.GradientTransformation(lambda params: optree.tree_map(torch.clone, params), update)
 
 
+def my_params() -> fz.GradientTransformation:
+    """Passes on the params themselves, which the update must not overwrite before it is done with them."""
+    return fz.GradientTransformation(lambda params: (), lambda u, state, params: (params, state))
+
+
 def my_lars(factor: float) -> fz.GradientTransformation:
     """Looks at all leaves at once: divides by the sum of all absolute values."""
 
@@ -69,7 +74,14 @@ def my_lars(factor: float) -> fz.GradientTransformation:
     return fz.GradientTransformation(lambda params: (), update)
 
 
-OWN = {"scale": my_scale, "trace": my_trace, "delay": my_delay, "momentum": my_momentum, "lars": my_lars}
+OWN = {
+    "scale": my_scale,
+    "trace": my_trace,
+    "delay": my_delay,
+    "momentum": my_momentum,
+    "params": my_params,
+    "lars": my_lars,
+}
 
 
 def my_rows(decay: float) -> fz.GradientTransformation:
@@ -249,6 +261,7 @@ _PLAIN: dict[str, Callable[..., Plain]] = {
         lambda params: dict(params),
         lambda u, old, params: (_each(lambda x, p, o: x + decay * (p - o), u, params, old), params),
     ),
+    "params": lambda: Plain(lambda params: (), lambda u, state, params: (params, state)),
     "lars": _lars,
     "sgd": _sgd,
     "adamw": _adamw,

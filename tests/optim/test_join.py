@@ -114,6 +114,7 @@ CASES: dict[str, chains.Spec] = {
     "a norm at the end": ("chain", (SGD, NORM)),
     "a user's own in front": ("chain", (NORM, ("trace", 0.5), SGD)),
     "a user's own that passes on its old state": ("chain", (("delay",), ("trace", 0.5), SGD)),
+    "a user's own that passes on the params": ("chain", (("params",), ("adamw", 0.1, 0.8, 0.95, 1e-6, 0.5))),
     "a user's own that keeps old params": ("chain", (("momentum", 0.5), SGD)),
     "a user's own that looks at all leaves": ("chain", (("lars", 0.3), SGD)),
     "a user's own that keeps old params, alone": ("chain", (("scale", -0.1), ("momentum", 0.5))),

@@ -15,6 +15,7 @@ import fzero as fz
 from fzero.optim._paused import Running, finished, run_all, together
 from fzero.testing import run_ranks
 from fzero.update.fused import _Grads
+from fzero.update.writing import Writing
 
 UNITS = 8
 
@@ -119,6 +120,32 @@ OPTIMIZERS: dict[str, Any] = {
     "chain in front": lambda: fz.chain(fz.chain(fz.clip_by_value(0.1), fz.whole(fz.adamw(1e-2))), fz.sgd(-0.5)),
 }
 CLIPPED = ("clipped", "rows clipped")  # by a norm, for which each unit is pulled back twice
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.filterwarnings("ignore:fz.offload")
+def test_as_many_units_wait_as_an_optimizer_says(optimizer: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which `fz.plan` counts, as what they have brought stays there meanwhile."""
+    opened, most = set[Any](), 0
+    opens, closes = Writing.open, Writing.close
+
+    def noted_open(own: Writing, keys: Any) -> Any:
+        nonlocal most
+        opened.update(keys if own.kind == "params" else ())
+        most = max(most, len(opened))
+        return opens(own, keys)
+
+    def noted_close(own: Writing, keys: Any) -> None:
+        opened.difference_update(keys if own.kind == "params" else ())
+        closes(own, keys)
+
+    monkeypatch.setattr(Writing, "open", noted_open)
+    monkeypatch.setattr(Writing, "close", noted_close)
+    step = fz.train_step(loss, OPTIMIZERS[optimizer]())
+    step = fz.fuse_update(step) if fuse else fz.offload(step, params="host")
+    step(step.init({"blocks": [{"w": torch.eye(16)} for _ in range(UNITS)]}), torch.ones(4, 16))
+    assert most == 1 + step.optimizer.exchanges and not opened
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
