@@ -41,6 +41,7 @@ class Flops(TorchDispatchMode):
         total: so far.
     """
 
+    supports_higher_order_operators = True
     total = 0
 
     def __torch_dispatch__(

@@ -85,6 +85,24 @@ def place_of(error: BaseException | None = None) -> str:
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
+@contextlib.contextmanager
+def of_higher_order(what: str) -> Iterator[None]:
+    """Says of an error that a higher-order operator of torch's raises, and no function that it runs, what it is.
+
+    Args:
+        what: calls it.
+    """
+    try:
+        yield
+    except Exception as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        files = [file for file in files if file != "<string>"]  # which torch writes
+        inside = [i for i, file in enumerate(files) if "_higher_order_ops" in Path(file).parts]
+        if isinstance(error, KeyError) or not inside or not all(map(is_of_library, files[inside[0] :])):
+            raise  # a KeyError is functorch's, and dealt with elsewhere
+        raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
+
+
 def clear_frames(error: BaseException) -> None:
     """Lets go of what fzero's own frames hold, to which an error that the unit keeps leads: the last one, for one."""
     trace = error.__traceback__
@@ -121,6 +139,11 @@ def twice(unit: str, error: BaseException) -> str:
     )
 
 
+higher_order = (  # called with what calls it, and the error
+    "{} calls a higher-order operator (torch.cond, while_loop, flex_attention, ...) that torch does not run here "
+    "({}: {}). Where a function is looked at, as in its first run, it runs as it is written, and not compiled. Let the "
+    "operator's functions return tuples; or take Python's own `if` and `while`, or torch.where."
+).format
 # each is called with the unit's name
 another_run = (
     "Unit {!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was called: "
@@ -184,13 +207,16 @@ _OUTSIDE = {
     texts.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
     "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
     "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
+    texts.HIGHER_ORDER: "calls a higher-order operator (torch.cond, while_loop) outside of units{place}, which "
+    "torch.func does not take. Make what calls it a unit (fz.unit), or take Python's own `if` and `while`, or "
+    "torch.where.",
     texts.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
     "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
     "checkpoint out: fz.remat(step) recomputes units.",
 }
 
 
-def refuse_outside(error: RuntimeError) -> None:
+def refuse_outside(error: RuntimeError | KeyError) -> None:
     """Refuses what torch refused outside of units, by the words of this library."""
     for text, what in _OUTSIDE.items():
         if texts.says(error, text):

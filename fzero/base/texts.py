@@ -21,20 +21,28 @@ NOT_USED = "appears to not have been used in the graph"
 FREED = ("data is not allocated yet", "out of bounds for storage of size 0")  # of a tensor whose storage was emptied
 NO_STATISTICS = "is not differentiable with respect to argument 'running_"  # of native_batch_norm
 NO_SPARSE = "is not implemented for sparse tensors"
+HIGHER_ORDER = "higher order operator"  # as torch.cond, in Python's run or below functorch
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"
 WRITES_SAVED = "modified by an inplace operation"
 # what functorch refuses, and plain autograd does
 REFUSED = (
     *(SAVED_HOOKS, OLD_FUNCTION, REQUIRES_GRAD, NO_LEAF, BACKWARD),
-    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA),
+    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA, HIGHER_ORDER),
 )
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
 
 
 def says(error: BaseException, *texts: str) -> bool:
     """True if torch refused something for one of these reasons."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return any(text in _words(error) for text in texts)
+
+
+def _words(error: BaseException) -> str:
+    """What torch says; of an operator that has no rule for a functorch level it says no more than which level."""
+    if isinstance(error, KeyError) and [type(x).__name__ for x in error.args] == ["TransformType"]:
+        return HIGHER_ORDER
+    return str(error) if isinstance(error, RuntimeError) else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -298,7 +298,7 @@ class Call:
         # a second run is one within the step's function too: verbs within it go on by what is differentiated
         with here, during(notes, self._notes), during(in_function, True), watch:
             try:
-                with refusals.heard():
+                with refusals.heard(), refusals.of_higher_order(f"Unit {self.unit!r}"):
                     result = self.fn(*args, **kwargs)
             except Exception as error:
                 if not (private.level() or self.facts.watched) and texts.says(error, *_UNSEEN):

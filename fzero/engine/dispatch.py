@@ -36,7 +36,8 @@ CHECKPOINTED = (
 _NAMES = frozenset(
     "checkpoint checkpoint_sequential apply requires_grad_ backward deepcopy data saved_tensors_hooks save_on_cpu "
     "ctc_loss to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_csr_tensor sparse_csc_tensor "
-    "sparse_bsr_tensor sparse_bsc_tensor sparse_compressed_tensor".split()
+    "sparse_bsr_tensor sparse_bsc_tensor sparse_compressed_tensor cond while_loop scan associative_scan "
+    "flex_attention".split()
 )
 
 
@@ -209,7 +210,7 @@ def plain_call(
         try:
             with seeded(seed), inside(None):
                 return fn()
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             if not texts.says(error, *texts.REFUSED):
                 raise
             record.as_nodes.add(code)

@@ -14,7 +14,7 @@ from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
-from fzero.base.refusals import heard, refuse_outside
+from fzero.base.refusals import heard, of_higher_order, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
 from fzero.capture.watch import is_strict, leaf_of, refuse_leaks, watching_run
@@ -234,11 +234,17 @@ def call_function(
             if step.carries:  # which it may write to
                 inputs = (pytree.map_leaves(_copied, inputs[0]), *inputs[1:])
             try:
-                with heard(), during(notes, known), follow, _hidden(traversal, primals, inputs, fn):
+                with (
+                    heard(),
+                    of_higher_order("step: the function"),
+                    during(notes, known),
+                    follow,
+                    _hidden(traversal, primals, inputs, fn),
+                ):
                     out = fn(tree, *inputs)
             finally:  # also what it wrote before an error
                 traversal.give_back()
-        except RuntimeError as error:
+        except (RuntimeError, KeyError) as error:
             refuse_outside(error)
             raise
         out = pytree.map_leaves(_given_out, out)

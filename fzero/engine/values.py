@@ -73,6 +73,8 @@ class Values(dispatch.TorchDispatchMode):
         pulled: the leaves whose cotangents are not finite, in the order of the pullback: microbatch, path, what of.
     """
 
+    supports_higher_order_operators = True  # each as one operation
+
     def __init__(self, state: TrainState, limit: float) -> None:
         super().__init__()
         self._layout, self._limit = state.layout, limit

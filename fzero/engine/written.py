@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from fzero.base import private
+from fzero.base.refusals import of_higher_order
 from fzero.capture.handle import storage_of
 from fzero.capture.watch import LeafOf, leaf_of, watching_pullback
 from fzero.state.sharded import Sharded
@@ -70,7 +71,7 @@ def unit_pulled(unit: str, outputs: Sequence[torch.Tensor], memories: Memories, 
         ValueError: somebody writes to the unit's params; where it is looked at, before he does.
     """
     before = versions(memories)
-    with watching_pullback(outputs, named(memories) if looked_at else {}):
+    with of_higher_order(f"Unit {unit!r}"), watching_pullback(outputs, named(memories) if looked_at else {}):
         yield
     if versions(memories) != before:
         raise _written(f"params of unit {unit!r}")
@@ -113,7 +114,7 @@ def run_pulled(
 
     protected = named([memory for own in memories.values() for memory in own]) if looked_at else {}
     try:
-        with watching_pullback(outputs, protected):
+        with of_higher_order("step: the function"), watching_pullback(outputs, protected):
             yield settle
     finally:
         for key in before:

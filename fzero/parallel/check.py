@@ -13,6 +13,7 @@ from fzero.base import pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
+from fzero.base.refusals import of_higher_order
 from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
 from fzero.engine.carry import refuse_carry
@@ -173,10 +174,11 @@ def check(
     with torch.enable_grad(), _modes(values), watch, during(running, run), recorded_collectives() as unseen:
         given = leaves.typed()
         try:
-            with planned.running(given[0]) if planned is not None else contextlib.nullcontext():
-                out = fn(*given)
-            found = _outputs(out, declared, run.ignored)
-            _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
+            with of_higher_order(f"{WHO}: the function"):
+                with planned.running(given[0]) if planned is not None else contextlib.nullcontext():
+                    out = fn(*given)
+                found = _outputs(out, declared, run.ignored)
+                _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
             if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
                 raise ReadsValues(place_of(error)) from error

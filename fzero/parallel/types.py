@@ -120,6 +120,8 @@ class Watch(dispatch.TorchDispatchMode):
         draws: an operator has drawn random numbers.
     """
 
+    supports_higher_order_operators = True  # each as one operation
+
     def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
         self._where, self._ignored, self.draws = where, ignored, False
@@ -129,7 +131,7 @@ class Watch(dispatch.TorchDispatchMode):
         name = str(func)
         if name.startswith("prim."):
             return func(*args, **kwargs)
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         operands = tensors_in((args, kwargs))
         joined, error = (Type(frozenset(), True, ""), None) if _makes(name) else self._joined(name, operands)
         try:

@@ -29,6 +29,8 @@ class LiveBytes(TorchDispatchMode):
         4000
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
         super().__init__()
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
