@@ -31,6 +31,18 @@ class Facts(NamedTuple):
     kept: bool = False  # neither do they, and it sends messages, which other ranks do not repeat: all is kept
     joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
 
+    def __str__(self) -> str:
+        said = {
+            "it changes an input in place": self.mutated,
+            "it reads leaves that it is not given": self.more,
+            "it reads a tensor that lies in an object": self.read,
+            "it returns one of its inputs": self.returned,
+            "it draws from generators of Python's or numpy's own": self.draws,
+            "it uses tensors of a level of torch.func that has ended": self.watched,
+            "its operations do not say all that they compute": self.whole,
+        }
+        return " and ".join(words for words, showed in said.items() if showed) or "it showed more of itself"
+
     def joined(self, showed: Facts) -> Facts:
         """These, and what another run showed."""
         return Facts(

@@ -26,6 +26,8 @@ Records = list[tuple[str, Hashable, int]]  # operation, tag, bytes
 _watch: contextvars.ContextVar[Watch | None] = variable("watch", None)
 _listeners: contextvars.ContextVar[tuple[Records, ...]] = variable("listeners", ())
 
+KEPT = 8  # of what has happened on a rank, the last ones
+_OURS = ("The ranks have diverged", "Communication failed on rank", "Rank ")
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
     "the data or on the rank."
@@ -96,7 +98,57 @@ def need_alike(by_all: Sequence[str], group: backend.Group) -> None:
     """Raises RuntimeError where the ranks of a group say different things, and which."""
     if len(set(by_all)) > 1:
         listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(backend.members(group), by_all, strict=True))
-        raise RuntimeError(f"The ranks have diverged: {listing}. {ADVICE}")
+        raise RuntimeError(f"The ranks have diverged: {listing}. {_advice(backend.members(group))}")
+
+
+# ---- what happens on one rank alone
+
+
+def happened(what: str) -> None:
+    """Keeps what has happened on this rank where other ranks can read it: should they diverge, that may be why."""
+    if not backend.initialized() or backend.size_of(backend.world()) == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # the store was on a rank that has stopped
+        known = _happened(rank := backend.global_rank())
+        backend.store().set(f"fzero/happened/{rank}", json.dumps([*known, what][-KEPT:]))
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Around what a rank may go on after if it fails there."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        if not text.startswith(_OURS):  # which all ranks are told
+            happened(f"{what} failed with {type(error).__name__}: {text[:100]}")
+        raise
+
+
+def _happened(rank: int) -> list[str]:
+    store, key = backend.store(), f"fzero/happened/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else []
+
+
+def _alone(ranks: Sequence[int]) -> str:
+    """What has happened on some of these ranks and not on others."""
+    try:
+        known = {rank: _happened(rank) for rank in ranks}
+    except RuntimeError:
+        return ""
+    common = set.intersection(*map(set, known.values()))
+    told = [f"on rank {rank} {what}" for rank, own in known.items() for what in own if what not in common]
+    return f"What has happened on some ranks alone: {'; '.join(told)}. " if told else ""
+
+
+def _advice(ranks: Sequence[int]) -> str:
+    told = _alone(ranks)
+    if not told:
+        return ADVICE
+    return (
+        f"{told}That may be why: a rank that goes on after an error has not sent what others wait for, and a unit that "
+        f"sends messages sends them anew where it begins again. Let all ranks end, or go on, together. {ADVICE}"
+    )
 
 
 class PeerStopped(RuntimeError):
@@ -139,7 +191,7 @@ class Watch:
                 missing = [rank for rank, key in zip(members, keys, strict=True) if not store.check([key])]
                 raise RuntimeError(
                     f"Rank {me} waited {looked - started:.0f} seconds, the timeout of its process group, in {words} "
-                    f"for ranks {missing}, which did not come. {ADVICE}"
+                    f"for ranks {missing}, which did not come. {_advice(members)}"
                 )
         if count > 2:  # whoever is here has read what was said two rounds ago
             store.delete_key(self._key(name, count - 2, me))
@@ -175,7 +227,8 @@ class Watch:
         listing = [f"rank {rank} is in {waits[rank][3]} and waits for ranks {missing[rank]}" for rank in sorted(stuck)]
         listing += [f"rank {rank} {end}" for rank, end in sorted(gone.items())]
         error = PeerStopped if gone else RuntimeError
-        raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {ADVICE}")
+        advice = _advice([*waits])
+        raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {advice}")
 
     def _waits(self, store: backend.Store) -> dict[int, tuple[str, int, list[int], str]]:
         """Rank -> where it is: the group, its count of collectives (negative: it has gone), its ranks, the words."""
@@ -207,7 +260,8 @@ def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Gro
                 raise  # of this rank; the others are not to blame
             raise RuntimeError(
                 f"Communication failed on rank {backend.global_rank()}, in {words()}: another rank has stopped, or "
-                f"has called other units than this one. {_failed_elsewhere(words(), group)}Run the step inside "
+                f"has called other units than this one. {_failed_elsewhere(words(), group)}"
+                f"{_alone(backend.members(group))}Run the step inside "
                 f"fz.testing.checked_collectives() to see at once what every rank called. ({error})"
             ) from error
 

@@ -18,6 +18,7 @@ from fzero.capture.handle import HandleError
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Reach, Surroundings
 from fzero.capture.watch import elsewhere, refuse_leaks
+from fzero.comm.divergence import happened
 from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
@@ -110,6 +111,8 @@ def _call(
             break
         except Again as again:
             showed = again.showed
+            units = " and ".join(dict.fromkeys(repr(key.unit) for key in call.primals)) or "of full params"
+            happened(f"unit {units} began again, as {showed}")
     schedule.record.facts[place] = call.known
     return result
 

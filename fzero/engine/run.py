@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
+from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
@@ -78,7 +79,7 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
-        with self._mode():
+        with failing("a forward"), self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
@@ -132,7 +133,12 @@ class Run(Outcome):
             delivery.into = tensors_of(into)
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
-            with self._unwritten(traversal) as settled, mode, traversal.schedule.pullback(before):
+            with (
+                failing("a pullback"),
+                self._unwritten(traversal) as settled,
+                mode,
+                traversal.schedule.pullback(before),
+            ):
                 if delivery is not None and self._overwrites:
                     delivery.before = settled
                 assert self._pull is not None
@@ -238,7 +244,7 @@ class Run(Outcome):
         traversal = pending.traversal
         traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
         try:
-            with self._unwritten(traversal), torch.no_grad(), traversal.schedule.pullback():
+            with failing("a pullback"), self._unwritten(traversal), torch.no_grad(), traversal.schedule.pullback():
                 yield
         except BaseException:
             private.forget_failed_backward()

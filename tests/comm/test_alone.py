@@ -1,0 +1,138 @@
+"""What happens on one rank alone is told where ranks diverge after it: a unit that began again, a caught error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fzero as fz
+from fzero.comm.divergence import KEPT, happened, need_alike
+from fzero.testing import run_ranks
+
+F64 = torch.float64
+PARAMS = {"blocks": [{"w": torch.eye(4, dtype=F64)} for _ in range(2)]}
+X = torch.ones(3, 4, dtype=F64)
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails on rank 1."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("no luck")
+        return cotangent
+
+
+def step_of(body: Callable[[Any, torch.Tensor], torch.Tensor]) -> fz.Step:
+    block = fz.unit(body)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params["blocks"]:
+            x = torch.tanh(block(p, x * 1.0))
+        return x.square().mean()
+
+    return fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+
+
+def sends_and_writes(rank: int) -> str:
+    axis = fz.parallel.axis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+
+    def body(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            x.mul_(2)
+        return fz.parallel.sum(x @ p["w"], axis)
+
+    step = step_of(body)
+    with pytest.raises(RuntimeError) as error:
+        step(step.init(PARAMS), X)
+    return str(error.value)
+
+
+def goes_on_after_a_pullback(rank: int) -> str:
+    step = step_of(lambda p, x: Fails.apply(x @ p["w"]))  # type: ignore[no-any-return,operator]
+    state = step.init(PARAMS)
+    with pytest.raises(RuntimeError) as error:
+        try:
+            step(state, X)
+        except ValueError:
+            step.forward(state, X)
+    return str(error.value)
+
+
+def goes_on_after_a_forward(rank: int) -> str:
+    def body(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise OSError("no more disk")
+        return x @ p["w"]
+
+    step = step_of(body)
+    state = step.init(PARAMS)
+    with pytest.raises(RuntimeError) as error:
+        try:
+            step.vjp(state, X)
+        except OSError:
+            fz.gather(state.params)
+    return str(error.value)
+
+
+SAID = {
+    sends_and_writes: "on rank 1 unit 'blocks.0' began again, as it changes an input in place",
+    goes_on_after_a_pullback: "on rank 1 a pullback failed with ValueError: no luck",
+    goes_on_after_a_forward: "on rank 1 a forward failed with OSError: no more disk",
+}
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("program", SAID, ids=lambda program: program.__name__)
+def test_what_may_have_led_there_is_told_on_every_rank(program: Callable[[int], str], backend: str) -> None:
+    for said in run_ranks(program, 2, backend=backend, timeout=30):
+        assert said.startswith("The ranks have diverged: rank 0: "), said
+        assert f"What has happened on some ranks alone: {SAID[program]}. That may be why" in said, said
+        assert "Let all ranks end, or go on, together. Every rank must call the same units" in said, said
+
+
+def test_what_all_ranks_do_alike_is_not_told() -> None:
+    def body(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x @ p["w"]
+
+    def rank_main(rank: int) -> str:
+        step = step_of(body)
+        state, _ = step(step.init(PARAMS), X)
+        with pytest.raises(RuntimeError) as error:
+            step.forward(state, X) if rank == 0 else fz.gather(state.params)
+        return str(error.value)
+
+    for said in run_ranks(rank_main, 2):
+        assert "The ranks have diverged" in said and "What has happened" not in said, said
+
+
+def test_the_last_ones_are_kept() -> None:
+    def rank_main(rank: int) -> str:
+        for number in range(3 * KEPT) if rank == 1 else ():
+            happened(f"it was {number}")
+        torch.distributed.barrier()
+        with pytest.raises(RuntimeError) as error:
+            need_alike(["a", "b"], torch.distributed.group.WORLD)
+        return str(error.value)
+
+    for said in run_ranks(rank_main, 2):
+        assert said.count("on rank 1 it was") == KEPT and f"it was {3 * KEPT - 1}" in said
+
+
+def test_one_rank_keeps_nothing() -> None:
+    run_ranks(lambda rank: happened("nobody reads it"), 1)
+    happened("there is no group")
