@@ -57,8 +57,12 @@ def flat(state: object) -> tuple[list[object], pytree.Spec]:
 
 
 def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
-    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large."""
-    if leaf.ndim < 2 and leaf.numel() < LARGE:
+    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large.
+
+    A matrix of one row or column is a vector, whose factors would be of its shape: slices are kept for all leaves.
+    """
+    vector = leaf.ndim < 2 or min(leaf.shape[-2:]) <= 1
+    if vector and leaf.numel() < LARGE:
         return []
     found = [(i, x) for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return [i for i, x in found if x.shape == leaf.shape]

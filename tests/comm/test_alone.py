@@ -100,7 +100,7 @@ SAID = {
 def test_what_may_have_led_there_is_told_on_every_rank(program: Callable[[int], str], backend: str) -> None:
     for said in run_ranks(program, 2, backend=backend, timeout=30):
         assert said.startswith("The ranks have diverged: rank 0: "), said
-        assert f"What has happened on some ranks alone: {SAID[program]}. That may be why" in said, said
+        assert f"What has happened on some ranks alone: {SAID[program]}. That may be why" in said, said  # type: ignore[index]
         assert "Let all ranks end, or go on, together. Every rank must call the same units" in said, said
 
 
@@ -126,7 +126,7 @@ def test_the_last_ones_are_kept() -> None:
             happened(f"it was {number}")
         torch.distributed.barrier()
         with pytest.raises(RuntimeError) as error:
-            need_alike(["a", "b"], torch.distributed.group.WORLD)
+            need_alike(["a", "b"], torch.distributed.group.WORLD)  # type: ignore[arg-type]
         return str(error.value)
 
     for said in run_ranks(rank_main, 2):

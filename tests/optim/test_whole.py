@@ -485,6 +485,14 @@ def test_adafactor_keeps_factors_only() -> None:
     ]
 
 
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (1, 1, 40)])
+def test_a_factor_of_its_leafs_shape_costs_others_nothing(shape: tuple[int, ...]) -> None:
+    """As of a class token beside matrices."""
+    state = fz.train_step(loss, fz.adafactor()).init([{"0": torch.ones(64, 32), "1": torch.ones(shape)}])
+    assert sum(x.numel() for x in optree.tree_leaves(state.moments) if isinstance(x, torch.Tensor)) < 64 + 32 + 2 * 42
+
+
+
 def test_rows_are_clipped_by_their_own_params() -> None:
     p = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "b": torch.tensor([0.0, 2.0])}
     g = {"w": torch.tensor([[0.3, 0.4], [3.0, 4.0]]), "b": torch.tensor([3.0, 4.0])}
