@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base import pytree
 from fzero.checkpoint.folder import NAME, is_url
 from fzero.checkpoint.places import folder_at
 from fzero.state.sliced import Sliced
 
-FORMAT, VERSION, READ = "fzero checkpoint", 4, (2, 3, 4)  # 2 has no slices of leaves, 3 no complex tensors
+# 2 has no slices of leaves, 3 no complex tensors, 4 none in 8 bits and of whole numbers without a sign
+FORMAT, VERSION, READ = "fzero checkpoint", 5, (2, 3, 4, 5)
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -26,9 +28,22 @@ DTYPES = {  # as safetensors calls them
 _BEGIN = b'{"sha256": "'
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-# of tensors that are in no tree; files, whose format knows no complex numbers, have them as pairs of real ones
-OF_TENSORS = {**DTYPES, "C64": torch.complex64, "C128": torch.complex128}
+# of tensors that are in no tree
+OF_TENSORS = {
+    **DTYPES,
+    **{"C32": torch.complex32, "C64": torch.complex64, "C128": torch.complex128},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4_E2M1_X2": torch.float4_e2m1fn_x2},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+}
 CODES_OF_TENSORS = {dtype: code for code, dtype in OF_TENSORS.items()}
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def as_filed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as files have it: complex numbers as pairs, other dtypes that they do not name as whole numbers."""
+    real = pytree.as_reals(tensor)
+    return real if real.dtype in CODES else real.view(_NUMBERS[real.dtype.itemsize])
 
 
 class DamagedCheckpoint(OSError):

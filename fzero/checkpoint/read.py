@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import pytree
 from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.folder import Folder
@@ -20,6 +19,7 @@ from fzero.checkpoint.manifest import (
     File,
     Manifest,
     Piece,
+    as_filed,
     read_manifest,
     readable,
 )
@@ -104,9 +104,10 @@ class Reader:
     def tensor(self, item: int) -> torch.Tensor:
         """A tensor that is in no tree."""
         code, shape = self.manifest.items[item].value
-        out = torch.zeros(shape, dtype=OF_TENSORS[code], device="cpu")
+        out = torch.empty(shape, dtype=OF_TENSORS[code], device="cpu")
+        as_filed(out).zero_()
         for place in self._places.get((item, 0, 0, 0), ()):
-            self._into(pytree.as_reals(out).reshape(-1), place, 0)
+            self._into(as_filed(out).reshape(-1), place, 0)
         self.wait()
         return out
 

@@ -15,7 +15,7 @@ from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import Run, runs, share, written
 from fzero.checkpoint.copies import Copies, held, sum_of, totals_of, whole_sums
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece
+from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed
 from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
@@ -132,7 +132,7 @@ class Snapshot:
                     del own
                 value = None
             elif isinstance(value, torch.Tensor):
-                self.tensors[number] = pytree.as_reals(value)
+                self.tensors[number] = as_filed(value)
                 value = [CODES_OF_TENSORS[value.dtype], list(value.shape)]
             elif isinstance(value, pytree.Count):
                 value = value.value

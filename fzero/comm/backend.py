@@ -264,8 +264,11 @@ def _settle(group: Group) -> None:
 
 
 def broadcast(tensor: torch.Tensor, group: Group) -> None:
-    """The first rank's tensor, written into this one."""
-    dist.broadcast(tensor, group=group, group_src=0)
+    """The first rank's tensor, written into this one; as bytes, as a backend does not know every dtype."""
+    own = tensor.resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(own.reshape(-1).view(torch.uint8), group=group, group_src=0)
+    if own is not tensor:
+        tensor.copy_(own)
 
 
 def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Group, number: int) -> Wait:

@@ -15,6 +15,11 @@ from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Extra, S, need_step
 
+_WHOLE = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
 
 def carry(step: S, value: object) -> S:
     """Lets `fn(params, carry, *inputs)` return `(outputs, new_carry)`, and keeps the new one in the state.
@@ -32,7 +37,7 @@ def carry(step: S, value: object) -> S:
             `fz.functional(module, buffers=True)`.
 
     Raises:
-        TypeError: it holds something else than tensors.
+        TypeError: it holds something else than tensors of numbers.
         ValueError: the step has a carry already.
 
     Example:
@@ -51,6 +56,10 @@ def carry(step: S, value: object) -> S:
     for name, x in zip(*pytree.named_leaves(value, lambda x: isinstance(x, (Sharded, TrainState)))[:2], strict=True):
         if not isinstance(x, torch.Tensor):
             raise wrong("carry", f"value {name}" if name else "value", x, "a tensor")
+        if not (pytree.is_real(x) or x.dtype in _WHOLE):
+            raise wrong(
+                "carry", f"value {name}" if name else "value", x, "one of numbers (view its bytes as torch.uint8)"
+            )
     own = pytree.map(lambda x: x.clone() if follows(x) else x.detach().clone(), value)
     extra = Extra(CARRY, "carry", functools.partial(_begun, own), _stays, kind="a carry")
     return step.with_header("carries", True, "carry").with_state(extra)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -265,9 +266,9 @@ def test_trees_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "tree"])
 def test_dtypes_that_no_checkpoint_keeps(tmp_path: Path, kind: str) -> None:
     def init(params: fz.Sharded) -> object:
-        return params.map(lambda x: x.to(torch.complex64)) if kind == "tree" else torch.ones(2).to(torch.float8_e5m2)
+        return params.map(lambda x: x.to(torch.complex64)) if kind == "tree" else torch.ones(2).to_sparse()
 
-    match = rf"state.extra.own.*{'complex64' if kind == 'tree' else 'float8'}.*kept in a checkpoint"
+    match = rf"state.extra.own.*{'complex64' if kind == 'tree' else 'dense'}.*kept in a checkpoint"
     with pytest.raises(TypeError, match=match):
         fz.save(tmp_path, step_of().with_state(fz.Extra("own", "own()", init, KEEP)).init(params()))
 
@@ -320,6 +321,46 @@ def test_complex_buffers(tmp_path: Path, backend: str) -> None:
     for _ in range(2):
         module(torch.arange(5.0))
     torch.testing.assert_close(first["phases"], module.phases.resolve_conj(), rtol=1e-6, atol=1e-6)
+
+
+OTHERS = [
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.float4_e2m1fn_x2, torch.uint16, torch.uint32, torch.uint64, torch.complex32),
+]
+
+
+def of_other_dtypes(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """Every pattern of bits, contiguous and not, empty and 0-d, as a state keeps it, and what is loaded of it."""
+    warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+    bits = torch.arange(256, dtype=torch.uint8).repeat(8)
+    own = {str(dtype).removeprefix("torch."): bits.view(dtype).reshape(32, -1) for dtype in OTHERS}
+    own |= {f"turned {name}": x.t() for name, x in own.items()} | {f"no {name}": x[:0] for name, x in own.items()}
+    own |= {f"one {name}": x[1, 3] for name, x in own.items() if x.numel() and not name.startswith("turned")}
+    fn = lambda p, carry, x: ((p["w"] * x).sum(), carry)
+    step = fz.shard_zero3(fz.carry(fz.train_step(fn, fz.adamw(0.1)), own))
+    state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+    fz.save(folder, state)
+    loaded = fz.load(folder, step).extra["carry"]
+    converted = fz.convert(state, fz.shard_zero1(fz.carry(fz.train_step(fn, fz.adamw(0.1)), own)))
+    for name, x in own.items():
+        for found in (loaded[name], converted.extra["carry"][name], state.extra["carry"][name]):
+            assert (found.dtype, found.shape) == (x.dtype, x.shape), name
+            mine, other = (y.contiguous().reshape(-1).view(torch.uint8) for y in (x, found))
+            assert torch.equal(mine, other), name
+    return {name: x.contiguous().reshape(-1).view(torch.uint8) for name, x in loaded.items()}
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_carries_of_dtypes_that_no_file_names(tmp_path: Path, backend: str) -> None:
+    first, other = run_ranks(functools.partial(of_other_dtypes, folder=str(tmp_path)), 2, backend=backend)
+    assert_trees_equal(other, first)
+
+
+def test_a_carry_of_no_numbers_is_refused_as_it_is_made() -> None:
+    step = fz.train_step(lambda p, carry, x: (p["w"].sum(), carry), fz.sgd(0.1))
+    for dtype in (torch.bits8, torch.uint4):
+        with pytest.raises(TypeError, match=rf"carry: got value c=a tensor of .*{dtype}, expected one of numbers"):
+            fz.carry(step, {"c": torch.empty(2, dtype=dtype)})
 
 
 # ---- Checkpoints
