@@ -68,8 +68,9 @@ def loop(
         after: what it goes on after: the `extra` of a checkpoint that a loop has saved, which the state is restored
             from, or a number of steps. An iterable of batches must begin there.
         progress: a bar of tqdm, or its label; None shows one where tqdm is installed.
-        log: a CSV file of rows, one for each `every` steps and the last one, which begins anew unless a run is resumed:
-            its rows stay up to where that begins. A row that a full disk did not take is missing, as the error says.
+        log: a CSV file of rows, one for the first step, each `every` steps and the last one, which begins anew unless a
+            run is resumed: its rows stay up to where that begins, and the same ones follow as if it had not ended. A
+            row that a full disk did not take is missing, as the error says.
         tensorboard: a folder for the same numbers.
         every: steps between two rows; metrics are read then, and nobody waits for the device in between.
         evaluate: `evaluate(state)`, the same numbers by name on all ranks, before the first step, after the last one
@@ -171,8 +172,9 @@ class Loop(Generic[S, M]):
         self._process = 0  # that it has begun in
         self._unread: Mapping[str, object] | None = None  # metrics of the newest step, as long as no row has them
         self._error: Exception | None = None
+        self._logged: int | None = None  # the steps whose rows a resumed run's log keeps
         if after is not None:
-            self._done, evaluation.best, evaluation.since = taken(after)
+            self._done, evaluation.best, evaluation.since, self._logged = taken(after)
 
     @property
     def state(self) -> S:
@@ -260,7 +262,7 @@ class Loop(Generic[S, M]):
         if self._signals is not None:
             self._signals.begin()
         ranks = self._ranks
-        self._tried(lambda: self._record.begin(self._done, self._total, self._resumed, ranks.leads), None)
+        self._tried(lambda: self._record.begin(self._done, self._total, self._logged, ranks.leads), None)
         ranks.all_well(self._error)
         own = f"{self._done} steps before, total={self._total}, {self._record}, {self._evaluation}, {self._saves}"
         if not ranks.alike(own):
@@ -381,7 +383,8 @@ class Loop(Generic[S, M]):
         self._record.back(self._done)
 
     def _known(self) -> dict[str, object]:
-        return {"done": self._done, "best": self._evaluation.best, "since": self._evaluation.since}
+        known = {"best": self._evaluation.best, "since": self._evaluation.since}
+        return {"done": self._done, "logged": self._record.kept(self._done), **known}
 
     def _save(self) -> float:
         assert self._ranks is not None

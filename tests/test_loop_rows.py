@@ -380,3 +380,28 @@ def test_devices_are_no_logs(tmp_path: Path) -> None:
             assert null == "loop: got log='/dev/null', a device or a pipe, expected the path of a file."
             expected = "a device or a pipe" if out == subprocess.PIPE else "which this program's output goes to"
             assert len(said) == 3 and all(expected in line for line in said), said
+
+
+@pytest.mark.parametrize("stops", [(1,), (2,), (5,), (7, 8), (9, 9, 10), (3, 6)])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_resumed_log_has_the_rows_of_a_whole_run(stops: tuple[int, ...], evaluated: bool, tmp_path: Path) -> None:
+    """Not one of where it stopped, and none of where it went on."""
+    step = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
+    options: Any = {"every": 3, "evaluate_every": 4}
+    if evaluated:
+        options["evaluate"] = lambda state: {"norm": fz.global_norm(state.params)}
+
+    def run(name: str, total: int, stops: tuple[int, ...]) -> list[dict[str, str]]:
+        kept, log = fz.Checkpoints(tmp_path / name), tmp_path / f"{name}.csv"
+        for stop in (*stops, total + 1):
+            state, after = kept.restore(step) or (step.init({"w": torch.zeros(1)}), None)
+            own: Any = {"after": after, "checkpoints": kept, "log": log, "total": total, **options}
+            loop = quiet(step, state, batch, stop=lambda stop=stop: loop.done >= stop, **own)
+            run_through(loop)
+        return [{name: x for name, x in row.items() if name != "seconds"} for row in rows_of(log)]
+
+    whole = run("whole", 11, ())
+    assert [row["step"] for row in whole] == (
+        ["0", "1", "3", "4", "6", "8", "9", "11"] if evaluated else ["1", "3", "6", "9", "11"]
+    )
+    assert run("parts", 11, stops) == whole

@@ -89,18 +89,18 @@ def numbered(batches: object) -> Callable[[int], object]:
     return batches
 
 
-def taken(after: object) -> tuple[int, float | None, int]:
-    """The number of steps, the best number of an evaluation, and the number of evaluations since then."""
+def taken(after: object) -> tuple[int, float | None, int, int]:
+    """What is known of a run: steps, the best number of an evaluation, evaluations since then, steps in its log.
+
+    The last row of a log is not the run's own where only its end has made it: one that goes on has none there.
+    """
     if not isinstance(after, Mapping):
-        return (
-            need_int(after, "loop", "after", "the extra of a loop's checkpoint, a number of steps or None", 0),
-            None,
-            0,
-        )
+        done = need_int(after, "loop", "after", "the extra of a loop's checkpoint, a number of steps or None", 0)
+        return done, None, 0, done
     own = after.get(OWN)
     if not isinstance(own, Mapping) or not {"done", "best", "since"} <= own.keys():
         raise ValueError(
             f"loop: got after with the keys {sorted(map(str, after))}, expected the extra of a checkpoint that a loop "
             f"has saved, which has {OWN!r}; or a number of steps."
         )
-    return own["done"], own["best"], own["since"]
+    return own["done"], own["best"], own["since"], own.get("logged", own["done"])

@@ -38,19 +38,23 @@ class Record:
         self._bar: Bar | None = None
         self._since, self._taken = 0.0, 0  # time counts from here, and the steps taken since
         self._back: int | None = None  # the step that the run has gone back to since the last row
-        self._begun = False  # whether there is a row of a step
+        self._first: int | None = None  # the step of the run's first row, once there is one
+        self._regular = True  # whether the last row would be there, too, if the run went on
 
     def __str__(self) -> str:
         return f"every={self._every}"
 
-    def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
+    def begin(self, done: int, total: int | None, after: int | None, leads: bool) -> None:
         """Opens what is shown, on the rank that leads.
+
+        Args:
+            after: the step of a resumed run's log up to which its rows stay; None for a new run.
 
         Raises:
             ImportError: what shows it is not installed.
             OSError, ValueError: it cannot be written, or another program's file is there.
         """
-        self._since, after = time.perf_counter(), done if resumed else None
+        self._since, self._first = time.perf_counter(), 0 if after else None
         for kind, path in ((Table, self._log), (Board, self._tensorboard)):
             if path is not None and leads:
                 self._writers.append(kind(path, after))
@@ -72,17 +76,24 @@ class Record:
         self._back = done if self._back is None else min(self._back, done)
 
     def due(self, done: int) -> bool:
-        """Whether there is a row after so many steps: after the first one that is taken here, and every n-th."""
-        return done % self._every == 0 or not self._begun
+        """Whether there is a row after so many steps: after the run's first one, and every n-th."""
+        return done % self._every == 0 or self._first in (None, done)
+
+    def kept(self, done: int) -> int:
+        """The step up to which rows stay where the run goes on after so many steps."""
+        return done if self._regular or self.logged.get(STEP) != done else done - 1
 
     def read(self, metrics: Mapping[str, object]) -> dict[str, float]:
         """The numbers of a step, which are waited for, and the seconds that steps took until here."""
-        self._begun, row = True, numbers_of(metrics, "metrics")
+        row = numbers_of(metrics, "metrics")
         return {**row, SECONDS: (time.perf_counter() - self._since) / self._taken}
 
     def add(self, done: int, row: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
         """One row after so many steps, or more numbers in it, from whose end on time counts anew."""
         same = self._back is None and self.logged.get(STEP) == done
+        self._regular = bool(evaluated) or (same and self._regular) or not row or self.due(done)
+        if row and self._first is None:
+            self._first = done
         row = {**(self.logged if same else {STEP: done}), **row}
         if both := sorted(row.keys() & evaluated.keys()):
             raise ValueError(
