@@ -281,7 +281,10 @@ def _numbers(norms: Norms) -> dict[str, float]:
 
 
 def _by_all(axis: Axis, replay: Callable[[], Explanation]) -> Explanation:
-    """What a replay finds; where it fails on one rank, every rank raises at once, also one that waits for that rank."""
+    """What a replay finds; where it fails on one rank, every rank raises at once, also one that waits for that rank.
+
+    A rank that is interrupted (Ctrl-C) does not come to agree with the others, who wait for it there and are told so.
+    """
     everyone = Everyone(axis)
     if everyone.count == 1 or axis.fake:
         return replay()
@@ -295,7 +298,8 @@ def _by_all(axis: Axis, replay: Callable[[], Explanation]) -> Explanation:
             followed.append(error)
             return None
 
-    found = agreed(axis, own)
+    with checked_in(f"fz.explain {name}, agreeing"):
+        found = agreed(axis, own)
     if found is None:
         raise followed.pop()
     return found

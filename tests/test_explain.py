@@ -416,8 +416,8 @@ def test_of_steps_with_aux_and_a_carry() -> None:
 class Failing:
     """A loss that fails on one rank, in a unit's forward, in its pullback or behind all units."""
 
-    def __init__(self, where: str, rank: int) -> None:
-        self.where, self.rank = where, rank
+    def __init__(self, where: str, rank: int, error: type[BaseException] = ValueError) -> None:
+        self.where, self.rank, self.error = where, rank, error
 
     def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
         for number, q in enumerate(p["blocks"]):
@@ -435,7 +435,7 @@ class Failing:
 
     def fail(self, where: str, x: torch.Tensor) -> None:
         if where == self.where and torch.distributed.get_rank() == self.rank:
-            raise ValueError(f"my own, in the {where}")
+            raise self.error(f"my own, in the {where}")
 
 
 def failing_alone(rank: int) -> list[str]:
@@ -462,6 +462,29 @@ def test_a_replay_that_fails_on_one_rank_fails_on_all(backend: str) -> None:
         cases = [*itertools.product(("forward", "pullback", "outside"), (0, 1))] * 2
         for text, (where, who) in zip(said, cases, strict=True):
             assert text == ("" if who == rank else f"rank {who}: ") + f"my own, in the {where}"
+
+
+def interrupted_alone(rank: int) -> list[str]:
+    """What a rank hears of replays that Ctrl-C ends on rank 1, unwatched; others go on as before."""
+    said, params = list[str](), {"blocks": [{"w": torch.eye(4) / 2} for _ in range(3)]}
+    well = fz.shard_zero3(fz.train_step(Failing("never", 0), fz.sgd(0.1)))
+    state, x = well.init(params), torch.ones(6, 4)
+    for where in ("forward", "pullback", "outside"):
+        step = fz.shard_zero3(fz.train_step(Failing(where, 1, KeyboardInterrupt), fz.sgd(0.1)))
+        before = time.monotonic()
+        with pytest.raises(KeyboardInterrupt if rank == 1 else RuntimeError) as caught:
+            fz.explain(step, state, x)
+        said.append(str(caught.value))
+        assert time.monotonic() - before < 30.0
+        assert fz.explain(well, state, x).fault is None
+    return said
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_an_interrupt_of_one_rank_ends_a_replay_on_all(backend: str) -> None:
+    first, _, last = run_ranks(interrupted_alone, 3, backend=backend, timeout=120.0, checked=False)
+    for text in (*first, *last):
+        assert "Ranks wait for one that has failed" in text and "rank 1 has failed with KeyboardInterrupt" in text, text
 
 
 def test_refusals() -> None:

@@ -26,8 +26,9 @@ Records = list[tuple[str, Hashable, int]]  # operation, tag, bytes
 _watch: contextvars.ContextVar[Watch | None] = variable("watch", None)
 _listeners: contextvars.ContextVar[tuple[Records, ...]] = variable("listeners", ())
 
+_FAILED = "has failed with"
 KEPT = 8  # of what has happened on a rank, the last ones
-_OURS = ("The ranks have diverged", "Communication failed on rank", "Rank ")
+_OURS = ("The ranks have diverged", "Ranks wait for one", "Communication failed on rank", "Rank ")
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
     "the data or on the rank."
@@ -226,9 +227,11 @@ class Watch:
         self._stuck = True
         listing = [f"rank {rank} is in {waits[rank][3]} and waits for ranks {missing[rank]}" for rank in sorted(stuck)]
         listing += [f"rank {rank} {end}" for rank, end in sorted(gone.items())]
+        said = "; ".join(listing)
+        if any(end.startswith(_FAILED) for end in gone.values()):
+            raise PeerStopped(f"Ranks wait for one that has failed, whose own error says more: {said}.")
         error = PeerStopped if gone else RuntimeError
-        advice = _advice([*waits])
-        raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {advice}")
+        raise error(f"The ranks have diverged and wait for one another: {said}. {_advice([*waits])}")
 
     def _waits(self, store: backend.Store) -> dict[int, tuple[str, int, list[int], str]]:
         """Rank -> where it is: the group, its count of collectives (negative: it has gone), its ranks, the words."""
@@ -242,7 +245,7 @@ class Watch:
         if failed is not None:  # maybe before its first collective
             self.begin()
         if self._prefix is not None:
-            end = "has finished" if failed is None else f"has failed with {type(failed).__name__}: {failed}"
+            end = "has finished" if failed is None else f"{_FAILED} {type(failed).__name__}: {failed}"
             backend.store().set(f"{self._prefix}/at/{backend.global_rank()}", json.dumps(["", -1, [], end]))
 
 
