@@ -405,3 +405,22 @@ def test_a_resumed_log_has_the_rows_of_a_whole_run(stops: tuple[int, ...], evalu
         ["0", "1", "3", "4", "6", "8", "9", "11"] if evaluated else ["1", "3", "6", "9", "11"]
     )
     assert run("parts", 11, stops) == whole
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_log_that_goes_away_ends_its_loop(how: str, columns: bool, tmp_path: Path) -> None:
+    """Also where a new column would have it written anew, without the rows from before."""
+    path = tmp_path / "log.csv"
+
+    def update(state: int, *_: object) -> tuple[int, dict[str, Any]]:
+        return state + 1, {"loss": float(state), **({"more": 1.0} if columns and state >= 3 else {})}
+
+    run = quiet(update, 0, batch, total=8, log=path, every=1)
+    with pytest.raises(FileNotFoundError, match=r"moved, removed or replaced.*row after step 4 is missing"):
+        for _ in run:
+            if run.done == 3:
+                path.unlink() if how == "removed" else path.rename(tmp_path / "other.csv")
+                if how == "replaced":
+                    path.write_text("step\n")
+    assert not path.exists() or path.read_text() == "step\n"

@@ -113,9 +113,8 @@ class Table:
                 ) from None
             except OSError:  # a filesystem without locks
                 return file
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    return file
+            if _is_at(file, path):
+                return file
             file.close()  # it was replaced meanwhile
 
     def _opened(self, path: str) -> IO[str]:
@@ -172,6 +171,8 @@ class Table:
 
     def _add(self, row: Row) -> None:
         assert self._file is not None
+        if not _is_at(self._file, self.path):  # rows would go to a file that nobody finds
+            raise FileNotFoundError(errno.ENOENT, "it was moved, removed or replaced while the loop ran", self.path)
         columns, step = [*self._writer.fieldnames], int(row[STEP])
         new, last = [name for name in row if name not in columns], min(self._until, step - 1)
         if new or last < self._at:
@@ -191,6 +192,14 @@ class Table:
     def close(self) -> None:
         if self._file is not None:
             _let_go(self._file)
+
+
+def _is_at(file: IO[str], path: str) -> bool:
+    """Tells whether a file that is open is the one of this path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _is_output(path: str) -> bool:

@@ -492,7 +492,6 @@ def test_a_factor_of_its_leafs_shape_costs_others_nothing(shape: tuple[int, ...]
     assert sum(x.numel() for x in optree.tree_leaves(state.moments) if isinstance(x, torch.Tensor)) < 64 + 32 + 2 * 42
 
 
-
 def test_rows_are_clipped_by_their_own_params() -> None:
     p = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "b": torch.tensor([0.0, 2.0])}
     g = {"w": torch.tensor([[0.3, 0.4], [3.0, 4.0]]), "b": torch.tensor([3.0, 4.0])}
