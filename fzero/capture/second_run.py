@@ -1,9 +1,9 @@
 """A second run of a unit's call finds what its first run did, beside tensors too; what it cannot find so is refused.
 
-That are context variables, torch function modes and random generators. A unit runs again where it is recomputed
-(fz.remat, derivatives of derivatives), and where its first run showed what must be known beforehand. Whatever else
-makes another run something else (a counter that nobody can see, a clock, a file) shows in what is put out, which is
-compared.
+That are context variables, torch function modes, settings of torch's and random generators. A unit runs again where it
+is recomputed (fz.remat, derivatives of derivatives), and where its first run showed what must be known beforehand.
+Whatever else makes another run something else (a counter that nobody can see, a clock, a file) shows in what is put
+out, which is compared.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fzero.base import intercept, private, pytree
+from fzero.base.ambient import ambient, within
 from fzero.base.context import variables
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.base.thread_state import without_dispatch_modes
@@ -34,7 +35,7 @@ class SecondRun:
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
         self._variables = _variables(ours=False)  # this library's would lead back here
-        self._modes = private.function_modes()
+        self._modes, self._ambient = private.function_modes(), ambient()
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the first run drew from
 
     def begin(self, first: bool, draws: bool) -> None:
@@ -65,7 +66,7 @@ class SecondRun:
         for variable, value in (*self._variables, *_variables(ours=True)):
             own.run(variable.set, value)
         modes = [mode for mode in self._modes if not is_watch(mode)]
-        with private.under_function_modes(modes), self._replayed:
+        with within(self._ambient), private.under_function_modes(modes), self._replayed:
             return own.run(run)
 
     def rewind(self) -> None:

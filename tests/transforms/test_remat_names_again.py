@@ -84,7 +84,8 @@ def test_another_default_dtype_in_a_later_run() -> None:
     assert_trees_equal(*found)
 
 
-def test_other_settings_around_the_pullback() -> None:
+@pytest.mark.parametrize("keep", [*KEEP, {}], ids=["saved", "offloaded", "recomputed as a whole"])
+def test_other_settings_around_the_pullback(keep: Any) -> None:
     """What is computed again finds those of the run; then they are as they were."""
     seen: list[bool] = []
 
@@ -97,7 +98,7 @@ def test_other_settings_around_the_pullback() -> None:
     def body(p: Params, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(fz.name(x @ p["w"], "a")).sin()
 
-    step, state = made(body, keeping(KEEP[0]))
+    step, state = made(body, keeping(keep))
     loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
     torch.use_deterministic_algorithms(True)
     try:
