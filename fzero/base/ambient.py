@@ -55,6 +55,13 @@ def _reduced(name: str) -> tuple[Callable[[], object], Callable[..., object]]:
     return get, lambda value: set_(*value) if isinstance(value, tuple) else set_(value)
 
 
+# those that not every version of torch has, by the names of what reads and sets them; a test looks for more
+LATER = (
+    *("nnpack_enabled", "miopen_immediate", "cudnn_depthwise_kernel"),
+    *("blas_preferred_backend", "linalg_preferred_backend"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_fp16_accumulation", "cublaslt_prefer_grouped_gemm"),
+    *("native_aot_enabled", "native_aot_unconditional_masked"),
+)
 _SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
     (torch.get_num_threads, torch.set_num_threads),  # which sums are cut by
     (lambda: _LEAST * 1.0 == 0.0, torch.set_flush_denormal),
@@ -66,6 +73,7 @@ _SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
         for name in (
             *("mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
             "cudnn_allow_tf32",
+            *[name for name in LATER if hasattr(_C, f"_get_{name}") and hasattr(_C, f"_set_{name}")],
         )
     ],
     *[_reduced(f"cublas_allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")],
