@@ -20,7 +20,10 @@ from fzero.table.layout import Key
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
-_RATE, _TRIES = 1e-2, 10  # the learning rate and the steps of a try
+_RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients
+_BESIDE = "of which a leaf's update differs beside other leaves, or draws for them otherwise than one after the other"
+# leaves and steps of each try: many leaves, as rates may go by their places
+_TRIES = ((1, 10, "which differs where it is made anew for each step"), (3, 10, _BESIDE), (40, 2, _BESIDE))
 _NOTHING = object()
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
 
@@ -47,8 +50,9 @@ def from_torch(
     decoded for it. Its state is saved, sharded and placed as that of any other; its names are torch's.
 
     Args:
-        optimizer: the class. It works by `step()` without a closure, treats each leaf by itself, and keeps all that it
-            needs in `state[param]` from its first step on. A few steps are tried at once.
+        optimizer: the class. It works by `step()` without a closure, treats each leaf by itself, at whatever place
+            among others, draws for one after the other, and keeps all that it needs in `state[param]` from its first
+            step on. A few steps are tried at once, with 1, 3 and 40 leaves.
         lr: learning rate, or a schedule of the number of applied updates.
         options: its other arguments, for all leaves alike; `fz.partition` has others for some.
 
@@ -68,7 +72,7 @@ def from_torch(
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(options.items()))
     with private.below_transforms():
-        own.tried()
+        own = own.tried()
         kept = own.of_elements() if _is_torchs(optimizer) else None
     if kept is None:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
@@ -83,6 +87,7 @@ class _Torch:
     options: tuple[tuple[str, object], ...]
     names: tuple[str, ...] = ()  # of what it keeps of each element
     others: tuple[tuple[str, object], ...] = ()  # what else it keeps: a dtype for a 0-d tensor, or a number
+    flags: tuple[tuple[str, bool], ...] = ()  # what a first step sets, and no later one changes
 
     def label(self, path: str) -> str:
         return self.kind.__name__.lower()
@@ -109,7 +114,8 @@ class _Torch:
             before = _held(optimizer)
             optimizer.step()
             after, kept = _held(optimizer), dict(optimizer.state[param])
-        lost = [name for name, x in after.items() if not _is_same(before.get(name, _NOTHING), x)]
+        flags = {name for name, x in self.flags if after.get(name) is x}
+        lost = [k for k, x in after.items() if k not in flags and not _is_same(before.get(k, _NOTHING), x)]
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
         if lost:
             raise _KeptElsewhere(
@@ -131,55 +137,69 @@ class _Torch:
     def _said(self) -> str:
         return f"{self._name()} with {dict(self.options)}" if self.options else self._name()
 
-    def tried(self) -> None:
+    def tried(self) -> _Torch:
         """Holds it, made anew for each step of each leaf, to how its users have it: made once for all of them.
+
+        Returns:
+            The same with its flags.
 
         Raises:
             TypeError, ValueError: it cannot be made, cannot step, or differs.
         """
-        made = torch.Generator(device="cpu").manual_seed(0)
-        drawn = torch.randn(2, _TRIES + 1, 4, 6, generator=made, dtype=torch.float64, device="cpu")
-        sizes = torch.tensor([1.0, 1e4, 1e-4], device="cpu").repeat(_TRIES)[:_TRIES].view(-1, 1, 1)
-        leaves, grads = drawn[:, 0], drawn[:, 1:] * sizes
-        try:
-            anew, _ = self._through(leaves[0], [*grads[0]])
-            once = self._once(leaves[:1], grads[:1])
-            both = self._once(leaves, grads) if torch.equal(once, self._once(leaves[:1], grads[:1], seed=1)) else once
-        except _KeptElsewhere:
-            raise
-        except Exception as error:
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
-                "that needs no closure, and options that it takes."
-            ) from error
-        for found, what in (
-            (once, "which differs where it is made anew for each step"),
-            (both, "of which a leaf's update differs beside another leaf"),
-        ):
-            if not torch.allclose(anew, found[0], rtol=1e-10, atol=1e-12, equal_nan=True):
+        made, own = torch.Generator(device="cpu").manual_seed(0), self
+        for count, steps, what in _TRIES:
+            drawn = torch.randn(count, steps + 1, 4, 6, generator=made, dtype=torch.float64, device="cpu")
+            sizes = torch.tensor(_SIZES, device="cpu").repeat(steps)[:steps].view(-1, 1, 1)
+            leaves, grads = drawn[:, 0], drawn[:, 1:] * sizes
+            try:
+                once, flags = self._once(leaves, grads)
+                own = dataclasses.replace(self, flags=flags) if own is self else own
+                anew = torch.stack([p for p, _ in own._anew(leaves, grads)])
+            except _KeptElsewhere:
+                raise
+            except Exception as error:
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                    f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected "
+                    "one that needs no closure, and options that it takes."
+                ) from error
+            if not torch.allclose(anew, once, rtol=1e-10, atol=1e-12, equal_nan=True):
                 raise ValueError(
                     f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, by what it "
                     "keeps in state[param]."
                 )
+        return own
 
-    def _once(self, leaves: torch.Tensor, grads: torch.Tensor, seed: int = 0) -> torch.Tensor:
-        """What an optimizer that is made once makes of some leaves, [leaves, ...], in some steps."""
-        with seeded(Seeds(seed).next()), torch.enable_grad():
+    def _once(self, leaves: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[str, bool], ...]]:
+        """What an optimizer that is made once makes of some leaves, [leaves, ...], in some steps; and its flags."""
+        with seeded(Seeds(0).next()), torch.enable_grad():
             params = [leaf.clone().requires_grad_() for leaf in leaves]
             optimizer = self.kind(params, lr=_RATE, **dict(self.options))  # type: ignore[call-arg]
+            held = [_held(optimizer)]
             for each in grads.unbind(1):
                 for param, g in zip(params, each, strict=True):
                     param.grad = g.clone()
                 optimizer.step()
-        return torch.stack([param.detach() for param in params])
+                held.append(_held(optimizer))
+        first, *later = [{k: x for k, x in own.items() if isinstance(x, bool)} for own in held]
+        flags = [(k, x) for k, x in later[0].items() if first.get(k) is not x and all(own.get(k) is x for own in later)]
+        return torch.stack([param.detach() for param in params]), tuple(flags)
+
+    def _anew(self, leaves: torch.Tensor, grads: torch.Tensor) -> list[tuple[torch.Tensor, Entries | None]]:
+        """The same where each leaf is by itself in each step, and what it keeps of each; they draw one by one."""
+        found = list[tuple[torch.Tensor, Entries | None]]([(leaf, None) for leaf in leaves])
+        with seeded(Seeds(0).next()):
+            for each in grads.unbind(1):
+                found[:] = [self.step(_RATE, p, g, state) for (p, state), g in zip(found, each, strict=True)]
+        return found
 
     def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
         """What it keeps of each element and otherwise; None where it does not treat elements alone."""
         made = torch.Generator(device="cpu").manual_seed(0)
         p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
-        together, state = self._through(p, grads)
+        ((together, kept),) = self._anew(p[None], torch.stack(grads)[None])
+        state = kept or {}
         try:
-            apart = torch.stack([self._through(own, [g[i] for g in grads])[0] for i, own in enumerate(p)])
+            apart = torch.stack([row for row, _ in self._anew(p, torch.stack(grads, 1))])
         except (TypeError, ValueError, RuntimeError):  # as it takes matrices only
             return None
         names = tuple([name for name, x in state.items() if isinstance(x, torch.Tensor) and x.shape == p.shape])
@@ -187,13 +207,6 @@ class _Torch:
         if not torch.allclose(together, apart, rtol=1e-12, atol=1e-14) or not all(map(_is_number, others.values())):
             return None
         return names, tuple([(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in others.items()])
-
-    def _through(self, p: torch.Tensor, grads: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, object]]:
-        state: dict[str, object] | None = None
-        with seeded(Seeds(0).next()):
-            for g in grads:
-                p, state = self.step(_RATE, p, g, state)
-        return p, state or {}
 
     # ---- whole leaves
 

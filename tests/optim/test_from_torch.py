@@ -15,12 +15,14 @@ from fzero.testing import RankError, assert_trees_close, run_ranks
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd, fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     "adam": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"betas": (0.8, 0.9)}),
     "nadam": (torch.optim.NAdam, {"momentum_decay": 0.1}),
     "radam": (torch.optim.RAdam, {}),
     "adamax": (torch.optim.Adamax, {}),
     "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "adagrad, fused": (torch.optim.Adagrad, {"lr_decay": 0.1, "fused": True}),
     "adadelta": (torch.optim.Adadelta, {}),
     "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
     "rprop": (torch.optim.Rprop, {}),
@@ -188,6 +190,26 @@ class Noisy(Own):
         return p.grad * torch.rand_like(p)
 
 
+class NoisyByPlace(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad * torch.rand_like(p) * 0.9 ** _place(group, p)
+
+
+class NoisyJoint(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return (p.grad + 1e-9 * torch.randn_like(p)) / _joint_norm(group["params"])
+
+
+class Flagged(Noisy):
+    """Its first step sets a flag, which changes nothing."""
+
+    begun = False
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        self.begun = True
+        return super().direction(group, p, state)
+
+
 class Counts(Own):
     def direction(self, group: Any, p: Any, state: Any) -> Any:
         group["k"] += 1
@@ -231,9 +253,49 @@ class Later(Late):
     step_of_more = 12  # behind those that are tried
 
 
+class Turns(Own):
+    on = False
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        self.on = not self.on
+        return p.grad
+
+
 class Joint(Own):
     def direction(self, group: Any, p: Any, state: Any) -> Any:
-        return p.grad / torch.stack([each.grad.norm() for each in group["params"]]).norm()
+        return p.grad / _joint_norm(group["params"])
+
+
+class JointSoFar(Own):
+    """A leaf's update goes by those of the leaves before it."""
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad / _joint_norm(group["params"][: _place(group, p) + 1])
+
+
+class FirstTwice(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad * (1 if _place(group, p) else 2)
+
+
+class ByLayers(Own):
+    """The rates of layers of a dozen leaves each, as in fine-tuning."""
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad * 0.9 ** (_place(group, p) // 12)
+
+
+class ByCount(Own):
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad / len(group["params"])
+
+
+def _place(group: Any, p: Any) -> int:
+    return next(i for i, each in enumerate(group["params"]) if each is p)
+
+
+def _joint_norm(params: Any) -> torch.Tensor:
+    return torch.stack([each.grad.norm() for each in params]).norm()
 
 
 @pytest.mark.parametrize("kind", [ByRows, ByDims, Clips], ids=lambda kind: kind.__name__)
@@ -245,8 +307,9 @@ def test_those_of_others_have_whole_leaves(kind: Any, monkeypatch: pytest.Monkey
         assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-def test_those_that_draw_are_the_same_on_any_ranks() -> None:
-    step = lambda: fz.train_step(loss, fz.from_torch(Noisy, 0.01))
+@pytest.mark.parametrize("kind", [Noisy, Flagged])
+def test_those_that_draw_are_the_same_on_any_ranks(kind: Any) -> None:
+    step = lambda: fz.train_step(loss, fz.from_torch(kind, 0.01))
     run = lambda wrap: fz.gather((own := wrap(step()))(own.init(params()), data()[0])[0].params)
     one, *others = [run_ranks(lambda rank: run(fz.shard_zero3), world)[0] for world in (1, 2, 3)]
     for got in others:
@@ -261,7 +324,11 @@ def test_those_that_draw_are_the_same_on_any_ranks() -> None:
         (KeepsForAll, r"changes optimizer.state\['all'\] in a step"),
         (Remembers, "differs where it is made anew for each step"),
         (Late, r"has \['k', 'slow'\] after a step and had \['k'\] before"),
-        (Joint, "a leaf's update differs beside another leaf"),
+        (Turns, "changes its attribute 'on' in a step"),
+        *[
+            (kind, "a leaf's update differs beside other leaves, or draws")
+            for kind in (Joint, JointSoFar, FirstTwice, ByLayers, ByCount, NoisyByPlace, NoisyJoint)
+        ],
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
