@@ -202,7 +202,8 @@ class _Torch:
             apart = torch.stack([row for row, _ in self._anew(p, torch.stack(grads, 1))])
         except (TypeError, ValueError, RuntimeError):  # as it takes matrices only
             return None
-        names = tuple([name for name, x in state.items() if isinstance(x, torch.Tensor) and x.shape == p.shape])
+        tensors = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
+        names = tuple([name for name, x in tensors.items() if x.shape == p.shape and x.dtype == p.dtype])
         others = {name: x for name, x in state.items() if name not in names}
         if not torch.allclose(together, apart, rtol=1e-12, atol=1e-14) or not all(map(_is_number, others.values())):
             return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
 from fzero.state.init import checksum
@@ -15,16 +16,20 @@ LARGE = 1 << 16  # elements of a vector whose state is cut, too
 
 
 class Place:
-    """In a leaf's state the place of a tensor of the leaf's shape, which lies in slices in the tree of that number."""
+    """In a leaf's state the place of a tensor of the leaf's shape, which lies in slices in the tree of that number.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Attributes:
+        dtype: what its optimizer keeps it in. The tree has it in that of the leaf's moments.
+    """
+
+    def __init__(self, number: int, dtype: torch.dtype) -> None:
+        self.number, self.dtype = number, dtype
 
     def __repr__(self) -> str:
-        return f"Place({self.number})"
+        return f"Place({self.number}, {self.dtype})"
 
 
-pytree.register(Place, lambda node: ((), node.number), lambda number, _: Place(number))
+pytree.register(Place, lambda node: ((), (node.number, node.dtype)), lambda own, _: Place(*own))
 
 
 def exchanged(axis: Axis, states: Sequence[tuple[int, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
@@ -68,13 +73,44 @@ def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
     return [i for i, x in found if x.shape == leaf.shape]
 
 
-def form(entry: object, in_slices: bool = False) -> object:
+def form(entry: object) -> object:
     """What an update keeps of an entry."""
     if isinstance(entry, torch.Tensor):
-        return tuple(entry.shape), None if in_slices else entry.dtype
+        return tuple(entry.shape), entry.dtype
     if isinstance(entry, Place):
-        return f"in slices, {entry.number}"
+        return f"in slices, {entry.number}, {entry.dtype}"
     return type(entry) if isinstance(entry, (int, float, pytree.Count)) else entry
+
+
+def changed(old: object, new: object) -> str:
+    """What an update has made otherwise in a leaf's state, in words; empty where that keeps its form."""
+    (names, had, spec), (others, has, now) = [pytree.named_leaves(state, _is_entry) for state in (old, new)]
+    if spec == now:
+        pairs = zip(names, had, has, strict=True)
+        return next((_otherwise(name, x, y) for name, x, y in pairs if not _is_alike(form(x), form(y))), "")
+    more, less = ([x for x in a if x not in b] for a, b in ((others, names), (names, others)))
+    said = [f"has {', '.join(map(repr, more[:8]))}, which it had not"] if more else []
+    said += [f"lacks {', '.join(map(repr, less[:8]))}, which it had"] if less else []
+    return f"it {' and '.join(said or ['is built of other containers'])}"
+
+
+def _is_alike(x: object, y: object) -> bool:
+    try:
+        return bool(x == y)
+    except (TypeError, ValueError, RuntimeError):  # of objects that do not compare
+        return False
+
+
+def _otherwise(name: str, old: object, new: object) -> str:
+    who, before, after = repr(name) if name else "it", *map(_words, (old, new))
+    return f"{who} is {after}, and was {before if before != after else 'another one'}"
+
+
+def _words(entry: object) -> str:
+    """An entry without its value."""
+    if isinstance(entry, (torch.Tensor, type(None))):
+        return named(entry)
+    return repr(entry[:40]) if isinstance(entry, str) else f"of type {type(entry).__name__}"
 
 
 def said_of(entry: object) -> object:

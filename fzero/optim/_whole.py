@@ -19,9 +19,9 @@ from fzero.kernels.onepass import math_dtype
 from fzero.optim._join import members_of
 from fzero.optim._leaf_states import (
     Place,
+    changed,
     exchanged,
     flat,
-    form,
     like_leaf,
     numbers_of,
     said_of,
@@ -70,8 +70,9 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
     moments are; every rank has all the rest, which is told once after all groups. Its metrics are left out.
 
     Args:
-        optimizer: any; what it does to one leaf must not depend on others. `init` and `update` keep structure, shapes
-            and dtypes of a leaf's state. Its tensors are in float32, or float64 where params are.
+        optimizer: any; what it does to one leaf must not depend on others. It is given float32, or float64 where params
+            are, and an update of another real dtype is cast to that. `init` and `update` keep structure, shapes and
+            dtypes of a leaf's state, of which what is sharded is no wider than that.
 
     Raises:
         ValueError: one that clips by the norm of all leaves; that goes before: `fz.chain(fz.clip_by_global_norm(1.0),
@@ -148,7 +149,9 @@ class _Whole:
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
                     assert isinstance(x, torch.Tensor)
-                    parts[place][slot.leaf], entries[entry] = x.to(leaf.dtype), Place(place)
+                    if math_dtype(x.dtype, leaf.dtype) != leaf.dtype:
+                        raise _too_wide(slot.path, x, leaf)
+                    parts[place][slot.leaf], entries[entry] = x.to(leaf.dtype), Place(place, x.dtype)
                 rest[slot.path] = pytree.unflatten(spec, entries)
             trees += [{} for _ in range(len(parts) - len(trees))]
             for found, own in zip(trees, parts, strict=False):
@@ -184,10 +187,10 @@ class _Whole:
             seed: of everything random in this update.
         """
         path, (had, spec) = slot.path, flat(rest)
-        places = [i for i, x in enumerate(had) if isinstance(x, Place)]
+        places = {i: x.dtype for i, x in enumerate(had) if isinstance(x, Place)}
         state = [x.clone() if isinstance(x, torch.Tensor) else x for x in had]  # which it may write to, or keep
-        for i, x in zip(places, own, strict=False):
-            state[i] = x.clone()
+        for (i, dtype), x in zip(places.items(), own, strict=False):
+            state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
         with seeded(Seeds(*seed, slot.leaf).next()):  # so that whoever updates this leaf draws the same
             found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
@@ -197,16 +200,19 @@ class _Whole:
                 "leaf}, the next state)."
             )
         updates, new = found
-        update, (entries, now) = updates[path], flat(new)
-        if not isinstance(update, torch.Tensor) or update.shape != p.shape:
-            raise ValueError(f"whole: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf.")
-        pairs = enumerate(zip(state, entries, strict=True)) if spec == now else ()
-        if spec != now or not all(form(x, i in places) == form(y, i in places) for i, (x, y) in pairs):
+        update = updates[path]
+        if not isinstance(update, torch.Tensor) or update.shape != p.shape or update.is_complex():
             raise ValueError(
-                f"whole: the state of leaf {path!r} is {new} after an update, and was {rest}. A state keeps the "
+                f"whole: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf, of shape "
+                f"{tuple(p.shape)} and real numbers."
+            )
+        if otherwise := changed(pytree.unflatten(spec, state), new):
+            raise ValueError(
+                f"whole: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps the "
                 "structure, the shapes and the dtypes of what its init returned; start with zeros where there is "
                 "nothing yet."
             )
+        entries, _ = flat(new)
         moved = [x for i in places if isinstance(x := entries[i], torch.Tensor)]
         for i in places:
             entries[i] = had[i]
@@ -355,6 +361,13 @@ def _all_well(axis: Axis, parts: Sequence[_Part], numbers: Numbers) -> list[Numb
         for own in (errors, *[part.errors for part in parts]):
             own.clear()  # or they and the frames that they went through would hold each other
     return [own for _, own in heard]
+
+
+def _too_wide(path: str, entry: torch.Tensor, leaf: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"whole: the state of leaf {path!r} begins with {named(entry)}, expected at most {leaf.dtype}, which is what "
+        "slices of this leaf are computed in. Make it so (torch.zeros_like(p)), or give params in torch.float64."
+    )
 
 
 def _seed_of(params: Sharded) -> tuple[int, ...]:

@@ -173,6 +173,22 @@ class ByRows(Own):
         return state["m"] / (state["m"].norm(dim=-1, keepdim=True) + 1e-8) if p.ndim else state["m"]
 
 
+class InBfloat16(Own):
+    dtype = torch.bfloat16
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        if not state:
+            state["m"], state["k"] = torch.zeros_like(p, dtype=self.dtype), 0
+        assert state["m"].dtype == self.dtype
+        state["m"].mul_(0.9).add_(p.grad.to(self.dtype))
+        state["k"] += 1
+        return state["m"].to(p.dtype) / state["k"]
+
+
+class InFloat32(InBfloat16):
+    dtype = torch.float32
+
+
 class ByDims(Own):
     def direction(self, group: Any, p: Any, state: Any) -> Any:
         return p.grad * len(p.shape)
@@ -298,7 +314,7 @@ def _joint_norm(params: Any) -> torch.Tensor:
     return torch.stack([each.grad.norm() for each in params]).norm()
 
 
-@pytest.mark.parametrize("kind", [ByRows, ByDims, Clips], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [ByRows, ByDims, Clips, InBfloat16, InFloat32], ids=lambda kind: kind.__name__)
 def test_those_of_others_have_whole_leaves(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "own", (kind, {}))
     want = by_torch("own")
