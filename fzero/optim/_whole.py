@@ -16,6 +16,7 @@ from fzero.base.random import Seeds, seeded
 from fzero.base.rebound import is_others
 from fzero.comm.axis import Axis
 from fzero.kernels.onepass import math_dtype
+from fzero.optim._begun import Beginning
 from fzero.optim._join import members_of
 from fzero.optim._leaf_states import (
     Place,
@@ -94,7 +95,7 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
             "whole: got an optimizer that clips by the norm of all leaves, expected one that treats each by itself. "
             "Clip before: fz.chain(fz.clip_by_global_norm(1.0), fz.whole(...))."
         )
-    own = _Whole(optimizer)
+    own = _Whole(optimizer, Beginning(optimizer))
     return GradientTransformation(
         own.init,
         own.update,
@@ -113,6 +114,7 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
 @dataclass(frozen=True)
 class _Whole:
     optimizer: GradientTransformation
+    beginning: Beginning
 
     def label(self, path: str) -> str:
         return f"whole {self.optimizer.label(path) if self.optimizer.label else 'optimizer'}"
@@ -143,8 +145,7 @@ class _Whole:
             parts: list[Leaves] = []
             for slot in slots:
                 leaf = leaves[slot.leaf].clone()  # of which it may keep a part
-                with seeded(Seeds(0, slot.leaf).next()):  # the same on every rank
-                    entries, spec = flat(self.optimizer.init({slot.path: leaf}))
+                entries, spec = self.beginning.of(slot, leaf)
                 for place, entry in enumerate(like_leaf(entries, leaf)):
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
