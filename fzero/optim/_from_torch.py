@@ -47,7 +47,11 @@ def from_torch(
 
     Those of torch that treat elements alone update slices as they lie. Any other, and every one that is not torch's
     own, is given whole leaves (`fz.whole`). It has torch's bits in float32 and float64; states in other dtypes are
-    decoded for it. Its state is saved, sharded and placed as that of any other; its names are torch's.
+    decoded for it. Its state is saved, sharded and placed as that of any other; its names are torch's. With
+    `fz.fuse_update` it goes as `fz.whole(fz.from_torch(...))`.
+
+    A param that the function does not use has a gradient of zeros here, by which weight decay or an average of older
+    gradients moves it; torch skips one whose `grad` is None. Freeze it, `fz.freeze(step, pattern)`, and it stays.
 
     Args:
         optimizer: the class. It works by `step()` without a closure, treats each leaf by itself, at whatever place

@@ -117,6 +117,53 @@ def test_muon_of_torch_takes_matrices_and_says_so() -> None:
     assert "leaf 'b'" in info.value.__notes__[0]
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
+def test_a_param_that_is_not_used(name: str) -> None:
+    """Torch skips it, as it does where it is frozen here; otherwise it is updated by zeros."""
+    unused = lambda p, x: (torch.tanh(x @ p["w"]) + p["b"]).square().sum()
+    kind, options = OPTIMIZERS[name]
+    options = {**options, "weight_decay": 0.5}
+
+    def by_hand(zeros: bool) -> dict[str, torch.Tensor]:
+        own = {path: p.requires_grad_() for path, p in params().items()}
+        optimizer = kind(own.values(), lr=0.01, **options)
+        for x in data():
+            optimizer.zero_grad()
+            unused(own, x).backward()
+            own["s"].grad = torch.zeros_like(own["s"]) if zeros else None
+            optimizer.step()
+        return {path: p.detach() for path, p in own.items()}
+
+    for wrap, zeros in ((lambda step: step, True), (lambda step: fz.freeze(step, "s"), False)):
+        step = wrap(fz.train_step(unused, fz.from_torch(kind, 0.01, **options)))
+        state = step.init(params())
+        for x in data():
+            state, _ = step(state, x)
+        assert_trees_close(fz.gather(state.params), by_hand(zeros), rtol=1e-12, atol=1e-14)
+    assert by_hand(False)["s"] == params()["s"] != by_hand(True)["s"]
+
+
+@pytest.mark.parametrize("name", ["nadam", "rmsprop", "adafactor"])
+def test_in_a_fused_update_as_whole_leaves(name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+
+    def on(rank: int) -> Any:
+        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, fz.whole(fz.from_torch(kind, 0.01, **options)))))
+        state = step.init(params())
+        for x in data():
+            state, _ = step(state, x)
+        return fz.gather(state.params)
+
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, by_torch(name), rtol=1e-10, atol=1e-12)
+
+
+def test_elements_alone_are_no_fused_update_and_it_says_what_is() -> None:
+    step = fz.train_step(loss, fz.from_torch(torch.optim.NAdam, 0.01))
+    with pytest.raises(ValueError, match=re.escape("fz.whole(fz.from_torch(torch.optim.NAdam, 1e-3))")):
+        fz.fuse_update(step)
+
+
 def test_a_schedule() -> None:
     step = fz.train_step(loss, fz.from_torch(torch.optim.SGD, lambda count: 0.1 / (count + 1)))
     state, metrics = step(step.init(params()), data()[0])
