@@ -21,7 +21,7 @@ from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
 from fzero.state.entered import cuts, entered
-from fzero.state.moments import zeros_like
+from fzero.state.moments import need_real, zeros_like
 from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, need_scalar, numbers_in
@@ -231,10 +231,11 @@ def values(tree: Tree) -> Tree:
     if not isinstance(tree, Sharded):
         return tree
 
-    def one(x: torch.Tensor) -> torch.Tensor:
+    def one(key: Key, x: torch.Tensor) -> torch.Tensor:
+        need_real(tree, key, x, "values")
         return _wide(x) / tree.scale if tree.scale != 1.0 else _wide(x)
 
-    own = tree.with_buffers({key: one(x) for key, x in tree.locals().items()}, 1.0)
+    own = tree.with_buffers({key: one(key, x) for key, x in tree.locals().items()}, 1.0)
     return own.replaced(draw=tree.draw)  # type: ignore[return-value]
 
 

@@ -112,10 +112,21 @@ def to_moment_dtype(moments: object) -> object:
                     f"({row.optimizer}) cannot carry: nothing says which of its moments may be negative. fz.adamw, "
                     "fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or give moment= a dtype."
                 )
+            need_real(tree, key, own, "moments")
             buffers[key] = own.to(row.policy.moment)
         return tree.with_buffers(buffers)
 
     return map_trees(one, moments)
+
+
+def need_real(tree: Sharded, key: Key, own: torch.Tensor, what: str) -> None:
+    """Refuses complex numbers of which only the real parts would be kept."""
+    if own.is_complex():
+        row = tree.layout.groups[key].row
+        raise TypeError(
+            f"params[{row.path!r}]: its optimizer ({row.optimizer}) makes {what} of dtype {own.dtype}, expected real "
+            "numbers, as params are."
+        )
 
 
 def zeros_like(params: object, nonnegative: bool = False) -> Any:
