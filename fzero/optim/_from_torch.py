@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +23,16 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 _RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients
 _BESIDE = "of which a leaf's update differs beside other leaves, or draws for them otherwise than one after the other"
-# leaves and steps of each try: many leaves, as rates may go by their places
-_TRIES = ((1, 10, "which differs where it is made anew for each step"), (3, 10, _BESIDE), (40, 2, _BESIDE))
+# leaves and steps of each try, and what their shapes may be: many leaves, as rates may go by their places
+_TRIES = (
+    (1, 10, [(4, 6)], "which differs where it is made anew for each step"),
+    (3, 10, [(4, 6)], _BESIDE),
+    (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
+)
+_PLAIN = {"dtype": torch.float64, "device": "cpu"}
 _NOTHING = object()
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
+Leaves = Sequence[torch.Tensor]
 
 
 class _KeptElsewhere(ValueError):
@@ -151,14 +158,15 @@ class _Torch:
             TypeError, ValueError: it cannot be made, cannot step, or differs.
         """
         made, own = torch.Generator(device="cpu").manual_seed(0), self
-        for count, steps, what in _TRIES:
-            drawn = torch.randn(count, steps + 1, 4, 6, generator=made, dtype=torch.float64, device="cpu")
-            sizes = torch.tensor(_SIZES, device="cpu").repeat(steps)[:steps].view(-1, 1, 1)
-            leaves, grads = drawn[:, 0], drawn[:, 1:] * sizes
+        for count, steps, shapes, what in _TRIES:
+            taken = itertools.cycle([shape for shape in shapes if own is self or own._takes(shape)])
+            drawn = [torch.randn(steps + 1, *next(taken), generator=made, **_PLAIN) for _ in range(count)]
+            leaves = [p for p, *_ in drawn]
+            grads = [[g * size for g, size in zip(x[1:], itertools.cycle(_SIZES), strict=False)] for x in drawn]
             try:
                 once, flags = self._once(leaves, grads)
                 own = dataclasses.replace(self, flags=flags) if own is self else own
-                anew = torch.stack([p for p, _ in own._anew(leaves, grads)])
+                anew = [p for p, _ in own._anew(leaves, grads)]
             except _KeptElsewhere:
                 raise
             except Exception as error:
@@ -166,46 +174,55 @@ class _Torch:
                     f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected "
                     "one that needs no closure, and options that it takes."
                 ) from error
-            if not torch.allclose(anew, once, rtol=1e-10, atol=1e-12, equal_nan=True):
+            pairs = zip(anew, once, strict=True)
+            if not all(torch.allclose(x, y, rtol=1e-10, atol=1e-12, equal_nan=True) for x, y in pairs):
                 raise ValueError(
                     f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, by what it "
                     "keeps in state[param]."
                 )
         return own
 
-    def _once(self, leaves: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, tuple[tuple[str, bool], ...]]:
-        """What an optimizer that is made once makes of some leaves, [leaves, ...], in some steps; and its flags."""
+    def _takes(self, shape: tuple[int, ...]) -> bool:
+        try:
+            self._anew([torch.ones(shape, **_PLAIN)], [[torch.ones(shape, **_PLAIN)]])
+        except Exception:  # whatever its author has it say, as of torch.optim.Muon that it takes matrices only
+            return False
+        return True
+
+    def _once(self, leaves: Leaves, grads: Sequence[Leaves]) -> tuple[Leaves, tuple[tuple[str, bool], ...]]:
+        """What an optimizer that is made once makes of some leaves by some gradients of each; and its flags."""
         with seeded(Seeds(0).next()), torch.enable_grad():
             params = [leaf.clone().requires_grad_() for leaf in leaves]
             optimizer = self.kind(params, lr=_RATE, **dict(self.options))  # type: ignore[call-arg]
             held = [_held(optimizer)]
-            for each in grads.unbind(1):
+            for each in zip(*grads, strict=True):
                 for param, g in zip(params, each, strict=True):
                     param.grad = g.clone()
                 optimizer.step()
                 held.append(_held(optimizer))
         first, *later = [{k: x for k, x in own.items() if isinstance(x, bool)} for own in held]
         flags = [(k, x) for k, x in later[0].items() if first.get(k) is not x and all(own.get(k) is x for own in later)]
-        return torch.stack([param.detach() for param in params]), tuple(flags)
+        return [param.detach() for param in params], tuple(flags)
 
-    def _anew(self, leaves: torch.Tensor, grads: torch.Tensor) -> list[tuple[torch.Tensor, Entries | None]]:
+    def _anew(self, leaves: Leaves, grads: Sequence[Leaves]) -> list[tuple[torch.Tensor, Entries | None]]:
         """The same where each leaf is by itself in each step, and what it keeps of each; they draw one by one."""
         found = list[tuple[torch.Tensor, Entries | None]]([(leaf, None) for leaf in leaves])
         with seeded(Seeds(0).next()):
-            for each in grads.unbind(1):
+            for each in zip(*grads, strict=True):
                 found[:] = [self.step(_RATE, p, g, state) for (p, state), g in zip(found, each, strict=True)]
         return found
 
     def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
         """What it keeps of each element and otherwise; None where it does not treat elements alone."""
         made = torch.Generator(device="cpu").manual_seed(0)
-        p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
-        ((together, kept),) = self._anew(p[None], torch.stack(grads)[None])
+        p, *grads = torch.randn(3, 4, 6, generator=made, **_PLAIN).unbind()
+        ((together, kept),) = self._anew([p], [grads])
         state = kept or {}
         try:
-            apart = torch.stack([row for row, _ in self._anew(p, torch.stack(grads, 1))])
+            rows = self._anew(p.unbind(), [g.unbind() for g in torch.stack(grads, 1).unbind()])
         except (TypeError, ValueError, RuntimeError):  # as it takes matrices only
             return None
+        apart = torch.stack([row for row, _ in rows])
         tensors = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
         names = tuple([name for name, x in tensors.items() if x.shape == p.shape and x.dtype == p.dtype])
         others = {name: x for name, x in state.items() if name not in names}

@@ -336,6 +336,13 @@ class JointSoFar(Own):
         return p.grad / _joint_norm(group["params"][: _place(group, p) + 1])
 
 
+class JointVectors(Own):
+    """Of matrices alone it is nobody's."""
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad if p.ndim > 1 else p.grad / _joint_norm([each for each in group["params"] if each.ndim < 2])
+
+
 class FirstTwice(Own):
     def direction(self, group: Any, p: Any, state: Any) -> Any:
         return p.grad * (1 if _place(group, p) else 2)
@@ -390,7 +397,7 @@ def test_those_that_draw_are_the_same_on_any_ranks(kind: Any) -> None:
         (Turns, "changes its attribute 'on' in a step"),
         *[
             (kind, "a leaf's update differs beside other leaves, or draws")
-            for kind in (Joint, JointSoFar, FirstTwice, ByLayers, ByCount, NoisyByPlace, NoisyJoint)
+            for kind in (Joint, JointSoFar, JointVectors, FirstTwice, ByLayers, ByCount, NoisyByPlace, NoisyJoint)
         ],
     ],
     ids=lambda x: getattr(x, "__name__", ""),
