@@ -77,6 +77,10 @@ _SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
         )
     ],
     *[_reduced(f"cublas_allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")],
+    *[  # which attention scaled_dot_product_attention takes
+        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ],
 ]
 
 

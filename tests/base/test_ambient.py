@@ -45,6 +45,8 @@ def test_each_setting_is_noted_set_and_put_back() -> None:
                 as_they_were += getattr(torch._C, f"_get_{name}")() == own
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        for name in ("flash", "mem_efficient", "math", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
         second = ambient()
         assert sum(a == b for a, b in zip(first, second, strict=True)) == as_they_were, (first, second)
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # no word says what all are at, then
