@@ -88,7 +88,7 @@ def goes_on_after_a_forward(rank: int) -> str:
     return str(error.value)
 
 
-SAID = {
+SAID: dict[Callable[[int], str], str] = {
     sends_and_writes: "on rank 1 unit 'blocks.0' began again, as it changes an input in place",
     goes_on_after_a_pullback: "on rank 1 a pullback failed with ValueError: no luck",
     goes_on_after_a_forward: "on rank 1 a forward failed with OSError: no more disk",
@@ -100,7 +100,7 @@ SAID = {
 def test_what_may_have_led_there_is_told_on_every_rank(program: Callable[[int], str], backend: str) -> None:
     for said in run_ranks(program, 2, backend=backend, timeout=30):
         assert said.startswith("The ranks have diverged: rank 0: "), said
-        assert f"What has happened on some ranks alone: {SAID[program]}. That may be why" in said, said  # type: ignore[index]
+        assert f"What has happened on some ranks alone: {SAID[program]}. That may be why" in said, said
         assert "Let all ranks end, or go on, together. Every rank must call the same units" in said, said
 
 
@@ -125,8 +125,10 @@ def test_the_last_ones_are_kept() -> None:
         for number in range(3 * KEPT) if rank == 1 else ():
             happened(f"it was {number}")
         torch.distributed.barrier()
+        group = torch.distributed.group.WORLD
+        assert group is not None
         with pytest.raises(RuntimeError) as error:
-            need_alike(["a", "b"], torch.distributed.group.WORLD)  # type: ignore[arg-type]
+            need_alike(["a", "b"], group)
         return str(error.value)
 
     for said in run_ranks(rank_main, 2):
