@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ _TRIES = (
     (3, 10, [(4, 6)], _BESIDE),
     (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
 )
-_PLAIN = {"dtype": torch.float64, "device": "cpu"}
 _NOTHING = object()
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
 Leaves = Sequence[torch.Tensor]
@@ -135,8 +135,8 @@ class _Torch:
             )
         if state is not None and kept.keys() != state.keys():
             raise _KeptElsewhere(
-                f"from_torch: got {self._said()}, whose state[param] has {sorted(kept)} after a step and had "
-                f"{sorted(state)} before; expected the same from its first step on."
+                f"from_torch: got {self._said()}, whose state[param] has {sorted(kept, key=str)} after a step and had "
+                f"{sorted(state, key=str)} before; expected the same from its first step on."
             )
         return param.detach(), kept
 
@@ -158,9 +158,10 @@ class _Torch:
             TypeError, ValueError: it cannot be made, cannot step, or differs.
         """
         made, own = torch.Generator(device="cpu").manual_seed(0), self
+        draw = functools.partial(torch.randn, generator=made, dtype=torch.float64, device="cpu")
         for count, steps, shapes, what in _TRIES:
             taken = itertools.cycle([shape for shape in shapes if own is self or own._takes(shape)])
-            drawn = [torch.randn(steps + 1, *next(taken), generator=made, **_PLAIN) for _ in range(count)]
+            drawn = [draw(steps + 1, *next(taken)) for _ in range(count)]
             leaves = [p for p, *_ in drawn]
             grads = [[g * size for g, size in zip(x[1:], itertools.cycle(_SIZES), strict=False)] for x in drawn]
             try:
@@ -184,7 +185,8 @@ class _Torch:
 
     def _takes(self, shape: tuple[int, ...]) -> bool:
         try:
-            self._anew([torch.ones(shape, **_PLAIN)], [[torch.ones(shape, **_PLAIN)]])
+            ones = torch.ones(shape, dtype=torch.float64, device="cpu")
+            self._anew([ones], [[ones]])
         except Exception:  # whatever its author has it say, as of torch.optim.Muon that it takes matrices only
             return False
         return True
@@ -215,7 +217,7 @@ class _Torch:
     def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
         """What it keeps of each element and otherwise; None where it does not treat elements alone."""
         made = torch.Generator(device="cpu").manual_seed(0)
-        p, *grads = torch.randn(3, 4, 6, generator=made, **_PLAIN).unbind()
+        p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
         ((together, kept),) = self._anew([p], [grads])
         state = kept or {}
         try:
