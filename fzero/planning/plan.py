@@ -264,7 +264,8 @@ def plan(
 
     Args:
         step: any step.
-        params: the pytree given to `init` (real, fake or meta tensors, or callables).
+        params: the pytree given to `init` (real, fake or meta tensors, or callables). An optimizer on whole leaves that
+            asks for their values at its init is begun on zeros, one leaf at a time.
         world_size: ranks of the sharded axis; that of the process group by default, or 1.
         mesh: the sizes of all axes, `{"dp": 64, "tp": 8}`, the first one slowest, or a DeviceMesh: of any number of
             ranks, in place of `world_size`. By default those of the step's own meshes.
