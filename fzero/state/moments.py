@@ -28,7 +28,16 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
         template = template.with_buffers(template.locals())
-    return placed_moments(to_moment_dtype(step.optimizer.init(template)))
+    try:
+        begun = step.optimizer.init(template)
+    except RuntimeError as error:  # as torch's are of what has no values
+        if params.device.type == "meta":
+            error.add_note(
+                "This was in the init of the step's optimizer, of params without values, as a plan has them. Let it go "
+                "by shapes and dtypes, or begin one leaf at a time: fz.whole(optimizer)."
+            )
+        raise
+    return placed_moments(to_moment_dtype(begun))
 
 
 def placed_moments(moments: object) -> Any:

@@ -94,3 +94,13 @@ def test_what_fails_of_zeros_too_is_named() -> None:
     step.init(params())
     with pytest.raises(ValueError, match=r"init of muon fails for leaf 'b' .* zeros \(Muon only supports 2D"):
         fz.plan(fz.train_step(loss, fz.from_torch(torch.optim.Muon, 0.1)), params("meta"))
+
+
+def test_one_of_all_leaves_that_asks_for_values_is_told_what_a_plan_has() -> None:
+    own = fz.GradientTransformation(lambda p: p.map(lambda x: x * float(x.norm())), lambda g, s, p: (g, s))
+    step = fz.train_step(loss, own)
+    with pytest.raises(RuntimeError) as info:
+        fz.plan(step, params())
+    assert "params without values, as a plan has them" in info.value.__notes__[0]
+    assert fz.plan(fz.train_step(loss, fz.whole(fz.GradientTransformation(by_value, own.update))), params()).moments > 0
+    step.init(params())
