@@ -15,9 +15,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
+from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._measured import measuring
-from fzero.optim._paused import Steps, fused_of, together
+from fzero.optim._paused import Steps, finished, fused_of, together
 from fzero.optim.base import known, need_hypers, rate, values, write_values
 from fzero.state.moments import zeros_like
 from fzero.state.owners import Leaves, on_every_rank, start_slices, start_whole
@@ -168,6 +169,10 @@ class _Muon:
             trees = [pytree.unflatten(pytree.flatten(grads)[1], each) for each in zip(*pairs, strict=True)]
             return trees[0], MuonState(new, trees[1])
         assert isinstance(old.momentum, Sharded)
+        if not is_transformed():
+            own = MuonState(old.count, old.momentum.map(torch.clone))  # as it is written
+            updates, _ = finished(self.paused_update(grads, own, params))
+            return updates, self.combine(params, own, ())
         updates, moved = on_every_rank((grads, params, old.momentum), lambda _, leaves: of_leaf(*leaves))
         return updates, MuonState(new, moved)
 

@@ -82,7 +82,7 @@ def together(groups: Sequence[Steps[T]], ahead: int) -> Steps[list[T]]:
     return results
 
 
-def finished(paused: Paused) -> object:
+def finished(paused: Steps[T]) -> T:
     """What such an update returns, at once."""
     try:
         wait = next(paused)
