@@ -157,7 +157,7 @@ class _Whole:
             trees += [{} for _ in range(len(parts) - len(trees))]
             for found, own in zip(trees, parts, strict=False):
                 own = {leaf: own.get(leaf, torch.zeros_like(x)) for leaf, x in leaves.items()}
-                found[key] = slice_in(params, key, own, params.local(key).dtype).clone()  # no view, as it is written
+                found[key] = slice_in(params, key, own, params.local(key).dtype)
         for found in trees:  # all have all groups, whatever leaves are in one, so that a state goes into other units
             for key in params.groups:
                 found.setdefault(key, torch.zeros_like(params.local(key)))

@@ -75,13 +75,17 @@ def cuts(tree: Sharded) -> bool:
 
 
 def slice_in(tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """This rank's slice of a group, as a differentiable function of its whole leaves, which all ranks have alike."""
+    """This rank's slice of a group, as a differentiable function of its whole leaves, which all ranks have alike.
+
+    It is in memory of its own, or whoever keeps it would keep the whole.
+    """
     group, rows, axis = tree.layout.groups[key], tree.layout.rows, tree.axis
     whole = {s.leaf: in_shards(axis, leaves[s.leaf]) if group.row.cuts else leaves[s.leaf] for s in group.slots}
     pieces = {leaf: _of_leaf(tree, leaf, value) for leaf, value in whole.items()}
     own = [slice_at(rows[leaf], *tree.layout.tensor, value).to(dtype) for leaf, value in pieces.items()]
     size = tree.layout.shard_numel(key)
-    return group.joined(own, dtype, own[0].device).narrow(0, tree.rank_of(key) * size, size)
+    full = group.joined(own, dtype, own[0].device)
+    return full if size == group.numel else full.narrow(0, tree.rank_of(key) * size, size).clone()
 
 
 def held_of(axis: Axis, shard: torch.Tensor, tag: str) -> torch.Tensor:
