@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
-from fzero.optim.base import call_update, taken, values, write_values
+from fzero.optim.base import call_update, kept, taken, values, write_values
 from fzero.state.moments import apart
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
+from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole
@@ -162,7 +161,7 @@ def _passed_at_once(
     member: GradientTransformation,
     updates: object,
     state: object,
-    params: object,
+    params: Any,
     extra: Mapping[str, object],
 ) -> PausedUpdate:
     """`member.update`, and its next state written over the old one."""
@@ -171,26 +170,15 @@ def _passed_at_once(
     if member.scales:  # it keeps nothing
         return updates, new
     updates = apart(updates, state)  # as it may pass on what it kept
-    return updates, _written(who, state, apart(new, params, state), params)
+    write = functools.partial(_written, draw=params.draw or Draw(0, 0))
+    return updates, kept(who, state, apart(new, params, state), write)
 
 
-def _written(who: str, old: object, new: object, params: Any) -> object:
-    """A member's next state, written over the buffers of its old one in their formats."""
-
-    def one(after: Sharded, whole: object) -> Sharded:
-        if not isinstance(whole, Sharded):
-            return after
-        for key, value in values(after).locals().items():
-            write_values(whole, key, value, params.draw or Draw(0, 0))
-        return whole
-
-    try:
-        return pytree.map(one, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
-    except ValueError as error:
-        raise ValueError(
-            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned; start with zeros where there is nothing yet. ({error})"
-        ) from error
+def _written(new: Sharded, old: Sharded, draw: Draw) -> Sharded:
+    """An old tree, over whose buffers new values are written in their formats."""
+    for key, value in values(new).locals().items():
+        write_values(old, key, value, draw)
+    return old
 
 
 def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:

@@ -18,11 +18,12 @@ from fzero.base import pytree
 from fzero.base.follow import any_follows, follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
+from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
 from fzero.state.entered import cuts, entered
 from fzero.state.moments import need_real, zeros_like
-from fzero.state.sharded import Draw, Sharded, map_trees
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, need_scalar, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
@@ -247,6 +248,44 @@ def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> No
     """Encodes values into a group of a tree, in its format."""
     counters = draw.counters(tree.layout, key, tree.rank_of(key))
     write(tree.stored(key), value, counters.keys(value.device))
+
+
+def encoded(tree: Sharded, like: Sharded, draw: Draw) -> Sharded:
+    """Values in another tree's formats, and of its kind; what is stored as it is shares their memory."""
+    buffers = dict[object, torch.Tensor]()
+    for key, value in values(tree).locals().items():
+        form = like.format(key)
+        if form.plain and not form.rounds:
+            parts = (value.to(form.dtype),)
+        else:
+            parts = zeros(form, value.numel(), value.device)
+            keys = draw.counters(like.layout, key, like.rank_of(key)).keys(value.device)
+            write(Stored(form, parts), value, keys)
+        buffers.update(zip(like.names(key), parts, strict=True))
+    return like.over(buffers)
+
+
+def kept(who: str, old: object, new: object, one: Callable[[Sharded, Sharded], Sharded]) -> object:
+    """An optimizer's next state: its trees as `one(new, old)` makes them, and what is no tree, such as a count.
+
+    Raises:
+        ValueError: it has another structure than the old one.
+    """
+
+    def of(after: object, before: object) -> object:
+        if is_sharded(after) and is_sharded(before) and after.groups == before.groups:
+            return one(after, before)
+        if is_sharded(after) or is_sharded(before):
+            raise ValueError("A tree of it is of other leaves than before.")
+        return after
+
+    try:
+        return pytree.map(of, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
+    except ValueError as error:
+        raise ValueError(
+            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
+            f"init returned; start with zeros where there is nothing yet. ({error})"
+        ) from error
 
 
 def call_update(

@@ -109,8 +109,8 @@ def _memory(x: object) -> object:
 def to_moment_dtype(moments: object) -> object:
     """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
-    def one(tree: Sharded) -> Sharded:
-        if tree.kind in ("signed", "nonnegative"):
+    def one(name: str, tree: object) -> object:
+        if not is_sharded(tree) or tree.kind in ("signed", "nonnegative"):
             return tree
         buffers = {}
         for key, own in tree.locals().items():
@@ -118,14 +118,16 @@ def to_moment_dtype(moments: object) -> object:
             if isinstance(row.policy.moment, str):
                 raise ValueError(
                     f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
-                    f"({row.optimizer}) cannot carry: nothing says which of its moments may be negative. fz.adamw, "
-                    "fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or give moment= a dtype."
+                    f"({row.optimizer}) cannot carry: nothing says whether {f'state.moments.{name}'.rstrip('.')} may "
+                    "be negative. fz.adamw, fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or "
+                    "give moment= a dtype."
                 )
             need_real(tree, key, own, "moments")
             buffers[key] = own.to(row.policy.moment)
         return tree.with_buffers(buffers)
 
-    return map_trees(one, moments)
+    names, nodes, structure = pytree.named_leaves(moments, is_sharded)
+    return pytree.unflatten(structure, [one(*each) for each in zip(names, nodes, strict=True)])
 
 
 def need_real(tree: Sharded, key: Key, own: torch.Tensor, what: str) -> None:

@@ -17,10 +17,10 @@ from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim._paused import Running, call_paused, combined, finished
-from fzero.optim.base import call_update, values, write_values
+from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
-from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
+from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
 from fzero.state.straight import holds_values
@@ -330,7 +330,8 @@ class Update:
         self._begin(own.groups)
         for key in own.groups:
             write_values(own, key, params.local(key) + updates.local(key), self._draw)
-        return placed_moments(to_moment_dtype(new))
+        encode = functools.partial(encoded, draw=self._draw)
+        return placed_moments(kept("step.update: the optimizer", self._state.moments, new, encode))
 
     def _finish(self) -> None:
         waits, self._waits = self._waits, []
