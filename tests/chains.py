@@ -221,7 +221,7 @@ def _lion(lr: float, b1: float, b2: float, decay: float) -> Plain:
 
 def _muon(lr: float, keep: float, decay: float) -> Plain:
     def orthogonal(x: torch.Tensor) -> torch.Tensor:
-        x = x / x.norm()
+        x = x / x.norm().clamp(min=1e-7)
         for _ in range(5):
             gram = x @ x.mT
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
@@ -283,6 +283,7 @@ def specs(draw: st.DrawFn, paths: Sequence[str], depth: int = 3, own: bool = Tru
     """
     kinds = ["by_value", "by_norm", "by_norm", "sgd", "adamw", "lion", "rows"]
     kinds += list(OWN) if own else []
+    kinds += ["muon"] * 3 if all(path.endswith("w") for path in paths) else []
     kinds += ["chain"] * 6 if depth else []
     kinds += ["partition"] * 2 if depth and len(paths) > 1 else []
     kind = draw(st.sampled_from(kinds))
@@ -306,5 +307,6 @@ def specs(draw: st.DrawFn, paths: Sequence[str], depth: int = 3, own: bool = Tru
         "sgd": (0.1, draw(st.sampled_from([None, 0.9])), draw(st.sampled_from([0.0, 0.1]))),
         "adamw": (0.01, 0.8, 0.95, 1e-6, 0.1),
         "lion": (0.01, 0.9, 0.95, 0.1),
+        "muon": (0.1, 0.9, 0.1),
     }
     return kind, *numbers.get(kind, ())

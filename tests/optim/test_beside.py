@@ -17,6 +17,7 @@ from nightly import NIGHTLY, by_day
 import fzero as fz
 from fzero.optim import _muon
 from fzero.state.items import items_of
+from fzero.state.sharded import trees_of
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
@@ -81,7 +82,7 @@ def kinds(state: fz.TrainState) -> dict[str, Any]:
 
 def assert_keeps_slices_only(moments: object) -> None:
     """No buffer of moments keeps memory of others."""
-    for tree in fz.state.sharded.trees_of(moments):
+    for tree in trees_of(moments):
         for name, x in tree.buffers.items():
             assert x.untyped_storage().nbytes() == x.nbytes, name
 
@@ -214,9 +215,9 @@ def test_under_a_transform_ranks_keep_slices_only(member: str) -> None:
         state = step.init(params)
 
         def after(x: torch.Tensor) -> Any:
-            return [tree.buffers for tree in fz.state.sharded.trees_of(step(state, x, y)[0].moments)]
+            return [tree.buffers for tree in trees_of(step(state, x, y)[0].moments)]
 
-        found, _ = torch.func.jvp(after, (x,), (torch.ones_like(x),))
+        found = torch.func.jvp(after, (x,), (torch.ones_like(x),))[0]
         for buffers in found:
             for name, own in buffers.items():
                 assert own.untyped_storage().nbytes() == own.nbytes, name

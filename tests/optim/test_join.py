@@ -135,6 +135,12 @@ WHOLE: dict[str, chains.Spec] = {
         (("partition", (("head*", ("chain", (MOMENTUM, ROWS))), ("*b", MOMENTUM), ("*", ROWS))), VALUE, SGD),
     ),
     "in a chain in front": ("chain", (("chain", (MOMENTUM, ROWS, VALUE)), ("partition", (("*b", SGD), ("*", ROWS))))),
+    "muon beside a user's own": ("partition", (("*w", MUON), ("*", ("momentum", 0.5)))),
+    "muon between users' own": (
+        "chain",
+        (("trace", 0.5), ("partition", (("*w", MUON), ("*", ("scale", -0.1)))), ("scale", 0.5)),
+    ),
+    "beside a user's own": ("partition", (("*b", ("delay",)), ("*", ("chain", (MOMENTUM, ROWS))))),
     "muon in front": ("chain", (("partition", (("*w", MUON), ("*", VALUE))), MOMENTUM)),
 }
 
@@ -157,7 +163,8 @@ def on_process(world: int, rank: int) -> Any:
     """Every stage in every way, of one case after the other."""
     ways = [(stage, way) for stage in (1, 2, 3) for way in WAYS]
     cases = [(spec, *ways[place % len(ways)]) for place, spec in enumerate(WHOLE.values(), 7 * world)]
-    return [on_rank(spec, stage, way, world, None, rank) for spec, stage, way in cases]
+    cases = [(spec, stage, None if chains.has(spec, *chains.OWN) else way) for spec, stage, way in cases]
+    return [on_rank(*case, world, None, rank) for case in cases]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [2, 4])
