@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -189,7 +190,8 @@ class _Whole:
         """
         path, (had, spec) = slot.path, flat(rest)
         places = {i: x.dtype for i, x in enumerate(had) if isinstance(x, Place)}
-        state = [x.clone() if isinstance(x, torch.Tensor) else x for x in had]  # which it may write to, or keep
+        # which it may write to, or keep
+        state = [x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x) for x in had]
         for (i, dtype), x in zip(places.items(), own, strict=False):
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
@@ -207,7 +209,8 @@ class _Whole:
                 f"whole: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf, of shape "
                 f"{tuple(p.shape)} and real numbers."
             )
-        if otherwise := changed(pytree.unflatten(spec, state), new):
+        before = [y if isinstance(y, torch.Tensor) else x for x, y in zip(had, state, strict=True)]
+        if otherwise := changed(pytree.unflatten(spec, before), new):
             raise ValueError(
                 f"whole: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps the "
                 "structure, the shapes and the dtypes of what its init returned; start with zeros where there is "

@@ -224,3 +224,15 @@ def test_a_state_that_is_one_tensor_is_named_too() -> None:
     step = fz.train_step(loss, fz.whole(own))
     with pytest.raises(ValueError, match=r"leaf 'w' is .*: it is a tensor of shape \(3,\) and dtype torch.float64"):
         step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))
+
+
+def test_an_object_that_is_written_to_is_another_one_and_old_states_stay() -> None:
+    def moved(grads: Any, state: Any, given: Any) -> Any:
+        state["seen"].add(1)
+        return grads, state
+
+    step = fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda p: {"seen": set(), "fn": torch.relu}, moved)))
+    state = step.init(params(torch.float32, {"w": (2, 2)}))
+    with pytest.raises(ValueError, match="'seen' is of type set, and was another one"):
+        step(state, torch.tensor(1.0))
+    assert state.moments.rest["w"]["seen"] == set()
