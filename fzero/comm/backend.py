@@ -327,6 +327,12 @@ def is_fake(group: Group | None) -> bool:
     return group is not None and kind_of(group) == "fake"
 
 
+def standing_for_all(group: Group) -> Group:
+    """Notes that nothing is sent in a group, of which one rank stands for all."""
+    _kinds[group] = "fake"
+    return group
+
+
 def device_of(group: Group | None) -> torch.device:
     """The device whose tensors a group sends."""
     if group is None or kind_of(group) != "nccl":

@@ -336,7 +336,8 @@ class _Whole:
             rest |= part.rest
         cut = [key for key in params.groups if params.axis_of(key).size > 1]
         slots = [(owners(params.layout, key)[s.leaf], s) for key in cut for s in params.layout.groups[key].slots]
-        own = {slot.path: numbers_of(rest[slot.path]) for rank, slot in slots if rank == axis.rank}
+        mine = [slot for rank, slot in slots if rank == axis.rank or axis.fake]  # which stands for all
+        own = {slot.path: numbers_of(rest[slot.path]) for slot in mine}
         numbers = _all_well(axis, parts, own)
         tensors = exchanged(axis, [(rank, tensors_of(rest[slot.path])) for rank, slot in slots])
         for (rank, slot), x in zip(slots, tensors, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
+from fzero.planning.update import taken
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
@@ -29,8 +31,10 @@ from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
-from fzero.table.rows import Kept, Row
+from fzero.table.rows import KINDS, Kept, Row
 from fzero.table.spec import Spec, need_step
+
+_MEMORIES = tuple([f"{kind} in" for kind in KINDS])  # columns
 
 
 @dataclass(frozen=True)
@@ -318,6 +322,11 @@ def plan(
             assert group.row.policy.compute
             gathered[group.unit] += group.numel * group.row.policy.compute.itemsize
     pieces = traffic.pieces_of(step, layout, like)
+    here = dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column not in _MEMORIES]))
+    moves = any(piece.memory != DEVICE for piece in pieces)
+    bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
+    update = taken(here, bare, structure, moves)
+    messages += update.messages(ranks)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
     by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
     alone = [*(p for p in pieces if p.kind != "grads"), *traffic.grads_of(step, layout, several=False)]
@@ -338,7 +347,7 @@ def plan(
         messages=tuple(messages),
         **by_memory,
         moved=traffic.moved(alone),
-        peak=traffic.peak(step, pieces, layout, like, gathered),
+        peak=traffic.peak(step, pieces, layout, update.nbytes, gathered),
         activations=activations,
         flops=flops,
     )

@@ -200,19 +200,20 @@ def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def peak(
-    step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded, gathered: Mapping[str, int]
+    step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathered: Mapping[str, int]
 ) -> dict[str, int]:
     """Memory -> bytes that a step takes there at most, but for activations.
 
-    On the device are, beside its state: the full params of the root and of the two largest units (one that runs, one
-    that is brought meanwhile), the largest full cotangent of a unit, and what the update of a unit and of the next one
-    has brought there (of all of them, where the optimizer wants all at once), or has made in float32. Where an
+    On the device are, beside its state and while it runs: the full params of the root and of the two largest units (one
+    that runs, one that is brought meanwhile), the largest full cotangent of a unit, and what it takes to reduce it over
+    ranks. While it is updated, or meanwhile where that is fused: what the update of a unit and of the next one has
+    brought there (of all of them, where the optimizer wants all at once), and what the optimizer makes. Where an
     accelerator computes, what is read from a disk for an update takes the host's memory instead. In every memory the
     next state is made before the last one goes, unless it is overwritten, as `fz.donate` says. Microbatches take the
     sum of the grads so far and the grads of one more, where these belong.
 
     Args:
-        like: the state's params, on the meta device.
+        made: bytes that an update takes beside the state and the gradients (`taken`).
         gathered: unit -> bytes of its full params, where they are made for each use.
     """
     units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
@@ -221,8 +222,12 @@ def peak(
         group = layout.groups[key]
         cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
     runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
-    updating, several = _updating(step, pieces, layout, like), step.microbatches.count
-    updating[DEVICE] += runs
+    runs += max(_reducing(layout).values(), default=0)
+    updating, several = _updating(step, pieces, made), step.microbatches.count
+    if step.fusion and _holds(step) not in WAIT:  # while others are pulled back
+        updating[DEVICE] += runs
+    elif several == 1:
+        updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
     if several == 1:
         return updating
     sums, whole = _sums(layout)
@@ -240,6 +245,16 @@ def peak(
         adding[memory] += 2 * sum(sizes) + (max(sizes, default=0) if memory != DEVICE else 0)
     adding[DEVICE] -= 0 if step.fusion else _added(step, layout)
     return updating if step.fusion and several == 2 else {m: max(updating[m], adding[m]) for m in MEMORIES}
+
+
+def _reducing(layout: Layout) -> collections.Counter[str]:
+    """Unit -> bytes that it takes to reduce its full cotangent: as one buffer, and what others send of their slices."""
+    out = collections.Counter[str]()
+    for key in layout.trainable:
+        group = layout.groups[key]
+        if group.row.cuts and layout.shards > 1:
+            out[key.unit] += (2 * group.numel - layout.shard_numel(key)) * group.row.policy.wire.itemsize
+    return out
 
 
 def _taken(memory: str, pieces: Iterable[Piece]) -> int:
@@ -276,30 +291,7 @@ def _added(step: Spec, layout: Layout) -> int:
     return out
 
 
-def _made(step: Spec, like: Sharded) -> dict[str, int]:
-    """Unit -> bytes of the values that an optimizer makes which does not write in place all the way.
-
-    Of one that knows of no formats they are its updates, as many again on the way there, and what is decoded for it.
-    """
-    out, written = collections.Counter[str](), in_place(step, like.layout)
-    if written and not step.optimizer.copies:
-        return out
-    for key in like.layout.trainable:
-        policy = like.layout.groups[key].row.policy
-        form, grad = policy.param_format, policy.grad
-        assert grad
-        decodes = not form.plain or min(form.dtype.itemsize, grad.itemsize) < 4
-        trees = (4 if decodes else 1 if written else 2) + (step.optimizer.copies and not written)
-        out[key.unit] += like.layout.shard_numel(key) * max(4, form.dtype.itemsize) * trees
-    for tree in () if written else trees_of(init_moments(step, like)):
-        for key in tree.groups:
-            form = tree.format(key)
-            if not form.plain or form.dtype.itemsize < 4:
-                out[key.unit] += 2 * like.layout.shard_numel(key) * 4
-    return out
-
-
-def _updating(step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded) -> dict[str, int]:
+def _updating(step: Spec, pieces: Sequence[Piece], made: int) -> dict[str, int]:
     """Memory -> bytes that an update takes there beside what runs."""
     copied = [piece for piece in pieces if piece.copies]
     out: dict[str, int] = {memory: _taken(memory, pieces) + _taken(memory, copied) for memory in MEMORIES}
@@ -309,9 +301,9 @@ def _updating(step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded
         if piece.memory == DISK or (piece.memory == HOST and passes):
             brought[piece.unit] += piece.nbytes
     down = [sum(p.down for p in own) for own in _by_unit(pieces).values()]
-    made, by_group = _made(step, like), step.optimizer.by_group
+    by_group = step.optimizer.by_group
     out[HOST] += max(down, default=0) if by_group else sum(down)
     waiting = step.optimizer.exchanges if step.optimizer.paused else 0  # of as many units, each for another one
-    out[DEVICE] += sum(heapq.nlargest(1 + waiting if by_group else len(made), made.values()))
+    out[DEVICE] += made
     out[DEVICE] += sum(heapq.nlargest(2 + waiting if by_group else len(brought), brought.values()))
     return out

@@ -217,5 +217,5 @@ def on_every_rank(
         out = [own for own, tree in zip(made, trees[1:], strict=True) if key in tree.groups]
         for place, own in enumerate(out):
             leaves = {leaf: each[place] for leaf, each in found.items()}
-            own[key] = slice_in(grads, key, leaves, grads.local(key).dtype)
+            own[key] = slice_in(grads, key, leaves, grads.local(key).dtype).clone()  # no view, which keeps the whole
     return [grads.with_buffers(own) for own in made]

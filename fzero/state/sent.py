@@ -28,7 +28,9 @@ class Sent(NamedTuple):
     Attributes:
         axis: a mesh axis, or several that are taken as one, `dp×sp`.
         purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "leaves" (whole ones,
-            to the rank that updates each, and what it makes of them back), "norm", "loss" or "function" (its own maps).
+            to the rank that updates each, and what it makes of them back), "leaf norms" (that an optimizer wants),
+            "agreement" (that `fz.whole` has failed on no rank: words, without bytes here), "norm", "loss" or
+            "function" (its own maps).
         messages: collectives that it takes part in.
         nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
     """
@@ -64,9 +66,9 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
         if row.frozen:
             continue
         reduced = own * policy.reduce.itemsize
-        each = (size - 1) * own * policy.wire.itemsize if row.cuts else _round_a_ring(reduced, size)
+        each = (size - 1) * own * policy.wire.itemsize if row.cuts else round_a_ring(reduced, size)
         add(over, "grads", times, each, size)
-        add(replicas, "replicas", times, _round_a_ring(reduced, copies), copies)
+        add(replicas, "replicas", times, round_a_ring(reduced, copies), copies)
     for whole in _whole_leaves(step, like):
         both = sent_whole(layout, ranks.place(ranks.sharded, rank), whole)
         for axis, (messages, sent) in zip((over, tensor), both, strict=True):
@@ -75,11 +77,11 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
                 sizes[axis, "leaves"] += sent
     rows = [row for row in layout.rows if not row.frozen]
     cut = [row for row in rows if row.cuts]
-    add(over, "norm", int(bool(cut)), _round_a_ring(len(cut) * torch.float64.itemsize, size), size)
+    add(over, "norm", int(bool(cut)), round_a_ring(len(cut) * torch.float64.itemsize, size), size)
     # those of whole leaves too, which must be the same: every rank sends all to each other one
     add(tensor, "norm", int(bool(rows)), (slices - 1) * len(rows) * torch.float64.itemsize, slices)
     for axis, among in ((over, size), (replicas, copies)):
-        add(axis, "loss", 1, _round_a_ring(torch.float32.itemsize, among), among)
+        add(axis, "loss", 1, round_a_ring(torch.float32.itemsize, among), among)
     add(tensor, "loss", 1, (slices - 1) * torch.float64.itemsize, slices)  # which must be the same too
     return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
 
@@ -91,7 +93,7 @@ def _whole_leaves(step: Spec, like: Sharded) -> Sequence[Mapping[Key, Whole]]:
     return step.optimizer.sends(like.only(like.layout.trainable), init_moments(step, like))
 
 
-def _round_a_ring(size: int, ranks: int) -> int:
+def round_a_ring(size: int, ranks: int) -> int:
     """Bytes that a rank sends for the sum over all of them."""
     return 2 * size * (ranks - 1) // ranks
 

@@ -1,0 +1,172 @@
+"""What an optimizer's update takes beside the state, counted: the update itself, run on tensors without values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.base import pytree, thread_state
+from fzero.comm.alone import Alone
+from fzero.state.moments import filled, init_moments
+from fzero.state.owners import owners
+from fzero.state.sent import Sent, round_a_ring
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Key, Layout
+from fzero.table.ranks import Ranks, joined
+from fzero.table.spec import Spec
+from fzero.update.known import in_place
+from fzero.update.update import Update
+
+ASSUMED = 8  # copies of whole leaves that are there at once, of an optimizer that does not run without values
+_PURPOSES = {"global_norm": "leaf norms", "the update by fz.whole": "agreement"}  # what is sent so
+Records = Sequence[tuple[str, Hashable, int]]  # operation, tag, bytes
+
+
+class Taken(NamedTuple):
+    """What an update takes.
+
+    Attributes:
+        nbytes: at most, beside the old state, the next one and the gradients.
+        over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
+    """
+
+    nbytes: int
+    over: Records = ()
+    tensor: Records = ()
+
+    def messages(self, ranks: Ranks) -> list[Sent]:
+        """What it sends, but for the leaves that are brought to one rank and their state."""
+        found = list[Sent]()
+        for purpose in _PURPOSES.values():
+            for axes, own in ((ranks.sharded, self.over), (ranks.tensor, self.tensor)):
+                sizes = [(op, size) for op, tag, size in own if _PURPOSES.get(str(tag)) == purpose]
+                sent = sum([round_a_ring(n, ranks.size(axes)) if op == "all_reduce" else n for op, n in sizes])
+                found += [Sent(joined(axes), purpose, len(sizes), sent)] if sizes else []
+        told = sum([_PURPOSES.get(str(tag)) == "agreement" for _, tag, _ in self.over])
+        return found + ([Sent(joined(ranks.copies), "agreement", told, 0)] if told and ranks.size(ranks.copies) > 1 else [])
+
+
+def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) -> Taken:
+    """Counts what an update takes, on the rank that has the most of leaves that are whole on one.
+
+    An optimizer that may be given groups one by one is run on the largest ones alone, as many as wait for one another.
+
+    Args:
+        layout: with everything on the device.
+        one_by_one: whether groups are updated one by one also where the optimizer would take all at once.
+    """
+    optimizer, keys, live = step.optimizer, list(layout.trainable), _Live()
+    if not keys or (in_place(step, layout) and not optimizer.copies and not optimizer.exchanges):
+        return Taken(0)  # it goes over its buffers in chunks
+    parts = [tuple(keys)]
+    if optimizer.by_group:
+        largest = heapq.nlargest(2 + 3 * optimizer.exchanges, keys, key=layout.shard_numel)
+        keys = [key for key in keys if key in largest]
+        apart = one_by_one or optimizer.copies or step.fusion is not None
+        parts = [(key,) for key in keys] if apart else [tuple(keys)]
+    axis = Alone.of_ranks(layout.shards, _owner(layout, keys), layout.tensor)
+    try:
+        with thread_state.without_values(), live:
+            _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
+    except Exception:  # of code of the user's own, which wants values
+        whole = sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
+        return Taken(max(live.beyond, ASSUMED * whole))
+    return Taken(live.beyond, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+
+
+def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: _Live) -> None:
+    """Updates some groups as a step does."""
+    plain = dataclasses.replace(step, extras=(), metrics=(), donates=False, fusion=None)
+    params = filled(empty, dict.fromkeys(empty.layout.groups, torch.device("cpu")))
+    state = TrainState(params, None, init_moments(plain, params), {}, 0, 0, plain.signature)
+    made_then = step.fusion is not None and step.fused_norm != "held"  # by the pullback, or of 8 bits
+    keys = () if made_then else tuple(itertools.chain(*parts))
+    grads = params.with_buffers({key: _grad(empty.layout, key) for key in keys}, 1.0)
+    extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
+    with Update(plain, state) as update:
+        empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
+        moments = 0 if in_place(plain, empty.layout) else _nbytes(state.moments)  # of the next state
+        live.begin(moments)
+        for some, following in itertools.pairwise((*parts, ())):
+            own = grads.with_buffers({key: _grad(empty.layout, key) for key in some}) if made_then else grads.only(some)
+            update.apply(some, own, extra, following)
+            del own
+        update.finish()
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside and that still exist. A number that is read is a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes = dict[int, int]()
+        self._now = self._most = self._begun = 0
+
+    def begin(self, spare: int) -> None:
+        """Counts from now on, beyond what there is and so many bytes."""
+        self._most, self._begun = self._now, self._now + spare
+
+    @property
+    def beyond(self) -> int:
+        """The most bytes beyond those that there were."""
+        return max(0, self._most - self._begun)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            (x,) = args
+            assert isinstance(x, torch.Tensor)
+            return 0.5 if x.is_floating_point() else x.dtype == torch.bool or 1
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.flatten(out)[0]:
+            if isinstance(x, torch.Tensor):
+                self._note(x.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._sizes:
+            self._sizes[place] = size
+            self._now += size
+            self._most = max(self._most, self._now)
+            weakref.finalize(storage, self._forget, place)
+
+    def _forget(self, place: int) -> None:
+        self._now -= self._sizes.pop(place)
+
+
+def _grad(layout: Layout, key: Key) -> torch.Tensor:
+    return torch.zeros(layout.shard_numel(key), dtype=layout.groups[key].row.policy.grad, device="cpu")
+
+
+def _wide(layout: Layout, key: Key) -> torch.dtype:
+    dtype = layout.groups[key].row.policy.grad or torch.float32
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _nbytes(moments: object) -> int:
+    return sum([x.nbytes for x in pytree.leaves(moments) if isinstance(x, torch.Tensor)])
+
+
+def _owner(layout: Layout, keys: Sequence[Key]) -> int:
+    """The rank that has the most of some groups whole."""
+    loads = collections.Counter[int]({0: 0})
+    for key in keys if layout.shards > 1 else ():
+        group = layout.groups[key]
+        by = owners(layout, key) if group.row.cuts else {}
+        loads.update(collections.Counter({by.get(slot.leaf, 0): slot.numel for slot in group.slots}))
+    return max(loads, key=lambda rank: loads[rank])
