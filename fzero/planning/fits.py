@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from fzero.base.arguments import need_int, wrong
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.plan import Plan, plan, transfers
+from fzero.planning.plan import Plan, planned, transfers
 from fzero.planning.traffic import DISK, MEMORIES
+from fzero.planning.update import Taken
 from fzero.stores.disk import Disk, stand_in
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.rows import KINDS
@@ -114,11 +115,11 @@ def fits(
     if said is not None:
         raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without that.")
     speeds, nowhere = bandwidth or TYPICAL, stand_in()
-    proposals = []
+    proposals, updates = list[Proposal](), dict[bool, Taken]()
     for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):
         placement: Placement = dict(zip(KINDS, memories, strict=True))
-        planned = plan(_placed(step, placement, nowhere), params, world_size)
-        proposals.append(Proposal(placement, planned, planned.seconds(speeds)))
+        own = planned(_placed(step, placement, nowhere), params, world_size, None, 0, None, updates)
+        proposals.append(Proposal(placement, own, own.seconds(speeds)))
     fitting = [each for each in proposals if not any(_missing(each.plan, room).values())]
     if not fitting:
         raise _does_not_fit(proposals, room, step.donates)

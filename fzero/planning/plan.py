@@ -21,7 +21,7 @@ from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.update import taken
+from fzero.planning.update import Taken, taken
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
@@ -298,6 +298,23 @@ def plan(
         ...     fz.plan(step, params, mesh=mesh, inputs=(torch.empty(16, 64),)).by_axis["tp"]
         (28840, 3)
     """
+    return planned(step, params, world_size, mesh, rank, inputs, {})
+
+
+def planned(
+    step: Spec,
+    params: object,
+    world_size: int | None,
+    mesh: AnyMesh | None,
+    rank: int,
+    inputs: Sequence[object] | None,
+    updates: dict[bool, Taken],
+) -> Plan:
+    """The same, of a step that has been planned in other memories.
+
+    Args:
+        updates: what its update takes, as far as it was counted: whether anything is away -> that.
+    """
     need_step(step, "plan")
     if world_size is not None:
         need_int(world_size, "plan", "world_size", "a number of ranks or None", least=1)
@@ -322,10 +339,12 @@ def plan(
             assert group.row.policy.compute
             gathered[group.unit] += group.numel * group.row.policy.compute.itemsize
     pieces = traffic.pieces_of(step, layout, like)
-    here = dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column not in _MEMORIES]))
     moves = any(piece.memory != DEVICE for piece in pieces)
-    bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
-    update = taken(here, bare, structure, moves)
+    if moves not in updates:
+        here = dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column not in _MEMORIES]))
+        bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
+        updates[moves] = taken(here, bare, structure, moves)
+    update = updates[moves]
     messages += update.messages(ranks)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
     by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}

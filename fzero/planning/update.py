@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
+from fzero.kernels.onepass import LARGE
 from fzero.state.moments import filled, init_moments
 from fzero.state.owners import owners
 from fzero.state.sent import Sent, round_a_ring
@@ -26,6 +27,7 @@ from fzero.table.spec import Spec
 from fzero.update.known import in_place
 from fzero.update.update import Update
 
+MOST = 4  # ranks that are looked at
 ASSUMED = 8  # copies of whole leaves that are there at once, of an optimizer that does not run without values
 _PURPOSES = {"global_norm": "leaf norms", "the update by fz.whole": "agreement"}  # what is sent so
 Records = Sequence[tuple[str, Hashable, int]]  # operation, tag, bytes
@@ -56,7 +58,7 @@ class Taken(NamedTuple):
 
 
 def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) -> Taken:
-    """Counts what an update takes, on the rank that has the most of leaves that are whole on one.
+    """Counts what an update takes; where leaves are whole on one rank each, on those ranks that have the most.
 
     An optimizer that may be given groups one by one is run on the largest ones alone, as many as wait for one another.
 
@@ -64,20 +66,50 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
         layout: with everything on the device.
         one_by_one: whether groups are updated one by one also where the optimizer would take all at once.
     """
-    optimizer, keys, live = step.optimizer, list(layout.trainable), _Live()
-    if not keys or (in_place(step, layout) and not optimizer.copies and not optimizer.exchanges):
-        return Taken(0)  # it goes over its buffers in chunks
+    optimizer, keys = step.optimizer, list(layout.trainable)
+    if not keys:
+        return Taken(0)
     parts = [tuple(keys)]
     if optimizer.by_group:
-        largest = heapq.nlargest(2 + 3 * optimizer.exchanges, keys, key=layout.shard_numel)
-        keys = [key for key in keys if key in largest]
+        keys = _largest(layout, 2 + 3 * optimizer.exchanges)
         apart = one_by_one or optimizer.copies or step.fusion is not None
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
-    axis = Alone.of_ranks(layout.shards, _owner(layout, keys), layout.tensor)
+    ranks = _owners(layout, keys) if optimizer.exchanges else [0]
+    found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
+    return found[0]._replace(nbytes=max([each.nbytes for each in found]))
+
+
+def _largest(layout: Layout, count: int) -> list[Key]:
+    """The largest groups of each optimizer, in their order; and the largest one that no kernel is used for."""
+    by_optimizer = collections.defaultdict[str, list[Key]](list)
+    for key in layout.trainable:
+        by_optimizer[layout.groups[key].row.optimizer].append(key)
+    some = {key for own in by_optimizer.values() for key in heapq.nlargest(count, own, key=layout.shard_numel)}
+    small = [key for key in layout.trainable if layout.shard_numel(key) < LARGE]
+    some.update(heapq.nlargest(1, small, key=layout.shard_numel))
+    return [key for key in layout.trainable if key in some]
+
+
+def _owners(layout: Layout, keys: Sequence[Key]) -> list[int]:
+    """The ranks that have the most of some groups whole."""
+    loads = collections.Counter[int]()
+    for key in keys:
+        group = layout.groups[key]
+        by = owners(layout, key) if group.row.cuts and layout.shards > 1 else {}
+        for slot in group.slots:
+            loads[by.get(slot.leaf, 0)] += slot.numel
+    return [rank for rank, _ in loads.most_common(MOST)]
+
+
+def _on_rank(
+    step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence[Sequence[Key]], rank: int
+) -> Taken:
+    axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), _Live()
     try:
         with thread_state.without_values(), live:
             _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
+        keys = itertools.chain(*parts)
         whole = sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
         return Taken(max(live.beyond, ASSUMED * whole))
     return Taken(live.beyond, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
@@ -86,11 +118,11 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
 def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: _Live) -> None:
     """Updates some groups as a step does."""
     plain = dataclasses.replace(step, extras=(), metrics=(), donates=False, fusion=None)
-    params = filled(empty, dict.fromkeys(empty.layout.groups, torch.device("cpu")))
+    every = list(itertools.chain(*parts))
+    params = filled(empty, dict.fromkeys(every, torch.device("cpu")))
     state = TrainState(params, None, init_moments(plain, params), {}, 0, 0, plain.signature)
     made_then = step.fusion is not None and step.fused_norm != "held"  # by the pullback, or of 8 bits
-    keys = () if made_then else tuple(itertools.chain(*parts))
-    grads = params.with_buffers({key: _grad(empty.layout, key) for key in keys}, 1.0)
+    grads = params.with_buffers({} if made_then else {key: _grad(empty.layout, key) for key in every}, 1.0)
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
         empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
@@ -160,13 +192,3 @@ def _wide(layout: Layout, key: Key) -> torch.dtype:
 
 def _nbytes(moments: object) -> int:
     return sum([x.nbytes for x in pytree.leaves(moments) if isinstance(x, torch.Tensor)])
-
-
-def _owner(layout: Layout, keys: Sequence[Key]) -> int:
-    """The rank that has the most of some groups whole."""
-    loads = collections.Counter[int]({0: 0})
-    for key in keys if layout.shards > 1 else ():
-        group = layout.groups[key]
-        by = owners(layout, key) if group.row.cuts else {}
-        loads.update(collections.Counter({by.get(slot.leaf, 0): slot.numel for slot in group.slots}))
-    return max(loads, key=lambda rank: loads[rank])
