@@ -21,7 +21,7 @@ from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.update import Taken, taken
+from fzero.planning.update import Live, Taken, taken
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
@@ -60,8 +60,10 @@ class Plan:
             or an optimizer's norm of its own reads.
         peak: what a step takes at most, by memory ("device", "host", "disk"), but for activations: the state (twice, of
             params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
-            full params, one unit's full gradients, and what the update of two units has brought. Up to
-            `fz.Disk(in_flight=...)` bytes more are on their way to files.
+            full params, one unit's full gradients, and what the update of two units has brought. What the optimizer takes
+            is counted in a run on tensors without values: a number that it reads is a half there, and one that does not
+            run so is taken to need eight times the leaves that it is given at once. Up to `fz.Disk(in_flight=...)`
+            bytes more are on their way to files.
         activations: where `inputs=` were given, what like units keep for their pullback, of one microbatch: by each
             choice of names (`fz.name`), and as the step says; and what is computed again. It is counted on one rank
             of a step whose params are whole.
@@ -326,7 +328,9 @@ def planned(
     layout = Holdings(rows, ranks).layout(rank)
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
-    messages, gathered = sent_of(step, layout, like, ranks, rank), collections.Counter[str]()
+    with Live():  # an optimizer may read numbers
+        messages, pieces = sent_of(step, layout, like, ranks, rank), traffic.pieces_of(step, layout, like)
+    gathered = collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
     activations, flops = (), 0
@@ -338,7 +342,6 @@ def planned(
         if group.row.params.cuts or group.row.fetched:
             assert group.row.policy.compute
             gathered[group.unit] += group.numel * group.row.policy.compute.itemsize
-    pieces = traffic.pieces_of(step, layout, like)
     moves = any(piece.memory != DEVICE for piece in pieces)
     if moves not in updates:
         here = dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column not in _MEMORIES]))

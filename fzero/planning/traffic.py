@@ -85,7 +85,8 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     out = []
     if row.held:
         parts = (group.numel * row.policy.compute.itemsize,)
-        out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies))
+        kept = changes and memory == DEVICE and _holds(step) not in WAIT  # by the graph, which is pulled back meanwhile
+        out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies or kept))
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
         there = changes and memory == HOST and not passes  # where it is updated, and what is held is gathered from
@@ -199,9 +200,7 @@ def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return out
 
 
-def peak(
-    step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathered: Mapping[str, int]
-) -> dict[str, int]:
+def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathered: Mapping[str, int]) -> dict[str, int]:
     """Memory -> bytes that a step takes there at most, but for activations.
 
     On the device are, beside its state and while it runs: the full params of the root and of the two largest units (one
@@ -222,9 +221,11 @@ def peak(
         group = layout.groups[key]
         cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
     runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
-    runs += max(_reducing(layout).values(), default=0)
+    runs += max(_reducing(step, layout).values(), default=0)
     updating, several = _updating(step, pieces, made), step.microbatches.count
-    if step.fusion and _holds(step) not in WAIT:  # while others are pulled back
+    if _holds(step) == "8-bit":  # codes, and what is made of them
+        updating[DEVICE] += 2 * torch.float32.itemsize * max(map(layout.shard_numel, layout.trainable), default=0)
+    if step.fusion and _holds(step) != "held":  # while others are pulled back, or brought
         updating[DEVICE] += runs
     elif several == 1:
         updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
@@ -247,13 +248,24 @@ def peak(
     return updating if step.fusion and several == 2 else {m: max(updating[m], adding[m]) for m in MEMORIES}
 
 
-def _reducing(layout: Layout) -> collections.Counter[str]:
-    """Unit -> bytes that it takes to reduce its full cotangent: as one buffer, and what others send of their slices."""
-    out = collections.Counter[str]()
+def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
+    """Unit -> bytes that it takes to reduce its full cotangent, and to put the result where it waits.
+
+    Over ranks they are one buffer, and what others send of their slices.
+    """
+    out, mode = collections.Counter[str](), _holds(step)
     for key in layout.trainable:
-        group = layout.groups[key]
+        group, own = layout.groups[key], layout.shard_numel(key)
+        grads, wire = group.row.grads, group.row.policy.wire.itemsize
+        assert grads
         if group.row.cuts and layout.shards > 1:
-            out[key.unit] += (2 * group.numel - layout.shard_numel(key)) * group.row.policy.wire.itemsize
+            out[key.unit] += (2 * group.numel - own) * wire
+        elif (
+            mode not in WAIT and step.donates and not group.row.fetched
+        ):  # params that the graph holds are copied, while the next unit is pulled back
+            out[key.unit] += 2 * own * wire
+        if name_of(grads.memory) != DEVICE:
+            out[key.unit] += 3 * own * wire
     return out
 
 

@@ -54,7 +54,9 @@ class Taken(NamedTuple):
                 sent = sum([round_a_ring(n, ranks.size(axes)) if op == "all_reduce" else n for op, n in sizes])
                 found += [Sent(joined(axes), purpose, len(sizes), sent)] if sizes else []
         told = sum([_PURPOSES.get(str(tag)) == "agreement" for _, tag, _ in self.over])
-        return found + ([Sent(joined(ranks.copies), "agreement", told, 0)] if told and ranks.size(ranks.copies) > 1 else [])
+        return found + (
+            [Sent(joined(ranks.copies), "agreement", told, 0)] if told and ranks.size(ranks.copies) > 1 else []
+        )
 
 
 def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) -> Taken:
@@ -101,10 +103,8 @@ def _owners(layout: Layout, keys: Sequence[Key]) -> list[int]:
     return [rank for rank, _ in loads.most_common(MOST)]
 
 
-def _on_rank(
-    step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence[Sequence[Key]], rank: int
-) -> Taken:
-    axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), _Live()
+def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence[Sequence[Key]], rank: int) -> Taken:
+    axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), Live()
     try:
         with thread_state.without_values(), live:
             _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
@@ -115,7 +115,7 @@ def _on_rank(
     return Taken(live.beyond, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
-def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: _Live) -> None:
+def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> None:
     """Updates some groups as a step does."""
     plain = dataclasses.replace(step, extras=(), metrics=(), donates=False, fusion=None)
     every = list(itertools.chain(*parts))
@@ -135,7 +135,7 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: _Live
         update.finish()
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside and that still exist. A number that is read is a half."""
 
     def __init__(self) -> None:

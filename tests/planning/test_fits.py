@@ -60,7 +60,7 @@ def test_a_step_that_keeps_the_last_state_needs_room_for_it() -> None:
     resident = fz.plan(STEP, PARAMS).peak["device"]
     assert placed(resident, MUCH) == "..." and placed(resident, MUCH, step=kept) != "..."
     # the next state is made once the cotangent of a unit is gone, which the other has at its peak
-    assert fz.plan(kept, PARAMS).peak["device"] == resident + 17 * UNIT
+    assert fz.plan(kept, PARAMS).peak["device"] == pytest.approx(resident + 17 * UNIT, abs=64)
 
 
 def test_what_does_not_fit_says_what_is_missing() -> None:

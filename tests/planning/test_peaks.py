@@ -108,7 +108,7 @@ def taken(make: Any, params: Any, world: int) -> int:
     stage=st.integers(0, 3),
     world=st.integers(1, 4),
     donate=st.booleans(),
-    fused=st.sampled_from([None, "auto", "twice", "held"]),
+    fused=st.sampled_from([None, "auto", "twice", "held", "8-bit"]),
     away=st.sampled_from([None, None, "params", "grads", "moments"]),
     units=st.integers(3, 7),
     width=st.sampled_from([96, 120, 160]),
