@@ -127,7 +127,8 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     with Update(plain, state) as update:
         empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
         moments = 0 if in_place(plain, empty.layout) else _nbytes(state.moments)  # of the next state
-        live.begin(moments)
+        own = [_grad(empty.layout, key).nbytes for key in every] if made_then else []  # the grads of one are known
+        live.begin(moments + max(own, default=0))
         for some, following in itertools.pairwise((*parts, ())):
             own = grads.with_buffers({key: _grad(empty.layout, key) for key in some}) if made_then else grads.only(some)
             update.apply(some, own, extra, following)

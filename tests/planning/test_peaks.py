@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -131,3 +132,57 @@ def test_a_step_takes_what_is_planned(
         assert planned["device"] <= 1.15 * peak + SPARE
     elif not away:  # the largest units are not those that are pulled back while others are updated
         assert planned["device"] <= 1.5 * peak + SPARE
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb", "clipped by leaf", "two"])
+def test_messages_are_those_that_a_rank_sends(optimizer: str) -> None:
+    """Norms of leaves, and the agreement that an update of whole leaves has failed nowhere, among them."""
+    params = made(3, 96)
+
+    def step() -> fz.Step:
+        return fz.shard_zero3(fz.train_step(loss, OPTIMIZERS[optimizer]()))
+
+    def rank_main(rank: int) -> tuple[int, int]:
+        own = step()
+        state, _ = own(own.init(params), torch.ones(1, 96))
+        with fz.testing.recorded_collectives() as sent:
+            own(state, torch.ones(1, 96))
+        planned = fz.plan(step(), params, world_size=2, rank=rank)
+        return len(sent), sum(each.messages for each in planned.messages)
+
+    for real, planned in run_ranks(rank_main, 2):
+        assert real == planned
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lamb"])
+def test_on_real_processes(optimizer: str) -> None:
+    params = made(4, 120)
+    planned = fz.plan(of(optimizer), params, world_size=2).peak["device"]
+    assert max(run_ranks(functools.partial(on_process, optimizer), 2, backend="processes")) <= planned + SPARE
+
+
+def of(optimizer: str) -> fz.Step:
+    return fz.donate(fz.shard_zero3(fz.train_step(loss, OPTIMIZERS[optimizer]())))
+
+
+def on_process(optimizer: str, rank: int) -> int:
+    params, x = made(4, 120), torch.ones(1, 120)
+    with LiveBytes() as live:
+        state, _ = of(optimizer)(of(optimizer).init(params), x)
+        live.reset_peak()
+        of(optimizer)(state, x)
+    return live.peak
+
+
+def test_an_optimizer_that_does_not_run_without_values() -> None:
+    """Of one that goes by numpy it says so much that it fits."""
+
+    def by_numpy(grads: Any, state: Any, params: Any) -> Any:
+        return {path: torch.from_numpy(g.detach().numpy() * -0.01) for path, g in grads.items()}, state
+
+    params = made(4, 120)
+
+    def make() -> fz.Step:
+        return fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda params: (), by_numpy))))
+
+    assert taken(make, params, 2) <= fz.plan(make(), params, world_size=2).peak["device"]
