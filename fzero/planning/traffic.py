@@ -253,7 +253,7 @@ def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
 
     Over ranks they are one buffer, and what others send of their slices.
     """
-    out, mode = collections.Counter[str](), _holds(step)
+    out = collections.Counter[str]()
     for key in layout.trainable:
         group, own = layout.groups[key], layout.shard_numel(key)
         grads, wire = group.row.grads, group.row.policy.wire.itemsize
@@ -261,7 +261,7 @@ def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
         if group.row.cuts and layout.shards > 1:
             out[key.unit] += (2 * group.numel - own) * wire
         elif (
-            mode not in WAIT and step.donates and not group.row.fetched
+            step.fusion and step.donates and not group.row.fetched
         ):  # params that the graph holds are copied, while the next unit is pulled back
             out[key.unit] += 2 * own * wire
         if name_of(grads.memory) != DEVICE:

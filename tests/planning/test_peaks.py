@@ -131,7 +131,7 @@ def test_a_step_takes_what_is_planned(
     if not away and not fused:
         assert planned["device"] <= 1.15 * peak + SPARE
     elif not away:  # the largest units are not those that are pulled back while others are updated
-        assert planned["device"] <= 1.5 * peak + SPARE
+        assert planned["device"] <= 1.6 * peak + SPARE
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb", "clipped by leaf", "two"])
