@@ -21,7 +21,7 @@ from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.update import Live, Taken, taken
+from fzero.planning.update import Taken, taken
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
@@ -328,8 +328,7 @@ def planned(
     layout = Holdings(rows, ranks).layout(rank)
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
-    with Live():  # an optimizer may read numbers
-        messages, pieces = sent_of(step, layout, like, ranks, rank), traffic.pieces_of(step, layout, like)
+    messages, pieces = sent_of(step, layout, like, ranks, rank), traffic.pieces_of(step, layout, like)
     gathered = collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
