@@ -33,6 +33,7 @@ from fzero.optim._leaf_states import (
 from fzero.optim._paused import Steps, fused_of, run_all, together
 from fzero.optim.base import values, write_values
 from fzero.state.entered import slice_in
+from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
@@ -226,9 +227,9 @@ class _Whole:
 
     def update(self, grads: object, old: WholeState, params: object) -> tuple[object, WholeState]:
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
-            names, leaves, spec = pytree.named_leaves(grads)
-            pairs = list(zip(names, leaves, pytree.leaves(params), strict=True))
-            found = {n: self.optimizer.update({n: g}, old.rest[n], {n: p}) for n, g, p in pairs}
+            names, _, spec = pytree.named_leaves(grads)
+            own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to
+            found = {n: self.optimizer.update({n: g}, copied(old.rest[n]), {n: p}) for n, g, p in own}
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), {name: found[name][1] for name in names})
         if not is_transformed():

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import pytree
-from fzero.base.follow import any_follows, follows
-from fzero.base.rebound import rebound, tensors_held
+from fzero.base.follow import any_follows, follows, is_transformed
+from fzero.base.rebound import is_others, rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
 from fzero.state.entered import cuts, entered
-from fzero.state.moments import need_real, zeros_like
+from fzero.state.moments import apart, copied, need_real, zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, need_scalar, numbers_in
@@ -291,9 +291,15 @@ def kept(who: str, old: object, new: object, one: Callable[[Sharded, Sharded], S
 def call_update(
     member: GradientTransformation, updates: object, state: object, params: object, extra: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """`member.update` with those keywords that it takes; optax-shaped members of the user take none."""
+    """`member.update` with those keywords that it takes; optax-shaped members of the user take none.
+
+    A user's own may write in place to what it is given of updates and of its state, which are then copies.
+    """
+    given = updates, state
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
+    if is_others(member.update):
+        updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
     return member.update(updates, state, params, **taken(member.update, extra))
 
 
@@ -303,7 +309,10 @@ def call_fused(
     """`member.fused` with those keywords that it takes; one that knows nothing of formats is given values of grads."""
     fused: Callable[..., object] | None = member.fused
     assert fused is not None
-    grads = grads if member.by_leaf else values(grads)
+    given, grads = grads, grads if member.by_leaf else values(grads)
+    if is_others(fused):  # which writes to trees of its state that are its own, and perhaps to other tensors
+        grads = apart(grads, given)
+        state = pytree.map(lambda x: x if isinstance(x, Sharded) else copied(x), state, is_leaf=is_sharded)
     return fused(params, grads, state, **taken(fused, extra))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.rebound import is_others
 from fzero.formats.formats import zeros
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
@@ -56,8 +57,9 @@ def init_extras(step: Spec, params: Sharded, seen: Sharded | None = None) -> dic
 
 def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> object:
     """The value of an entry after an update, which keeps its structure."""
+    given = copied(value) if is_others(extra.update) else value  # which a user's function may write to
     try:
-        found = extra.update(value, params, applied)
+        found = extra.update(given, params, applied)
         new = value if found is value else _placed(extra, found, params)  # what stays is brought from nowhere
     except Exception as error:
         error.add_note(f"This was in the update of state.extra[{extra.name!r}], by {extra.source}.")
@@ -89,6 +91,11 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     "over a tree with functions that keep shapes."
                 )
     return placed_moments(apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
+
+
+def copied(tree: object) -> Any:
+    """The tree in tensors of its own, on the device, which may be written to."""
+    return pytree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
 def apart(tree: object, *others: object) -> Any:

@@ -18,7 +18,7 @@ from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.init import check_values
-from fzero.state.moments import next_extra
+from fzero.state.moments import copied, next_extra
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
 from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
@@ -54,8 +54,11 @@ def followed_update(
         used = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
     if applied is not False:
         own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
-        updates, new = _called(step.optimizer, used, moments, values(own), extra)
-        stepped = values(own).map(torch.add, values(updates))
+        given = values(own)
+        if any(is_others(each.update) for each in members_of(step.optimizer)):  # which may write to them
+            given = copied(given)
+        updates, new = _called(step.optimizer, used, moments, given, extra)
+        stepped = given.map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
         new = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
@@ -163,8 +166,9 @@ def _changed_by(
     for extra in due:
         old, own = extras[extra.name], params.only(params.layout.trainable)
         assert is_sharded(old)
+        old = copied(old) if is_others(extra.changes) else old  # which may write to it
         value, new = _called_for(extra, changed, old, values(own))  # type: ignore[misc]
-        extras[extra.name] = _kept(value, old, applied)
+        extras[extra.name] = _kept(value, state.extra[extra.name], applied)
         coded = [key for key in own.groups if own.goes_as_values(key)]
         draw, found = draw_of(state, extra), new.locals()
         found |= {key: as_stored([own], key, [new.local(key).to(torch.float32)], draw)[0] for key in coded}

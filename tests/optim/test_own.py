@@ -1,0 +1,185 @@
+"""Optimizers of the user's own, in optax's shape, as people write them: in place, leaf by leaf, in other dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
+F64 = torch.float64
+GENERATOR = torch.Generator().manual_seed(0)
+PARAMS = {"b": torch.randn(3, generator=GENERATOR, dtype=F64), "w": torch.randn(4, 3, generator=GENERATOR, dtype=F64)}
+X = torch.randn(6, 4, generator=GENERATOR, dtype=F64)
+SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return ((x @ p["w"] + p["b"]) ** 2).mean()
+
+
+# ---- in place
+
+
+def by_tree_map(grads: Any, state: Any, params: Any = None) -> Any:
+    moment, count = state
+    count.add_(1)
+    moment = optree.tree_map(lambda m, g: m.mul_(0.9).add_(g), moment, grads)
+    return optree.tree_map(lambda m, g: g.zero_().sub_(m, alpha=0.1), moment, grads), (moment, count)
+
+
+def by_map(grads: Any, state: Any, params: Any = None) -> Any:
+    moment, count = state
+    moment = moment.map(lambda m, g: m.mul_(0.9).add_(g), grads)
+    return moment.map(lambda m, g: g.zero_().sub_(m, alpha=0.1), grads), (moment, count.add_(1))
+
+
+def fused(params: Any, grads: Any, state: Any) -> Any:
+    moment, count = state
+    for key in params.groups:
+        own, g = moment.local(key).mul_(0.9).add_(grads.local(key)), grads.local(key).zero_()
+        params.local(key).add_(g.sub_(own, alpha=0.1))
+    return moment, count.add_(1)
+
+
+def begun(params: Any) -> Any:
+    return optree.tree_map(torch.zeros_like, params), torch.zeros(())
+
+
+IN_PLACE = {
+    "tree_map": fz.GradientTransformation(begun, by_tree_map),
+    "map": fz.GradientTransformation(begun, by_map),
+    "fused": fz.GradientTransformation(begun, by_tree_map, fused),
+}
+
+
+def plain(steps: int) -> Any:
+    params = PARAMS
+    moment = {k: torch.zeros_like(x) for k, x in params.items()}
+    for _ in range(steps):
+        grads = torch.func.grad(loss)(params, X)
+        moment = {k: 0.9 * m + grads[k] for k, m in moment.items()}
+        params = {k: p - 0.1 * moment[k] for k, p in params.items()}
+    return params
+
+
+def tensors(*trees: Any) -> list[torch.Tensor]:
+    return [x.clone() for x in optree.tree_leaves(trees) if isinstance(x, torch.Tensor)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("joined", ["alone", "before", "behind"])
+@pytest.mark.parametrize("kind", sorted(IN_PLACE))
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_that_writes_in_place_leaves_the_old_state(stage: int, kind: str, joined: str) -> None:
+    own = IN_PLACE[kind]
+    same = fz.clip_by_value(1e9)
+    optimizer = {"alone": own, "before": fz.chain(same, own), "behind": fz.chain(own, fz.sgd(-1.0))}[joined]
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, optimizer))
+        state = step.init(PARAMS)
+        for count in range(1, 4):
+            before, held = state, tensors(state.params, state.moments)
+            _, pullback = step.vjp(state, X)
+            grads, _ = pullback(torch.ones((), dtype=F64))
+            given = tensors(grads)
+            state, _ = step(before, X)
+            again, _ = step.update(before, grads)
+            assert_trees_equal(held, tensors(before.params, before.moments))
+            assert_trees_equal(given, tensors(grads))
+            assert_trees_close(tensors(again), tensors(state), rtol=1e-12)
+            assert_trees_close(fz.gather(state.params), plain(count), rtol=1e-12)
+
+    run_ranks(rank_main, 2) if stage else rank_main(0)
+
+
+@pytest.mark.parametrize("kind", sorted(IN_PLACE))
+def test_with_donation_it_writes_in_place(kind: str) -> None:
+    step = fz.donate(fz.train_step(loss, IN_PLACE[kind]))
+    state = step.init(PARAMS)
+    shared = state.replace(step=0)
+    held = tensors(shared.params, shared.moments)
+    with pytest.warns(UserWarning, match="still held elsewhere"):
+        state, _ = step(state, X)
+    assert_trees_equal(held, tensors(shared.params, shared.moments))
+    del shared
+    for _ in range(2):
+        state, _ = step(state, X)
+    assert_trees_close(fz.gather(state.params), plain(3), rtol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["host", "moments in bfloat16"])
+def test_wherever_its_moments_lie(memory: str) -> None:
+    policy = None if memory == "host" else fz.Policy(moment=torch.bfloat16)
+    step = fz.train_step(loss, IN_PLACE["map"], policy)
+    step = fz.offload(step, moments="host") if memory == "host" else step
+    state = step.init(PARAMS)
+    state, _ = step(state, X)
+    held = tensors(state.params, state.moments)
+    one, _ = step(state, X)
+    other, _ = step(state, X)
+    assert_trees_equal(tensors(one), tensors(other))
+    assert_trees_equal(held, tensors(state.params, state.moments))
+
+
+@pytest.mark.parametrize("kind", ["tree_map", "map"])
+def test_under_a_transform_of_torch_func(kind: str) -> None:
+    step = fz.train_step(loss, IN_PLACE[kind])
+
+    def trained(shift: torch.Tensor, look: bool) -> torch.Tensor:
+        state = step.init(optree.tree_map(lambda p: p + shift, PARAMS))  # type: ignore[arg-type]
+        for _ in range(2):
+            before = state
+            state, _ = step(before, X)
+            state = step(before, X)[0] if look else state
+        return step.forward(state, X)  # type: ignore[no-any-return]
+
+    shift = torch.zeros((), dtype=F64)
+    once, twice = (torch.func.grad(functools.partial(trained, look=look))(shift) for look in (False, True))
+    torch.testing.assert_close(twice, once, rtol=0, atol=0)
+    near = [trained(shift + way, False) for way in (1e-6, -1e-6)]
+    torch.testing.assert_close(once, (near[0] - near[1]) / 2e-6, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("around", [lambda own: own, fz.chain])
+def test_on_plain_trees(around: Any) -> None:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        moment = optree.tree_map(lambda m, g: m.mul_(0.9).add_(g), state, grads)
+        return optree.tree_map(lambda m, g: g.zero_().sub_(m, alpha=0.1), moment, grads), moment
+
+    own = fz.whole(fz.GradientTransformation(lambda p: optree.tree_map(torch.zeros_like, p), update))
+    optimizer = around(own)
+    grads = {k: torch.ones_like(x) for k, x in PARAMS.items()}
+    state = optimizer.init(PARAMS)
+    first, new = optimizer.update(grads, state, PARAMS)
+    again, _ = optimizer.update(grads, state, PARAMS)
+    assert_trees_equal(first, again)
+    assert_trees_close(first, {k: -0.1 * g for k, g in grads.items()}, rtol=1e-12)
+    second, _ = optimizer.update(grads, new, PARAMS)
+    assert_trees_close(second, {k: -0.19 * g for k, g in grads.items()}, rtol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_an_entry_of_the_state_that_is_written_in_place(memory: str) -> None:
+    def averaged(average: fz.Sharded, params: fz.Sharded, applied: bool) -> fz.Sharded:
+        average.map(lambda a, p: a.mul_(0.5).add_(p, alpha=0.5), params)
+        return average
+
+    extra = fz.Extra("mine", "mine", lambda params: params.map(torch.clone), averaged)
+    step = fz.train_step(loss, fz.sgd(0.1)).with_state(extra)
+    step = fz.offload(step, moments="host") if memory == "host" else step
+    state = step.init(PARAMS)
+    held = tensors(state.extra["mine"])
+    for _ in range(2):
+        new, _ = step(state, X)
+        assert_trees_equal(held, tensors(state.extra["mine"]))
+        want = optree.tree_map(lambda a, p: 0.5 * a + 0.5 * p, PARAMS, fz.gather(new.params))  # type: ignore[arg-type]
+        assert_trees_close(fz.gather(new.extra["mine"]), want, rtol=1e-12)
