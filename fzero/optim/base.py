@@ -21,6 +21,7 @@ from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
+from fzero.optim._returned import need_like
 from fzero.state.entered import cuts, entered
 from fzero.state.moments import apart, copied, need_real, zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
@@ -300,7 +301,10 @@ def call_update(
         updates, params, state = values(updates), values(params), map_trees(values, state)
     if is_others(member.update):
         updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
-    return member.update(updates, state, params, **taken(member.update, extra))
+    found = member.update(updates, state, params, **taken(member.update, extra))
+    if is_others(member.update):
+        need_like(found, updates, state)
+    return found
 
 
 def call_fused(

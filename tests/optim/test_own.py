@@ -183,3 +183,70 @@ def test_an_entry_of_the_state_that_is_written_in_place(memory: str) -> None:
         assert_trees_equal(held, tensors(state.extra["mine"]))
         want = optree.tree_map(lambda a, p: 0.5 * a + 0.5 * p, PARAMS, fz.gather(new.params))  # type: ignore[arg-type]
         assert_trees_close(fz.gather(new.extra["mine"]), want, rtol=1e-12)
+
+
+# ---- what it returns
+
+
+UNLIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "complex": lambda x: -x * (1 + 1j),
+    "broadcast": lambda x: -x[:1],
+    "a number": lambda x: -x.sum(),
+    "too many dims": lambda x: -x[None],
+}
+
+
+def scaled(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformation:
+    return fz.GradientTransformation(lambda params: (), lambda g, s, p: (optree.tree_map(fn, g), s))
+
+
+def kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformation:
+    return fz.GradientTransformation(
+        lambda params: optree.tree_map(torch.zeros_like, params), lambda g, s, p: (g, optree.tree_map(fn, g))
+    )
+
+
+@pytest.mark.parametrize("joined", ["alone", "before", "behind"])
+@pytest.mark.parametrize("make", [scaled, kept])
+@pytest.mark.parametrize("kind", sorted(UNLIKE))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_not_like_a_leaf_is_refused(stage: int, kind: str, make: Any, joined: str) -> None:
+    own = make(UNLIKE[kind])
+    same = fz.clip_by_value(1e9)
+    optimizer = {"alone": own, "before": fz.chain(same, own), "behind": fz.chain(own, fz.sgd(-1.0))}[joined]
+    what = "update" if make is scaled else "next state"
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, optimizer))
+        state = step.init(PARAMS)
+        with pytest.raises(ValueError, match=rf"step.update: the optimizer's {what} of the buffer of leaf 'b', 'w' is"):
+            step(state, X)
+        with pytest.raises(ValueError, match="fz.whole"):
+            torch.func.grad(lambda x: step.forward(step(state, x)[0], x))(X)
+
+    run_ranks(rank_main, 2) if stage else rank_main(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_updates_in_other_dtypes_are_added_as_torch_does(dtype: torch.dtype) -> None:
+    step = fz.train_step(loss, scaled(lambda x: (-x).to(dtype)))
+    state, _ = step(step.init(PARAMS), X)
+    grads = torch.func.grad(loss)(PARAMS, X)
+    assert_trees_equal(fz.gather(state.params), {k: p + (-grads[k]).to(dtype) for k, p in PARAMS.items()})
+
+
+def test_what_is_no_pair_of_trees_is_refused() -> None:
+    step = fz.train_step(loss, fz.GradientTransformation(lambda params: (), lambda g, s, p: g))
+    with pytest.raises(TypeError, match="expected a pair: updates, state"):
+        step(step.init(PARAMS), X)
+    own = fz.GradientTransformation(lambda params: (), lambda g, s, p: (dict(g), s))
+    step = fz.train_step(loss, own)
+    with pytest.raises(TypeError, match=r"expected a tree of the buffers that it was given: as grads.map\(fn\)"):
+        step(step.init(PARAMS), X)
+    own = fz.GradientTransformation(lambda params: params.map(lambda p: p * 1j), lambda g, s, p: (g, s))
+    with pytest.raises(ValueError, match=r"params\['b'\]: its optimizer begins with a moment of torch.complex128"):
+        fz.train_step(loss, own).init(PARAMS)
+    whole = fz.whole(fz.GradientTransformation(lambda p: (), lambda g, s, p: ({k: -x * 1j for k, x in g.items()}, s)))
+    step = fz.train_step(loss, whole)
+    with pytest.raises(ValueError, match="whole: the update of leaf 'b' is .*complex128, expected a tensor like"):
+        step(step.init(PARAMS), X)
