@@ -14,6 +14,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
+from fzero.optim._tried import need_elements
 from fzero.state.checks import check_buffers, constants
 from fzero.state.init import check_tables, checksum
 from fzero.state.items import CARRY, items_of
@@ -80,6 +81,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
                 "They come from states of several components; start from one's fz.gather(state.params), with "
                 "step.init(params, sync=True).",
             )
+        need_elements("convert", step.optimizer, params)
         moments, extra = move.begun(params, overwritten=True)
         extra = move.extra(extra)
         if CARRY in extra:  # of which each rank has its own

@@ -18,6 +18,7 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
+from fzero.optim._tried import need_elements
 from fzero.state.beyond import here
 from fzero.state.checks import (
     can_follow_here,
@@ -74,6 +75,7 @@ class Step(Spec):
         (params,) = (params,) if goes_on(params) else constants("step.init", params=params)
         with as_found(), private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
+            need_elements("step.init", self.optimizer, state.params)
             warn_where_slow(state)
             return state
 

@@ -115,6 +115,11 @@ def tensors_reached(value: object) -> list[torch.Tensor]:
     return _tensors(_walked(value, _reached)[0])
 
 
+def draws(value: object) -> bool:
+    """Tells whether functions among a value come to a generator of random numbers."""
+    return any(isinstance(x, torch.Generator) for each in _walked(value, _reached)[0] for x in _reached(each))
+
+
 def tensors_hidden(value: object) -> list[torch.Tensor]:
     """The tensors that are reached and not held."""
     held = {id(x) for x in tensors_held(value)}

@@ -15,6 +15,7 @@ from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
+from fzero.optim._tried import need_elements
 from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin
 from fzero.state.train_state import TrainState
@@ -67,6 +68,7 @@ def filled(
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base))
     params = move.held(params)
+    need_elements("load", step.optimizer, params)
     moments, extra = move.begun(params, overwritten=count is not None and not choice.partial)
     grads = None
     if count is not None:

@@ -250,3 +250,137 @@ def test_what_is_no_pair_of_trees_is_refused() -> None:
     step = fz.train_step(loss, whole)
     with pytest.raises(ValueError, match="whole: the update of leaf 'b' is .*complex128, expected a tensor like"):
         step(step.init(PARAMS), X)
+
+
+# ---- leaf by leaf
+
+
+def each(fn: Callable[..., torch.Tensor]) -> fz.GradientTransformation:
+    return fz.GradientTransformation(lambda params: (), lambda g, s, p: (optree.tree_map(fn, g, p), s))
+
+
+def over_all(update: Callable[[Any], Any]) -> fz.GradientTransformation:
+    return fz.GradientTransformation(lambda params: (), lambda g, s, p: (update(g), s))
+
+
+def adam() -> fz.GradientTransformation:
+    def update(g: Any, s: Any, p: Any) -> Any:
+        count, mu, nu = s
+        mu = optree.tree_map(lambda m, x: 0.9 * m + 0.1 * x, mu, g)
+        nu = optree.tree_map(lambda v, x: 0.99 * v + 0.01 * x * x, nu, g)
+        return optree.tree_map(lambda m, v: -0.1 * m / (v.sqrt() + 1e-8), mu, nu), (count + 1, mu, nu)
+
+    zeros = functools.partial(optree.tree_map, torch.zeros_like)
+    return fz.GradientTransformation(lambda p: (0, zeros(p), zeros(p)), update)
+
+
+def all_over(g: Any) -> Any:
+    total = torch.stack([x.abs().sum() for x in optree.tree_leaves(g)]).sum()
+    return optree.tree_map(lambda x: -x / total, g)
+
+
+def kept_moment(fn: Callable[..., torch.Tensor]) -> fz.GradientTransformation:
+    def update(g: Any, s: Any, p: Any) -> Any:
+        s = s.map(lambda m, x: 0.9 * m + x, g)
+        return s.map(fn), s
+
+    return fz.GradientTransformation(lambda p: p.map(torch.zeros_like), update)
+
+
+BY_LEAVES = {
+    "norm": each(lambda g, p: -0.1 * g / g.norm()),
+    "mean": each(lambda g, p: -0.1 * (g - g.mean())),
+    "trust ratio": each(lambda g, p: -0.1 * g * p.norm() / g.norm()),
+    "rows": each(lambda g, p: -0.1 * g / g.norm(dim=-1, keepdim=True)),
+    "decay of matrices": each(lambda g, p: -0.1 * (g + 0.1 * p) if p.ndim > 1 else -0.1 * g),
+    "by map, behind a moment": kept_moment(lambda m: -0.1 * m / m.norm()),
+    "largest": each(lambda g, p: -0.1 * g / g.abs().max()),
+}
+BY_ELEMENTS = {
+    "sgd": each(lambda g, p: -0.1 * g),
+    "sign": each(lambda g, p: -0.1 * g.sign()),
+    "adam": adam(),
+    "in place": IN_PLACE["map"],
+    "by noise": each(lambda g, p: -0.1 * g + torch.randn_like(g)),
+    "clipped": over_all(lambda g: fz.clip_by_global_norm(0.1).update(g, (), None)[0]),
+}
+OVER_ALL = {
+    "sum": over_all(all_over),
+    "global norm": over_all(lambda g: g.map(lambda x: -x / fz.global_norm(g))),
+}
+
+
+@pytest.mark.parametrize("joined", [lambda own: own, lambda own: fz.chain(own, fz.sgd(-1.0))])
+@pytest.mark.parametrize("kind", sorted(BY_LEAVES))
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_that_treats_leaves_is_refused(stage: int, kind: str, joined: Any) -> None:
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, joined(BY_LEAVES[kind])))
+        with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that .*Use fz.whole\(optimizer"):
+            step.init(PARAMS)
+
+    run_ranks(rank_main, 2) if stage else rank_main(0)
+
+
+@pytest.mark.parametrize("kind", sorted(BY_LEAVES))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_and_is_right_on_whole_leaves(stage: int, kind: str) -> None:
+    own = BY_LEAVES[kind]
+    if kind == "by map, behind a moment":
+        return
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, fz.whole(own)))
+        state, _ = step(step.init(PARAMS), X)
+        grads = torch.func.grad(loss)(PARAMS, X)
+        updates, _ = own.update(grads, (), PARAMS)
+        assert_trees_close(fz.gather(state.params), {k: p + updates[k] for k, p in PARAMS.items()}, rtol=1e-12)
+
+    run_ranks(rank_main, 2) if stage else rank_main(0)
+
+
+@pytest.mark.parametrize("kind", sorted({**BY_ELEMENTS, **OVER_ALL}))
+@pytest.mark.parametrize("stage", range(4))
+def test_one_that_treats_elements_is_not(stage: int, kind: str) -> None:
+    own = {**BY_ELEMENTS, **OVER_ALL}[kind]
+
+    def rank_main(rank: int) -> None:
+        before = torch.get_rng_state()
+        step = SHARDS[stage](fz.train_step(loss, own))
+        if stage and kind == "sum":  # each rank has a part of it
+            with pytest.raises(ValueError, match="makes other updates of a leaf such as 'w' in slices"):
+                step.init(PARAMS)
+            state = fz.train_step(loss, own).init(PARAMS)
+            with pytest.raises(ValueError, match="convert: got an optimizer of your own that makes other updates"):
+                fz.convert(state, step)
+            return
+        state = step.init(PARAMS)
+        if not stage:  # threads share it
+            assert torch.equal(torch.get_rng_state(), before)
+        step(state, X)
+
+    run_ranks(rank_main, 3) if stage else rank_main(0)
+
+
+def test_one_leaf_alone_in_its_buffer_is_whole() -> None:
+    own = each(lambda g, p: -0.1 * g / g.norm())
+    step = fz.train_step(lambda p: p["w"].square().sum(), own)
+    state, _ = step(step.init({"w": torch.full((2, 2), 2.0)}))
+    torch.testing.assert_close(fz.gather(state.params)["w"], torch.full((2, 2), 1.95))
+
+
+def test_what_cannot_be_tried_is_not_refused() -> None:
+    sizes: list[int] = []
+    generator = torch.Generator().manual_seed(0)
+
+    def noted(g: Any, s: Any, p: Any) -> Any:
+        sizes.extend(g.local(key).numel() for key in g.groups)
+        return g.map(lambda x: -0.1 * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)), s
+
+    mask = torch.ones(128, dtype=F64)
+    for own in (over_all(lambda g: g.map(lambda x: -x * mask)), fz.GradientTransformation(lambda p: (), noted)):
+        step = fz.train_step(loss, own)
+        state = step.init(PARAMS)
+        assert not sizes
+        torch.testing.assert_close(generator.get_state(), torch.Generator().manual_seed(0).get_state())
+        step(state, X)
