@@ -120,6 +120,18 @@ def draws(value: object) -> bool:
     return any(isinstance(x, torch.Generator) for each in _walked(value, _reached)[0] for x in _reached(each))
 
 
+def sends(value: object) -> bool:
+    """Tells whether functions among a value name torch.distributed, or something of it."""
+    found = [each for each in _walked(value, _reached)[0] if isinstance(each, types.FunctionType)]
+    for fn in [each for each in found if not _is_of_library(each.__module__)]:
+        names = set(_names(fn.__code__))
+        those = [fn.__globals__[name] for name in names if name in fn.__globals__]
+        of = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in those]
+        if "distributed" in names or any(str(name).startswith("torch.distributed") for name in of):
+            return True
+    return False
+
+
 def tensors_hidden(value: object) -> list[torch.Tensor]:
     """The tensors that are reached and not held."""
     held = {id(x) for x in tensors_held(value)}

@@ -18,7 +18,9 @@ def need_like(found: object, updates: object, state: object) -> None:
     if not isinstance(updates, Sharded):
         return
     if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"step.update: the optimizer's update returned {named(found)}, expected a pair: updates, state.")
+        raise TypeError(
+            f"step.update: the optimizer's update returned {named(found)}, expected a pair: updates, state."
+        )
     new, after = found
     if not isinstance(new, Sharded) or set(new.groups) != set(updates.groups):
         raise TypeError(

@@ -10,14 +10,14 @@ import torch
 from fzero.base import private
 from fzero.base.follow import is_transformed
 from fzero.base.random import Seeds, seeded
-from fzero.base.rebound import draws, is_others
+from fzero.base.rebound import draws, is_others, sends
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._join import members_of
 from fzero.optim.base import taken, values
 from fzero.state.moments import copied
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Sharded, map_trees
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import Row
@@ -31,7 +31,8 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     """Refuses an optimizer of the user's own that is not by elements where it meets buffers, or slices of them.
 
     One that could not be tried is not refused: as it needs other leaves than those of a trial, draws random numbers,
-    or holds what a transform goes on through. A sum over all elements is right where no rank has slices.
+    sends something to other ranks by torch.distributed, or runs under a transform of torch.func. A sum over all
+    elements is right where no rank has slices.
 
     Raises:
         ValueError: it makes other updates of them than of leaves alone, on every rank.
@@ -43,7 +44,8 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     trial = _Trial.of(params)
     for member in members if trial is not None else ():
         assert trial is not None
-        found = "" if draws((member.init, member.update)) else trial.fault(member)
+        own = member.init, member.update
+        found = "" if draws(own) or sends(own) else trial.fault(member)
         if trial.axis.size > 1:
             found = next(filter(None, trial.axis.exchange(found, "a trial of the optimizer")), "")
         if found:
@@ -147,11 +149,10 @@ class _Trial:
         except Exception:  # whatever it needs that a trial has not, its first update will say
             return None
 
-    def _updates(
-        self, member: GradientTransformation, layout: Layout, axis: Axis, rank: int, in_shape: bool
-    ) -> Made:
+    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, rank: int, in_shape: bool) -> Made:
         made = torch.Generator(device="cpu").manual_seed(0)
-        drawn = [torch.randn(len(_SIZES) + 1, *row.shape, generator=made, dtype=self.dtype) for row in self.rows]
+        shapes = [(len(_SIZES) + 1, *row.shape) for row in self.rows]
+        drawn = [torch.randn(shape, generator=made, dtype=self.dtype, device="cpu") for shape in shapes]
         drawn = [x.to(self.like.device) * 30.0**place for place, x in enumerate(drawn)]
         norms = [torch.stack([x[i].double().norm() for x in drawn]).norm() for i in range(len(_SIZES) + 1)]
         empty = Sharded(layout, axis, self.like.structure, {})
@@ -166,7 +167,8 @@ class _Trial:
         state, out = member.init(copied(params)), Made()
         for number, size in enumerate(_SIZES, 1):
             extra = taken(member.update, {"grad_norm": norms[number] * size})
-            updates, state = member.update(tree(number, size), copied(state), copied(params), **extra)
+            given = map_trees(values, copied(state))
+            updates, state = member.update(tree(number, size), given, copied(params), **extra)
             updates = values(updates)
             params = params.map(torch.add, updates)
             out.append(self._leaves(params, updates, rank, in_shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, tree
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
+
+Tree = TypeVar("Tree")
 
 
 def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> object:
@@ -93,7 +95,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
     return placed_moments(apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
 
 
-def copied(tree: object) -> Any:
+def copied(tree: Tree) -> Tree:
     """The tree in tensors of its own, on the device, which may be written to."""
     return pytree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 

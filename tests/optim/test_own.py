@@ -221,7 +221,7 @@ def test_what_is_not_like_a_leaf_is_refused(stage: int, kind: str, make: Any, jo
         state = step.init(PARAMS)
         with pytest.raises(ValueError, match=rf"step.update: the optimizer's {what} of the buffer of leaf 'b', 'w' is"):
             step(state, X)
-        with pytest.raises(ValueError, match="fz.whole"):
+        with pytest.raises(ValueError, match=r"fz\.whole"):
             torch.func.grad(lambda x: step.forward(step(state, x)[0], x))(X)
 
     run_ranks(rank_main, 2) if stage else rank_main(0)
@@ -248,7 +248,7 @@ def test_what_is_no_pair_of_trees_is_refused() -> None:
         fz.train_step(loss, own).init(PARAMS)
     whole = fz.whole(fz.GradientTransformation(lambda p: (), lambda g, s, p: ({k: -x * 1j for k, x in g.items()}, s)))
     step = fz.train_step(loss, whole)
-    with pytest.raises(ValueError, match="whole: the update of leaf 'b' is .*complex128, expected a tensor like"):
+    with pytest.raises(ValueError, match=r"whole: the update of leaf 'b' is .*complex128, expected a tensor like"):
         step(step.init(PARAMS), X)
 
 
@@ -360,6 +360,38 @@ def test_one_that_treats_elements_is_not(stage: int, kind: str) -> None:
         step(state, X)
 
     run_ranks(rank_main, 3) if stage else rank_main(0)
+
+
+def summed(g: Any) -> Any:
+    """By the sum over all ranks' slices, as its user knows them."""
+    total = torch.stack([x.abs().sum() for x in optree.tree_leaves(g)]).sum()
+    torch.distributed.all_reduce(total)
+    return optree.tree_map(lambda x: -x / total, g)
+
+
+def on_process(stage: int, rank: int) -> Any:
+    out = []
+    for own in (IN_PLACE["map"], over_all(summed)):
+        step = SHARDS[stage](fz.train_step(loss, own))
+        state = step.init(PARAMS)
+        first, _ = step(state, X)
+        state, _ = step(state, X)
+        assert_trees_equal(tensors(first), tensors(state))
+        out.append(fz.gather(state.params))
+    for refused in (BY_LEAVES["norm"], OVER_ALL["sum"]):
+        with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+            SHARDS[stage](fz.train_step(loss, refused)).init(PARAMS)
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_real_processes(stage: int) -> None:
+    grads = torch.func.grad(loss)(PARAMS, X)
+    total = sum(float(g.abs().sum()) for g in grads.values())
+    for backend in ("threads", "processes"):
+        for in_place, over in run_ranks(functools.partial(on_process, stage), 2, backend=backend):
+            assert_trees_close(in_place, plain(1), rtol=1e-12)
+            assert_trees_close(over, {k: p - grads[k] / total for k, p in PARAMS.items()}, rtol=1e-12)
 
 
 def test_one_leaf_alone_in_its_buffer_is_whole() -> None:
