@@ -34,6 +34,10 @@ class Whole(NamedTuple):
 class GradientTransformation(NamedTuple):
     """A pure transformation of gradients, in optax's shape, with optional extras.
 
+    In a step `init` and `update` get trees of flat buffers, each with this rank's slices of several leaves, and treat
+    every element by itself: that is tried as a state begins, by a few updates of small leaves. `fz.whole` gives each
+    leaf by itself. `update` may write in place to `updates` and `state`, which are copies.
+
     Attributes:
         init: `init(params) -> state`.
         update: `update(updates, state, params) -> (updates, state)`; may take keywords (`grad_norm`) too.
