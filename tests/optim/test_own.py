@@ -185,6 +185,41 @@ def test_an_entry_of_the_state_that_is_written_in_place(memory: str) -> None:
         assert_trees_close(fz.gather(new.extra["mine"]), want, rtol=1e-12)
 
 
+def changed_in_place(slow: fz.Sharded, params: fz.Sharded) -> tuple[fz.Sharded, fz.Sharded]:
+    new = slow.map(lambda s, p: s.mul_(0.5).add_(p, alpha=0.5), params)
+    return new, new
+
+
+def written_params(grads: Any, state: Any, params: Any) -> Any:
+    params.map(lambda p, g: p.sub_(g, alpha=0.1), grads)
+    return grads.map(torch.zeros_like), state
+
+
+CHANGES = fz.Extra("mine", "mine", lambda p: p.map(torch.clone), lambda v, p, on: v, changes=changed_in_place)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("kind", ["changes", "params"])
+def test_what_is_written_in_place_beside_moments(kind: str, transformed: bool) -> None:
+    own = fz.sgd(0.1) if kind == "changes" else fz.GradientTransformation(lambda p: (), written_params)
+    step = fz.train_step(loss, own)
+    step = step.with_state(CHANGES) if kind == "changes" else step
+    want = plain(1)
+    if kind == "changes":
+        want = {k: 0.5 * p + 0.5 * want[k] for k, p in PARAMS.items()}
+
+    def after(shift: torch.Tensor) -> Any:
+        first, out = step.init({k: p + shift for k, p in PARAMS.items()}), []
+        for _ in range(2):  # from one state
+            state, _ = step(first, X)
+            out.append(fz.gather(state.params))
+        return out
+
+    shift = torch.zeros((), dtype=F64)
+    for found in torch.func.vjp(after, shift)[0] if transformed else after(shift):
+        assert_trees_close(found, want, rtol=1e-12)
+
+
 # ---- what it returns
 
 
