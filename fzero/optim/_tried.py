@@ -99,13 +99,14 @@ class _Trial:
         """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried."""
         alone = [dataclasses.replace(row, cuts=()) for row in self.rows]
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
+        uncut = self.like.axis.uncut
         with torch.no_grad():
-            together = self._made(member, Layout.build(alone, 1), self.like.axis.uncut, None)
+            together = self._made(member, Layout.build(alone, 1), uncut)
             if together is None:
                 return ""
             rows = self.rows if self.axis.size > 1 else ()
-            of_leaves = self._made(member, Layout.build(apart, 1), self.like.axis.uncut, None, in_shape=True)
-            cut = self._made(member, Layout.build(rows, self.axis.size), self.axis, self.axis.rank) if rows else None
+            of_leaves = self._made(member, Layout.build(apart, 1), uncut, in_shape=True)
+            cut = self._made(member, Layout.build(rows, self.axis.size), self.axis) if rows else None
             for other, where in (
                 (of_leaves, "in a buffer that it shares, or flat, than of it alone and in its shape"),
                 (cut, "in slices, as ranks have it, than of it whole"),
@@ -116,7 +117,7 @@ class _Trial:
         return ""
 
     def _is_random(self, member: GradientTransformation, first: Made, layout: Layout) -> bool:
-        again = self._made(member, layout, self.like.axis.uncut, None, seed=1)
+        again = self._made(member, layout, self.like.axis.uncut, seed=1)
         return again is None or bool(self._differs(first, again))
 
     def _differs(self, whole: Made, other: Made, sliced: bool = False) -> str:
@@ -138,18 +139,17 @@ class _Trial:
         member: GradientTransformation,
         layout: Layout,
         axis: Axis,
-        rank: int | None,
         in_shape: bool = False,
         seed: int = 0,
     ) -> Made | None:
         """The updates of leaves in a layout; None where it cannot be tried."""
         try:
             with seeded(Seeds(seed).next()):
-                return self._updates(member, layout, axis, rank or 0, in_shape)
+                return self._updates(member, layout, axis, in_shape)
         except Exception:  # whatever it needs that a trial has not, its first update will say
             return None
 
-    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, rank: int, in_shape: bool) -> Made:
+    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool) -> Made:
         made = torch.Generator(device="cpu").manual_seed(0)
         shapes = [(len(_SIZES) + 1, *row.shape) for row in self.rows]
         drawn = [torch.randn(shape, generator=made, dtype=self.dtype, device="cpu") for shape in shapes]
@@ -161,7 +161,7 @@ class _Trial:
             leaves = {place: x[number] * size for place, x in enumerate(drawn)}
             if in_shape:
                 return empty.with_buffers({key: leaves[group.slots[0].leaf] for key, group in layout.groups.items()})
-            return empty.with_buffers({key: self._slice(layout, key, leaves, rank) for key in layout.groups})
+            return empty.with_buffers({key: self._slice(layout, key, leaves, axis.rank) for key in layout.groups})
 
         params = tree(0, 1.0)
         state, out = member.init(copied(params)), Made()
@@ -171,19 +171,19 @@ class _Trial:
             updates, state = member.update(tree(number, size), given, copied(params), **extra)
             updates = values(updates)
             params = params.map(torch.add, updates)
-            out.append(self._leaves(params, updates, rank, in_shape))
+            out.append(self._leaves(params, updates, in_shape))
         return out
 
     def _slice(self, layout: Layout, key: Key, leaves: Mapping[int, torch.Tensor], rank: int) -> torch.Tensor:
         size = layout.shard_numel(key)
         return layout.pack(key, leaves, self.dtype).narrow(0, rank * size, size).clone()
 
-    def _leaves(self, params: Sharded, updates: Sharded, rank: int, in_shape: bool) -> dict[str, torch.Tensor]:
+    def _leaves(self, params: Sharded, updates: Sharded, in_shape: bool) -> dict[str, torch.Tensor]:
         """Path -> the update of each leaf, flat."""
         out = dict[str, torch.Tensor]()
         for key, group in params.layout.groups.items():
             u, p = updates.local(key), params.local(key)
             pieces: Sequence[torch.Tensor]
-            pieces = [torch.broadcast_to(u, p.shape)] if in_shape else params.layout.cut(key, rank, u)
+            pieces = [torch.broadcast_to(u, p.shape)] if in_shape else params.layout.cut(key, params.axis.rank, u)
             out |= {slot.path: x.detach().reshape(-1) for slot, x in zip(group.slots, pieces, strict=True)}
         return out
