@@ -23,7 +23,7 @@ from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
 from fzero.optim._returned import need_like
 from fzero.state.entered import cuts, entered
-from fzero.state.moments import apart, copied, need_real, zeros_like
+from fzero.state.moments import apart, copied, zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, need_scalar, numbers_in
@@ -234,7 +234,6 @@ def values(tree: Tree) -> Tree:
         return tree
 
     def one(key: Key, x: torch.Tensor) -> torch.Tensor:
-        need_real(tree, key, x, "values")
         return _wide(x) / tree.scale if tree.scale != 1.0 else _wide(x)
 
     own = tree.with_buffers({key: one(key, x) for key, x in tree.locals().items()}, 1.0)

@@ -131,22 +131,16 @@ def to_moment_dtype(moments: object) -> object:
                     "be negative. fz.adamw, fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or "
                     "give moment= a dtype."
                 )
-            need_real(tree, key, own, "moments")
+            if own.is_complex():
+                raise TypeError(
+                    f"params[{row.path!r}]: its optimizer ({row.optimizer}) begins with moments of dtype {own.dtype}, "
+                    "expected real numbers. Keep real and imaginary parts in two trees."
+                )
             buffers[key] = own.to(row.policy.moment)
         return tree.with_buffers(buffers)
 
     names, nodes, structure = pytree.named_leaves(moments, is_sharded)
     return pytree.unflatten(structure, [one(*each) for each in zip(names, nodes, strict=True)])
-
-
-def need_real(tree: Sharded, key: Key, own: torch.Tensor, what: str) -> None:
-    """Refuses complex numbers of which only the real parts would be kept."""
-    if own.is_complex():
-        row = tree.layout.groups[key].row
-        raise TypeError(
-            f"params[{row.path!r}]: its optimizer ({row.optimizer}) makes {what} of dtype {own.dtype}, expected real "
-            "numbers, as params are."
-        )
 
 
 def zeros_like(params: object, nonnegative: bool = False) -> Any:

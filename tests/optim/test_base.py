@@ -110,32 +110,3 @@ def test_an_optimizer_in_optax_shape(stage: int, donated: bool, world: int) -> N
         assert_trees_close(*out, rtol=1e-12)
 
     run_ranks(rank_main, world)
-
-
-def of_complex(updates: bool) -> fz.GradientTransformation:
-    wide = lambda tree: tree.map(lambda x: x.to(torch.complex128))
-    begun = lambda params: () if updates else wide(params)
-    return fz.GradientTransformation(begun, lambda grads, old, params: (wide(grads) if updates else grads, old))
-
-
-@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3])
-def test_complex_updates_and_moments_of_real_params_are_refused(wrap: Any) -> None:
-    """Their imaginary parts would be dropped."""
-
-    def on(rank: int) -> None:
-        params = {"w": torch.ones(3, 2, dtype=F64)}
-        step = wrap(fz.train_step(lambda p: p["w"].sum(), of_complex(updates=True)))
-        with pytest.raises(TypeError, match=r"params\['w'\]: its optimizer \(optimizer\) makes values of .*complex128"):
-            step(step.init(params))
-        with pytest.raises(
-            TypeError, match=r"params\['w'\]: its optimizer \(optimizer\) makes moments of .*complex128"
-        ):
-            wrap(fz.train_step(lambda p: p["w"].sum(), of_complex(updates=False))).init(params)
-
-    run_ranks(on, 2)
-
-
-def test_complex_updates_of_real_params_are_refused_under_a_transform() -> None:
-    step = fz.train_step(lambda p: p["w"].sum(), of_complex(updates=True))
-    with pytest.raises(TypeError, match=r"makes values of dtype torch\.complex128"):
-        torch.func.grad(lambda w: step(step.init({"w": w}))[1]["loss"])(torch.ones(3, dtype=F64))

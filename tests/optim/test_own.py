@@ -279,7 +279,9 @@ def test_what_is_no_pair_of_trees_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected a tree of the buffers that it was given: as grads.map\(fn\)"):
         step(step.init(PARAMS), X)
     own = fz.GradientTransformation(lambda params: params.map(lambda p: p * 1j), lambda g, s, p: (g, s))
-    with pytest.raises(ValueError, match=r"params\['b'\]: its optimizer begins with a moment of torch.complex128"):
+    with pytest.raises(
+        TypeError, match=r"params\['b'\]: its optimizer .* begins with moments of dtype torch.complex128"
+    ):
         fz.train_step(loss, own).init(PARAMS)
     whole = fz.whole(fz.GradientTransformation(lambda p: (), lambda g, s, p: ({k: -x * 1j for k, x in g.items()}, s)))
     step = fz.train_step(loss, whole)

@@ -28,5 +28,7 @@ def test_a_rate_is_a_number_a_schedule_or_a_constant_tensor() -> None:
 
 
 def test_optimizers_of_torch_do_not_fit() -> None:
-    with pytest.raises(TypeError, match=r"torch\.optim's optimizers hold state of their own"):
+    with pytest.raises(
+        TypeError, match=r"optimizers of torch's kind hold state of their own, and are given by their class"
+    ):
         needs.need_optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), "train_step")
