@@ -53,9 +53,10 @@ def from_torch(
     """An optimizer of torch.optim, or one in its shape, as a pure transformation: `torch.optim.NAdam`, by its class.
 
     Those of torch that treat elements alone update slices as they lie. Any other, and every one that is not torch's
-    own, is given whole leaves (`fz.whole`). It has torch's bits in float32 and float64; states in other dtypes are
-    decoded for it. Its state is saved, sharded and placed as that of any other; its names are torch's. With
-    `fz.fuse_update` it goes as `fz.whole(fz.from_torch(...))`.
+    own, is given whole leaves (`fz.whole`). It computes as in torch, of params in float32 or float64 (others are
+    decoded for it); what it makes of a param is handed on as an update, new - old, whose rounding is all that differs.
+    Its state is saved, sharded and placed as that of any other; its names are torch's. With `fz.fuse_update` it goes as
+    `fz.whole(fz.from_torch(...))`.
 
     A param that the function does not use has a gradient of zeros here, by which weight decay or an average of older
     gradients moves it; torch skips one whose `grad` is None. Freeze it, `fz.freeze(step, pattern)`, and it stays.
