@@ -147,7 +147,8 @@ class Loop(Generic[S, M]):
             steps go.
         ended: why it has: "total", "batches" (there are no more), "patience", "asked" (a signal, or `stop`), "left",
             "failed"; "" before.
-        logged: the numbers of the last row, by name: metrics, the seconds of a step, what was evaluated.
+        logged: the numbers of the last row, by name: metrics, the seconds of a step, what was evaluated; of a run that
+            goes on those of its first step, until there is one.
         note: a text that is shown behind the progress; may be set.
     """
 
@@ -205,7 +206,7 @@ class Loop(Generic[S, M]):
 
     @property
     def logged(self) -> Mapping[str, float]:
-        return self._record.logged
+        return self._record.logged or self._record.first
 
     def __iter__(self) -> Iterator[tuple[S, M]]:
         """One without `close`, which a generator that is freed in `yield from` would call: what that raises is lost."""
@@ -292,6 +293,8 @@ class Loop(Generic[S, M]):
         looks = self._evaluation.due(self._done, last)
         if looks or last or self._record.due(self._done):
             self._tell(looks)
+        elif not self.logged:
+            self._record.look(self._done, self._unread)
         return self._state, metrics
 
     def _goes_on(self) -> bool:

@@ -424,3 +424,14 @@ def test_a_log_that_goes_away_ends_its_loop(how: str, columns: bool, tmp_path: P
                 if how == "replaced":
                     path.write_text("step\n")
     assert not path.exists() or path.read_text() == "step\n"
+
+
+def test_a_run_that_goes_on_knows_the_numbers_of_its_first_step(tmp_path: Path) -> None:
+    """Which has no row, as it would have none in a run that was not stopped."""
+    run = quiet(counted, 3, batch, total=6, after=3, log=tmp_path / "log.csv", every=5)
+    assert next(run) == (4, {"loss": 3.0})
+    assert run.logged["loss"] == 3.0 and run.logged["seconds"] > 0
+    next(run)
+    assert run.logged["loss"] == 4.0
+    run.close()
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["5"]

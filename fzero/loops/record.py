@@ -29,10 +29,11 @@ class Record:
 
     Attributes:
         logged: the numbers of the last row, by their names.
+        first: those of a run's first step, where that has no row.
     """
 
     def __init__(self, log: str | None, tensorboard: str | None, progress: bool | str | None, every: int) -> None:
-        self.logged: dict[str, float] = {}
+        self.logged, self.first = dict[str, float](), dict[str, float]()
         self._log, self._tensorboard, self._progress, self._every = log, tensorboard, progress, every
         self._writers, self._stack = list[Writer](), contextlib.ExitStack()
         self._bar: Bar | None = None
@@ -87,6 +88,11 @@ class Record:
         """The numbers of a step, which are waited for, and the seconds that steps took until here."""
         row = numbers_of(metrics, "metrics")
         return {**row, SECONDS: (time.perf_counter() - self._since) / self._taken}
+
+    def look(self, done: int, metrics: Mapping[str, object]) -> None:
+        """Reads the first step of a run that goes on, which has no row: its numbers are known until there is one."""
+        with contextlib.suppress(TypeError, ValueError):  # said of the first row
+            self.first = {STEP: done, **self.read(metrics)}
 
     def add(self, done: int, row: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
         """One row after so many steps, or more numbers in it, from whose end on time counts anew."""

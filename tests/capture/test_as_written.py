@@ -21,7 +21,10 @@ eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
 
 
 @pytest.fixture(autouse=True)
-def _default() -> Iterator[None]:
+def _default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # which a dispatch mode that a test before had on rank threads, `with` by `with`, may have left
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
+    monkeypatch.setattr(_python_dispatch, "_is_in_non_infra_torch_dispatch_mode", False)
     torch._dynamo.reset()  # what one function is compiled to has a limit
     yield
     torch.compiler.set_stance("default")
