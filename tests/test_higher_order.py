@@ -111,7 +111,7 @@ def on_rank(name: str, wrap: str, rank: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("wrap", sorted(STEPS) if NIGHTLY else ["ZeRO-3", "plain"])
+@pytest.mark.parametrize("wrap", sorted(STEPS) if NIGHTLY else ["ZeRO-3"])
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_in_a_step_and_where_one_looks_at_it(name: str, wrap: str) -> None:
     """On processes: torch traces a function on one thread at a time."""

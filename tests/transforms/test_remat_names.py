@@ -129,8 +129,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
     "own generator": _of_its_own_generator,
     "opened": _opened,
     "opened later": _opened_later,
+    # without states of torch's generator, whose lock threads wait for with the interpreter's while one collects garbage
     "checkpoint": lambda x, y, p: torch.utils.checkpoint.checkpoint(
-        lambda z: torch.tanh(z) * z.exp().reciprocal(), x, use_reentrant=False
+        lambda z: torch.tanh(z) * z.exp().reciprocal(), x, use_reentrant=False, preserve_rng_state=False
     ),
 }
 DRAWS = ("drops", "noise")
