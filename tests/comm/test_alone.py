@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_pipelines import Copied
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -18,16 +19,8 @@ PARAMS = {"blocks": [{"w": torch.eye(4, dtype=F64)} for _ in range(2)]}
 X = torch.ones(3, 4, dtype=F64)
 
 
-class Fails(torch.autograd.Function):
+class Fails(Copied):
     """The identity, whose backward fails on rank 1."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
