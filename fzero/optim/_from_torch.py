@@ -275,7 +275,7 @@ class _Torch:
             trees = {name: pytree.leaves(tree) for name, tree in old.trees.items()}
         updates, found, others = list[torch.Tensor](), {name: list[torch.Tensor]() for name in self.names}, old.others
         for place, (p, g) in enumerate(leaves):
-            own = {name: each[place] for name, each in trees.items()}
+            own = {name: each[place].to(p.dtype) for name, each in trees.items()}  # moments may be narrower than it
             stepped, state = self.step(now, p, g, {**old.others, **own} if old.count.value else None)
             updates.append(stepped - p)
             for name in self.names:

@@ -74,6 +74,17 @@ def test_as_in_torch(name: str) -> None:
             assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_moments_may_be_narrower_than_what_they_are_of(name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+    policy = fz.Policy(param=torch.float64, moment=torch.bfloat16)
+    step = fz.train_step(loss, fz.from_torch(kind, 0.01, **options), policy=policy)
+    state = step.init(params())
+    for x in data():
+        state, _ = step(state, x)
+    assert_trees_close(fz.gather(state.params), by_torch(name), rtol=0.0, atol=0.01)
+
+
 @at_length
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_on_real_processes(name: str) -> None:
