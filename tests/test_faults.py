@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from nightly import by_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -60,9 +61,7 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     goes_on(rank, good, state, reference())
 
 
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "fused", "at"), by_turns([1, 2, 3], [False, True], [1, 3]))
 def test_a_schedule_that_raises_at_a_later_group(stage: int, fused: bool, at: int) -> None:
     if not fused and stage == 3:
         at = 1  # all groups are updated at once
@@ -104,9 +103,7 @@ def raises_in_the_pullback(rank: int, stage: int, fused: bool, remat: bool) -> N
     goes_on(rank, good, state, reference())
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "fused", "remat"), by_turns([1, 2, 3], [False, True], [False, True]))
 def test_a_pullback_that_raises(stage: int, fused: bool, remat: bool) -> None:
     run = functools.partial(raises_in_the_pullback, stage=stage, fused=fused, remat=remat)
     run_ranks(run, 2, backend="processes")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ensembles import F64, MEMBERS, OPTIMIZERS, SHARDS, batches_at, of_members, stacked
+from nightly import by_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, assert_trees_equal, run_ranks
@@ -32,9 +33,9 @@ def averaged(decay: float, value: Any, params: fz.Sharded, applied: bool) -> Any
     return {"params": mean, "count": value["count"] + 1}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["momentum", "clipped", "partition"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "scaled"), by_turns(range(4), ["momentum", "clipped", "partition"], [False, True])
+)
 def test_a_member_whose_gradient_is_not_finite_keeps_its_values(stage: int, optimizer: str, scaled: bool) -> None:
     """And shares the counts of the others; where it is none's, nothing changes at all."""
     loss, params = of_members("unit")

@@ -10,7 +10,7 @@ import os
 
 import op_cases
 import pytest
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_turns
 
 ALL = os.environ.get("OP_DB") == "all"
 # kind: every how many operators or modules, from which on; how many cases that gives at least; what part of the
@@ -42,7 +42,9 @@ def test_op_db(kind: str) -> None:
     assert len(refused) <= max(1, part * len(names)), "\n" + op_cases.table(found)
 
 
-@pytest.mark.parametrize("operator", ["mm", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "cdist"])
+@pytest.mark.parametrize(
+    ("operator",), by_turns(["mm", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "cdist"])
+)
 def test_an_operator_on_another_modules_weight(operator: str) -> None:
     """Those that return uninitialised memory where one argument is on the meta device and another on the CPU."""
     found = op_cases.check("outside", [operator], 2)

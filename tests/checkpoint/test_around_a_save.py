@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import at_length, by_turns
 
 import fzero as fz
 from fzero.checkpoint import chunks, files, manifest
@@ -480,11 +480,9 @@ def slow_save(rank: int, folder: str, slow: int, timeout: float, pieces: float) 
             return str(error)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize(("timeout", "pieces", "saved"), [(2.0, 0.5, True), (1.0, 1.5, False)])
-def test_a_rank_that_is_slower_than_the_timeout(
-    tmp_path: Path, slow: int, timeout: float, pieces: float, saved: bool
-) -> None:
+@pytest.mark.parametrize(("slow", "how"), by_turns([0, 1], [(2.0, 0.5, True), (1.0, 1.5, False)]))
+def test_a_rank_that_is_slower_than_the_timeout(tmp_path: Path, slow: int, how: tuple[float, float, bool]) -> None:
+    timeout, pieces, saved = how
     """Who gets on is waited for; otherwise it has failed on every rank."""
     fn = functools.partial(slow_save, folder=str(tmp_path), slow=slow, timeout=timeout, pieces=pieces)
     said = run_ranks(fn, 2, backend="processes")

@@ -13,6 +13,7 @@ import pytest
 import scenarios
 import torch
 import torch.distributed as dist
+from nightly import by_turns
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero as fz
@@ -119,8 +120,7 @@ def test_swapped_twins_never_take_each_others_weights(checked: bool) -> None:
         assert len(set(re.findall(r"of 'twin' \[\w+\]", message))) == 2, message
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("checked", "stage"), by_turns([True, False], [1, 3]))
 def test_a_pullback_called_on_one_rank_only(stage: int, checked: bool) -> None:
     """Found at the first reduction where it is looked for, otherwise at the first wait of a full timeout."""
     unit = "blocks.2" if stage == 3 and not checked else "(root)"

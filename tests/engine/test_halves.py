@@ -25,7 +25,7 @@ from halved import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_turns
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -42,11 +42,9 @@ SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS[:1])
 EACH = [*[(shard, F64) for shard in SHARDS], *[(shard, torch.float32) for shard in ("remat", "ZeRO-3")]]
 
 
-@pytest.mark.parametrize(
-    ("shard", "dtype", "name"),  # every second one of each, nightly all
-    [(*own, name) for i, own in enumerate(EACH) for j, name in enumerate(FUNCTIONS) if NIGHTLY or (i + j) % 2 == 0],
-)
-def test_both_halves_are_the_whole(name: str, dtype: torch.dtype, shard: str) -> None:
+@pytest.mark.parametrize(("own", "name"), by_turns(EACH, FUNCTIONS))
+def test_both_halves_are_the_whole(own: tuple[str, torch.dtype], name: str) -> None:
+    shard, dtype = own
     x, world = torch.randn(2, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1)).to(dtype), 2
 
     def rank_main(rank: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from nightly import by_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, hazards, run_ranks
@@ -142,8 +143,7 @@ def rank_main(name: str, how: str, by: str, later: bool) -> None:
     assert step.forward(state, X).isfinite()
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("name", sorted(STEPS))
+@pytest.mark.parametrize(("name", "later"), by_turns(sorted(STEPS), [False, True]))
 def test_a_state_survives_a_backward_that_writes_to_params_or_says_that_it_did_not(name: str, later: bool) -> None:
     for world_size in (1, 2):
         for by in ("a step", "a pullback"):

@@ -13,7 +13,7 @@ import zoo
 from huggingface_models import VIT, llama, mixtral, vit
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_turns
 from reference import adamw_steps
 from torch import nn
 
@@ -217,11 +217,9 @@ def batches_of(name: str, count: int) -> list[Any]:
 OVER = [((1, 3), 0, False, True), ((2, 2), 3, True, False), ((2, 2), 3, True, True), ((1, 4), 3, False, False)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "stage", "remat", "sequence", "name"),  # every second one of each, nightly all
-    [(*own, name) for i, own in enumerate(OVER) for j, name in enumerate(MODELS) if NIGHTLY or (i + j) % 2 == 0],
-)
-def test_models_of_hugging_face(name: str, sizes: tuple[int, int], stage: int, remat: bool, sequence: bool) -> None:
+@pytest.mark.parametrize(("over", "name"), by_turns(OVER, MODELS))
+def test_models_of_hugging_face(over: tuple[tuple[int, int], int, bool, bool], name: str) -> None:
+    sizes, stage, remat, sequence = over
     near = 1e-10 if name == "vit" else 1e-6  # the others' norms and routers compute in float32
     check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near, sequence=sequence)
 

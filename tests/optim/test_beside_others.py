@@ -12,7 +12,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, by_turns
 
 import fzero as fz
 from fzero.base import private
@@ -173,8 +173,7 @@ def test_on_real_processes(tmp_path: Path, world: int) -> None:
         assert_trees_equal(params, found[0])
 
 
-@pytest.mark.parametrize("other", sorted(OTHERS))
-@pytest.mark.parametrize("joined", sorted(JOINED))
+@pytest.mark.parametrize(("other", "joined"), by_turns(sorted(OTHERS), sorted(JOINED), of=3))
 def test_matrices_are_orthogonalised_once_over_the_exchanges_of_a_plan(
     other: str, joined: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

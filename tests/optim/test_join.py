@@ -11,7 +11,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -145,16 +145,12 @@ WHOLE: dict[str, chains.Spec] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS))
 def test_a_chain(case: str, stage: int, way: str | None) -> None:
     check(CASES[case], stage, way, 2)
 
 
-@pytest.mark.parametrize("way", WAYS if NIGHTLY else (None, "auto", "held"))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", sorted(WHOLE))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=3))
 def test_whole_leaves(case: str, stage: int, way: str | None) -> None:
     check(WHOLE[case], stage, way, 3)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, by_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, hazards, run_ranks
@@ -143,12 +143,12 @@ def test_as_by_hand_from_any_ranks(how: str, most: float, ranks: int, shapes: An
         assert calls == [state.calls.tolist() for state in states]
 
 
-@pytest.mark.parametrize("most", [3.0, torch.inf])
-@pytest.mark.parametrize(
-    ("how", "ranks"),
-    [("zero1", 3), ("zero3", 3), ("fused", 2), ("fused", 4), ("fused, zero1", 3), ("fused, donated", 3)],
-)
-def test_on_real_processes(how: str, ranks: int, most: float) -> None:
+HOW = [("zero1", 3), ("zero3", 3), ("fused", 2), ("fused", 4), ("fused, zero1", 3), ("fused, donated", 3)]
+
+
+@pytest.mark.parametrize(("run", "most"), by_turns(HOW, [3.0, torch.inf]))
+def test_on_real_processes(run: tuple[str, int], most: float) -> None:
+    how, ranks = run
     want, _ = by_hand(most, SHAPES, 3, ranks)
     with hazards(1):
         for params, _, _ in run_ranks(functools.partial(on_rank, how, most, SHAPES, 3), ranks, backend="processes"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import by_turns
 
 import fzero as fz
 from fzero.kernels.build import threads
@@ -70,9 +71,11 @@ def trained(step: fz.Step, steps: int = 3) -> Any:
 
 @pytest.mark.filterwarnings("ignore:fz.offload")
 @pytest.mark.parametrize("memory", ["host", "disk"], indirect=True)
-@pytest.mark.parametrize("donates", [False, True])
-@pytest.mark.parametrize(("fuse", "clip"), [(None, True), ("auto", False), ("held", True), ("twice", True)])
-def test_the_bits_are_those_of_updates_in_turn(memory: Any, fuse: str | None, clip: bool, donates: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "donates"), by_turns([(None, True), ("auto", False), ("held", True), ("twice", True)], [False, True])
+)
+def test_the_bits_are_those_of_updates_in_turn(memory: Any, how: tuple[str | None, bool], donates: bool) -> None:
+    fuse, clip = how
     step = fz.offload(plain(fuse, clip), params=memory, moments=memory)
     before = threading.active_count()
     assert_trees_equal(trained(fz.donate(step) if donates else step), trained(plain(fuse, clip)))
