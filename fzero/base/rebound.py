@@ -144,16 +144,29 @@ def holds_others(value: object) -> bool:
 
 
 def is_others(fn: object) -> bool:
-    """Tells whether something to call is neither this library's nor torch's, whatever it says of itself."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    """Tells whether something to call is neither this library's nor torch's, whatever it says of itself.
+
+    What torch makes of another's function, as `torch.no_grad()` and `torch.compile` do, is the other's.
+    """
+    todo, seen = [fn], {id(fn)}
+    for each in todo:  # which grows
+        library = _library_of(each)
+        if library is None:
+            return True
+        own = [] if library == "fzero" else [*_children(each), getattr(each, "__wrapped__", None)]
+        own = [x for x in own if callable(x) and not isinstance(x, type) and id(x) not in seen]
+        seen.update(map(id, own))
+        todo += own
+    return False
+
+
+def _library_of(fn: object) -> str | None:
+    """Torch, this library or Python, where something to call is made by it; None where it is another's."""
     if isinstance(fn, types.MethodType):
-        return is_others(fn.__func__) or _is_others(type(fn.__self__).__module__)
-    return _is_others(fn.__globals__.get("__name__") if isinstance(fn, types.FunctionType) else type(fn).__module__)
-
-
-def _is_others(module: object) -> bool:
-    return str(module).partition(".")[0] not in ("torch", "fzero", "builtins", "functools")
+        return _library_of(fn.__self__) and _library_of(fn.__func__)
+    module = fn.__globals__.get("__name__") if isinstance(fn, types.FunctionType) else type(fn).__module__
+    name = str(module).partition(".")[0]
+    return name if name in ("torch", "fzero", "builtins", "functools") else None
 
 
 def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:

@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
+from fzero.base.rebound import tensors_reached
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
@@ -83,8 +84,10 @@ class Run(Outcome):
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
-        self._saves: Saves | None = Saves(ends[0].outputs)
         self._note(returned[0], real, others)
+        self._saves: Saves | None = Saves(
+            ends[0].outputs, lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]
+        )
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
@@ -263,6 +266,10 @@ class Run(Outcome):
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [x for x in pytree.flatten(tree)[0] if isinstance(x, torch.Tensor)]
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:

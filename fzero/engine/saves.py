@@ -7,7 +7,7 @@ when they leave it, so that it counts the wrappers' writes, and would go on with
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.autograd import graph
@@ -15,20 +15,23 @@ from torch.autograd import graph
 from fzero.base import private
 from fzero.engine.activations import refuse_writes
 
+_HIDE = ("CopySlices", "CppFunction")  # nodes that do not tell what they saved: writes to views, torch._foreach_*
+
 
 class Saves:
     """What the graph saved that leads to some outputs, once its forward has ended; nothing in that writes to it.
 
     Args:
         outputs: tensors of the level of torch.func that has made the graph.
+        around: those that code outside of the run can write to; where a node hides what it saved, it is taken to be
+            all of them.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
-        found: dict[int, torch.Tensor] = {}
-        for node in _nodes(outputs):
-            for x in _saved_by(node):
-                plain = private.unwrapped(x)
-                found[id(plain)] = plain
+    def __init__(self, outputs: Iterable[torch.Tensor], around: Callable[[], Iterable[torch.Tensor]]) -> None:
+        nodes = _nodes(outputs)
+        saved = [x for node in nodes for x in _saved_by(node)]
+        hidden = around() if any(type(node).__name__ in _HIDE for node in nodes) else ()
+        found = {id(x): x for x in map(private.unwrapped, (*saved, *hidden))}
         self._counters = [(x, private.version(x), x.shape) for x in found.values()]
 
     def check(self) -> None:

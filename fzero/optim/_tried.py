@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from fzero.base import private
-from fzero.base.follow import is_transformed
 from fzero.base.random import Seeds, seeded
-from fzero.base.rebound import draws, is_others, sends
+from fzero.base.rebound import draws, is_others, rebound, sends, tensors_hidden
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
@@ -23,6 +23,8 @@ from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import Row
 
 _SIZES = (1.0, 30.0, 0.1)  # of the grads, one update after the other
+_WIDE = 160  # elements of a dim that no optimizer takes for few
+_MOST = 1 << 16  # elements of a leaf
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest update of a leaf
 Made = list[dict[str, torch.Tensor]]  # path -> a leaf's update, or what this rank has of it, by update
 
@@ -31,21 +33,23 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     """Refuses an optimizer of the user's own that is not by elements where it meets buffers, or slices of them.
 
     One that could not be tried is not refused: as it needs other leaves than those of a trial, draws random numbers,
-    sends something to other ranks by torch.distributed, or runs under a transform of torch.func. A sum over all
-    elements is right where no rank has slices.
+    sends something to other ranks by torch.distributed, or comes to tensors of a transform of torch.func that it does
+    not hold. A sum over all elements is right where no rank has slices.
 
     Raises:
         ValueError: it makes other updates of them than of leaves alone, on every rank.
     """
     members = [member for member in members_of(optimizer) if is_others(member.update)]
     buffers = [params.entries.get(key, params.held_entries.get(key)) for key in params.groups]
-    if not members or is_transformed() or any(map(private.is_fake, buffers)):
+    if not members or any(map(private.is_fake, buffers)):
         return
     trial = _Trial.of(params)
     for member in members if trial is not None else ():
         assert trial is not None
         own = member.init, member.update
-        found = "" if draws(own) or sends(own) else trial.fault(member)
+        with private.below_transforms():
+            plain = None if draws(own) or sends(own) else _plain(member)
+            found = trial.fault(plain) if plain is not None else ""
         if trial.axis.size > 1:
             found = next(filter(None, trial.axis.exchange(found, "a trial of the optimizer")), "")
         if found:
@@ -56,6 +60,33 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
                 "fz.whole(optimizer), which gives it each leaf alone and in its shape, and for the norm of all leaves "
                 "fz.chain(fz.clip_by_global_norm(limit), optimizer)."
             )
+
+
+def _shape(like: Sequence[int], length: int) -> tuple[int, ...]:
+    """That of a small leaf in the place of another one: as wide as this, up to what is wide for an optimizer."""
+    if not like:
+        return ()
+    shape = [max(length, min(like[0], _WIDE)), *[max(1, min(size, _WIDE)) for size in like[1:]]]
+    while math.prod(shape) > _MOST and max(shape[1:], default=2) > 2:
+        widest = max(range(1, len(shape)), key=shape.__getitem__)
+        shape[widest] = -(-shape[widest] // 2)
+    return tuple(shape)
+
+
+def _plain(member: GradientTransformation) -> GradientTransformation | None:
+    """The same with plain tensors in the place of those of torch.func's transforms; None where it hides some."""
+    own = member.init, member.update
+    if any(map(private.is_wrapper, tensors_hidden(own))):
+        return None
+    init, update = rebound(own, _constant)
+    return member._replace(init=init, update=update)
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's value; of one that is mapped over as many elements as it has there."""
+    if not private.is_wrapper(x):
+        return x
+    return private.unwrapped(x).detach().reshape(-1)[: x.numel()].reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +108,15 @@ class _Trial:
         groups = [params.layout.groups[key] for key in params.layout.trainable]
         if not groups:
             return None
-        group = max(groups, key=lambda each: (len(each.slots) > 1, max(len(slot.shape) for slot in each.slots)))
-        first = max(group.slots, key=lambda slot: len(slot.shape))
+        size = lambda slot: (len(slot.shape), min((*slot.shape, _WIDE)), slot.numel)
+        group = max(groups, key=lambda each: (len(each.slots) > 1, max(map(size, each.slots))))
+        first = max(group.slots, key=size)
         chosen = [first, *[slot for slot in group.slots if slot is not first][:1]]
         alone = len(chosen) == 1 and first.numel % ALIGN == 0  # and no gap behind it
         axis, rows = params.axis_of(group.key), list[Row]()
         for slot in chosen:
             length = (1 if rows else axis.size) * ALIGN + (0 if alone else 5)
-            shape = (length, 3, 2, *[1] * len(slot.shape))[: len(slot.shape)]
+            shape = _shape(slot.shape, length)
             of_leaf = params.layout.rows[slot.leaf]
             rows.append(
                 dataclasses.replace(group.row, path=of_leaf.path, shape=shape, unit=group.unit, slices=None, hint=None)

@@ -38,7 +38,17 @@ TERMS: dict[str, tuple[torch.Tensor, Term]] = {
     "sparse": ((draw(4, 4, seed=7).relu() - 0.3).relu().to_sparse().coalesce(), lambda h, a: torch.sparse.mm(a, h)),
     "lists": (draw(4, 6, seed=8), lambda h, a: torch.cat([h * a, a]).exp()),
     "shape": (draw(4, 6, seed=9), lambda h, a: h.view_as(a)),
+    "into a view": (draw(4, 6, seed=10), lambda h, a: written(h, lambda own: own[:, 1:].mul_(a[:, 1:]))),
+    "foreach": (draw(4, 6, seed=11), lambda h, a: torch._foreach_mul([h, h], [a, a])[1]),
 }
+
+
+def written(h: torch.Tensor, write: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    h = h.clone()
+    write(h)
+    return h
+
+
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "nothing": lambda a: None,
     "zero_": lambda a: a.zero_(),

@@ -359,6 +359,73 @@ def test_one_that_treats_leaves_is_refused(stage: int, kind: str, joined: Any) -
     run_ranks(rank_main, 2) if stage else rank_main(0)
 
 
+class Ratio(torch.nn.Module):
+    def forward(self, grads: Any, state: Any, params: Any) -> Any:
+        return BY_LEAVES["trust ratio"].update(grads, state, params)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "no_grad": torch.no_grad(),
+    "inference_mode": torch.inference_mode(),
+    "autocast": torch.autocast("cpu", enabled=False),
+    "disable": torch.compiler.disable,
+    "partial of no_grad": lambda update: functools.partial(torch.no_grad()(update)),
+    "singledispatch": functools.singledispatch,
+    "module": lambda update: Ratio(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(WRAPPERS))
+def test_whatever_wraps_it(kind: str) -> None:
+    own = BY_LEAVES["trust ratio"]
+    own = own._replace(update=WRAPPERS[kind](own.update))
+    with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+        fz.train_step(loss, own).init(PARAMS)
+
+
+def test_one_in_place_that_is_wrapped_leaves_the_old_state() -> None:
+    own = IN_PLACE["tree_map"]
+    step = fz.train_step(loss, own._replace(update=torch.no_grad()(own.update)))
+    state, _ = step(step.init(PARAMS), X)
+    before = tensors(state)
+    assert_trees_close(fz.gather(step(state, X)[0].params), plain(2), rtol=1e-12)
+    assert_trees_equal(tensors(state), before)
+
+
+@pytest.mark.parametrize("least", [4, 128])
+def test_one_that_treats_large_matrices_only(least: int) -> None:
+    own = each(lambda g, p: -g / g.norm(dim=-1, keepdim=True) if g.ndim > 1 and min(g.shape) >= least else -g)
+    params = {"a": torch.ones(3, 3), "b": torch.ones(least, least + 1), "c": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+        fz.train_step(loss, own).init(params)
+
+
+@pytest.mark.parametrize("through", ["params", "a rate", "a rate of many"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_that_begins_under_torch_func(stage: int, through: str) -> None:
+    def rank_main(rank: int) -> None:
+        def trained(params: Any, lr: torch.Tensor, kind: str) -> torch.Tensor:
+            own = {
+                "leaves": each(lambda g, p: -lr * g * p.norm() / g.norm()),
+                "elements": each(lambda g, p: -lr * g),
+            }[kind]
+            step = SHARDS[stage](fz.train_step(loss, own))
+            state = step.init(params)
+            return state.params.local(next(iter(state.params.groups))).sum()
+
+        rates = torch.tensor([0.1, 0.2], dtype=F64)
+        call: Callable[[str], Any] = {
+            "params": lambda kind: torch.func.grad(trained)(PARAMS, rates[0], kind),
+            "a rate": lambda kind: torch.func.grad(trained, argnums=1)(PARAMS, rates[0], kind),
+            "a rate of many": lambda kind: torch.func.vmap(lambda lr: trained(PARAMS, lr, kind))(rates),
+        }[through]
+        call("elements")
+        with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+            call("leaves")
+
+    run_ranks(rank_main, 2) if stage else rank_main(0)
+
+
 @pytest.mark.parametrize("kind", sorted(BY_LEAVES))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_and_is_right_on_whole_leaves(stage: int, kind: str) -> None:
