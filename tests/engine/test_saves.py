@@ -116,7 +116,8 @@ def follows(
     for _ in range(2):
         now = of_another(kind)[0] if given_as == "input" else a
         before = a.clone()
-        inputs = (X, now) if given_as == "input" else (X,)
+        x = X.clone()  # X, which the function reads, is one for all ranks that are threads
+        inputs = (x, now) if given_as == "input" else (x,)
         _, pullback, _ = step.vjp(state, *inputs, argnums=())
         if twice:
             pullback(torch.ones((), dtype=F64), retain_graph=True)
