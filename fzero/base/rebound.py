@@ -115,21 +115,30 @@ def tensors_reached(value: object) -> list[torch.Tensor]:
     return _tensors(_walked(value, _reached)[0])
 
 
-def draws(value: object) -> bool:
-    """Tells whether functions among a value come to a generator of random numbers."""
-    return any(isinstance(x, torch.Generator) for each in _walked(value, _reached)[0] for x in _reached(each))
+def reached(value: object) -> list[object]:
+    """All that functions among a value hold and come to, the classes of objects and generators of random numbers too."""
+    kinds = list[type]()
+    while True:
+        found = _walked([value, kinds], _reached)[0]
+        more = {type(x) for x in found if not _is_of_library(type(x).__module__)} - {*kinds}
+        if not more:
+            break
+        kinds += more
+    return [*found, *{id(x): x for each in found for x in _reached(each) if isinstance(x, torch.Generator)}.values()]
+
+
+def names_of(fn: types.FunctionType) -> set[str]:
+    """The names that a function, and those made in it, take from elsewhere."""
+    return set(_names(fn.__code__))
 
 
 def sends(value: object) -> bool:
-    """Tells whether functions among a value name torch.distributed, or something of it."""
-    found = [each for each in _walked(value, _reached)[0] if isinstance(each, types.FunctionType)]
-    for fn in [each for each in found if not _is_of_library(each.__module__)]:
-        names = set(_names(fn.__code__))
-        those = [fn.__globals__[name] for name in names if name in fn.__globals__]
-        of = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in those]
-        if "distributed" in names or any(str(name).startswith("torch.distributed") for name in of):
-            return True
-    return False
+    """Tells whether functions among a value name torch.distributed, or something of it, or come to it."""
+    found = reached(value)
+    own = [x for x in found if isinstance(x, types.FunctionType) and not _is_of_library(x.__module__)]
+    modules = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in found]
+    names = {name for fn in own for name in names_of(fn)}
+    return "distributed" in names or any(str(name).startswith("torch.distributed") for name in (*modules, *names))
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.random import Seeds, seeded
-from fzero.base.rebound import draws, is_others, rebound, sends, tensors_hidden
+from fzero.base.rebound import is_others, rebound, sends, tensors_hidden
+from fzero.base.restored import as_it_was
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
@@ -18,23 +23,25 @@ from fzero.optim._join import members_of
 from fzero.optim.base import taken, values
 from fzero.state.moments import copied
 from fzero.state.sharded import Sharded, map_trees
-from fzero.table.layout import Key, Layout
+from fzero.table.layout import Key, Layout, Slot
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import Row
 
 _SIZES = (1.0, 30.0, 0.1)  # of the grads, one update after the other
 _WIDE = 160  # elements of a dim that no optimizer takes for few
-_MOST = 1 << 16  # elements of a leaf
+_MOST = 1 << 15  # elements of a leaf
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest update of a leaf
+P = ParamSpec("P")
+T = TypeVar("T")
 Made = list[dict[str, torch.Tensor]]  # path -> a leaf's update, or what this rank has of it, by update
 
 
 def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) -> None:
     """Refuses an optimizer of the user's own that is not by elements where it meets buffers, or slices of them.
 
-    One that could not be tried is not refused: as it needs other leaves than those of a trial, draws random numbers,
-    sends something to other ranks by torch.distributed, or comes to tensors of a transform of torch.func that it does
-    not hold. A sum over all elements is right where no rank has slices.
+    What the trial changes in what the optimizer comes to is put back. One that cannot be tried, as it needs other
+    leaves, or hides tensors of a transform of torch.func, is not refused, with a warning; nor is one that sends
+    something to other ranks by torch.distributed. A sum over all elements is right where no rank has slices.
 
     Raises:
         ValueError: it makes other updates of them than of leaves alone, on every rank.
@@ -46,38 +53,56 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     trial = _Trial.of(params)
     for member in members if trial is not None else ():
         assert trial is not None
-        own = member.init, member.update
         with private.below_transforms():
-            plain = None if draws(own) or sends(own) else _plain(member)
-            found = trial.fault(plain) if plain is not None else ""
-        if trial.axis.size > 1:
-            found = next(filter(None, trial.axis.exchange(found, "a trial of the optimizer")), "")
+            found = "" if sends((member.init, member.update)) else trial.tried(who, member)
+        for axis in (params.axis, params.axis.tensor):  # a rank whose slices are right raises too
+            if axis is not None and axis.ranks > 1:
+                found = next(filter(None, axis.exchange(found, "a trial of the optimizer")), "")
         if found:
-            said = f" ({member.label(trial.rows[0].path)})" if member.label else ""
             raise ValueError(
-                f"{who}: got an optimizer of your own{said} that {found}. An update is given flat buffers, each with "
-                "this rank's slices of several leaves, and must treat every element by itself. Use "
+                f"{who}: got an optimizer of your own{_named(member, trial)} that {found}. An update is given flat "
+                "buffers, each with this rank's slices of several leaves, and must treat every element by itself. Use "
                 "fz.whole(optimizer), which gives it each leaf alone and in its shape, and for the norm of all leaves "
                 "fz.chain(fz.clip_by_global_norm(limit), optimizer)."
             )
 
 
-def _shape(like: Sequence[int], length: int) -> tuple[int, ...]:
+def _named(member: GradientTransformation, trial: _Trial) -> str:
+    return f" ({member.label(trial.rows[0].path)})" if member.label else ""
+
+
+def _kinds(slots: Sequence[Slot]) -> list[Slot]:
+    """One or two leaves of each number of dims, the most dims first: the widest and the smallest."""
+    out = list[Slot]()
+    for ndim in sorted({len(slot.shape) for slot in slots}, reverse=True):
+        own = [slot for slot in slots if len(slot.shape) == ndim]
+        widest = max(own, key=lambda slot: (min((*slot.shape, _WIDE)), slot.numel))
+        smallest = min(own, key=lambda slot: slot.numel)
+        out += [widest, smallest] if smallest.shape != widest.shape else [widest]
+    others = [slot for slot in slots if slot not in out]
+    return out if len(out) > 1 else out + others[:1]
+
+
+def _shape(like: Sequence[int], least: int) -> tuple[int, ...]:
     """That of a small leaf in the place of another one: as wide as this, up to what is wide for an optimizer."""
-    if not like:
-        return ()
-    shape = [max(length, min(like[0], _WIDE)), *[max(1, min(size, _WIDE)) for size in like[1:]]]
-    while math.prod(shape) > _MOST and max(shape[1:], default=2) > 2:
+    shape = [max(1, min(size, _WIDE)) for size in like]
+    if shape and least:
+        shape[0] = max(shape[0], least)
+    while math.prod(shape) > _MOST and max(shape[1:], default=1) > 1:
         widest = max(range(1, len(shape)), key=shape.__getitem__)
         shape[widest] = -(-shape[widest] // 2)
     return tuple(shape)
 
 
-def _plain(member: GradientTransformation) -> GradientTransformation | None:
-    """The same with plain tensors in the place of those of torch.func's transforms; None where it hides some."""
+def _plain(member: GradientTransformation) -> GradientTransformation:
+    """The same with plain tensors in the place of those of torch.func's transforms.
+
+    Raises:
+        TypeError: it comes to some that it does not hold.
+    """
     own = member.init, member.update
     if any(map(private.is_wrapper, tensors_hidden(own))):
-        return None
+        raise TypeError("it comes to tensors of a transform of torch.func that it does not close over")
     init, update = rebound(own, _constant)
     return member._replace(init=init, update=update)
 
@@ -89,99 +114,147 @@ def _constant(x: torch.Tensor) -> torch.Tensor:
     return private.unwrapped(x).detach().reshape(-1)[: x.numel()].reshape(x.shape)
 
 
+class _Still(dispatch.TorchDispatchMode):
+    """Draws of random numbers are all one half inside, as those of a buffer are not those of its leaves."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            for x in pytree.flatten(out)[0]:
+                if isinstance(x, torch.Tensor) and x.is_floating_point():
+                    x.fill_(0.5)
+        return out
+
+
+def _stilled(member: GradientTransformation) -> GradientTransformation:
+    """The same where it draws nothing."""
+    return member._replace(init=_in_still(member.init), update=_in_still(member.update))
+
+
+def _in_still(fn: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _Still():
+            return fn(*args, **kwargs)
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """One group with at most two small leaves, of as many dims as leaves of a state's, and cut as these are.
+    """One group of small leaves, of the kinds that a state has, and cut as those are.
 
     Attributes:
         rows: of the small leaves.
         axis: over which their buffer is cut.
         like: what trees are made of.
+        alone: whether each leaf of the state has a buffer without a gap for itself.
     """
 
     rows: tuple[Row, ...]
     axis: Axis
     like: Sharded
+    alone: bool
 
     @staticmethod
     def of(params: Sharded) -> _Trial | None:
         groups = [params.layout.groups[key] for key in params.layout.trainable]
         if not groups:
             return None
-        size = lambda slot: (len(slot.shape), min((*slot.shape, _WIDE)), slot.numel)
-        group = max(groups, key=lambda each: (len(each.slots) > 1, max(map(size, each.slots))))
-        first = max(group.slots, key=size)
-        chosen = [first, *[slot for slot in group.slots if slot is not first][:1]]
-        alone = len(chosen) == 1 and first.numel % ALIGN == 0  # and no gap behind it
-        axis, rows = params.axis_of(group.key), list[Row]()
-        for slot in chosen:
-            length = (1 if rows else axis.size) * ALIGN + (0 if alone else 5)
-            shape = _shape(slot.shape, length)
-            of_leaf = params.layout.rows[slot.leaf]
+        group = max(groups, key=lambda each: len(each.row.cuts))
+        axis = params.axis_of(group.key)
+        whole = axis.size == 1 and not any(row.slices for row in params.layout.rows)
+        alone = whole and all(len(own.slots) == 1 and own.slots[0].numel % ALIGN == 0 for own in groups)
+        rows = list[Row]()
+        for slot in _kinds([slot for own in groups for slot in own.slots]):
+            own = params.layout.rows[slot.leaf]
+            shape = _shape(own.shape, ALIGN if alone else 0 if rows else axis.size * ALIGN + 5)
+            slices = own.slices._replace(parts=(shape[own.slices.dim],)) if own.slices else None
             rows.append(
-                dataclasses.replace(group.row, path=of_leaf.path, shape=shape, unit=group.unit, slices=None, hint=None)
+                dataclasses.replace(
+                    group.row, path=own.path, shape=shape, unit=group.unit, slices=slices, styles=own.styles, hint=None
+                )
             )
-        return _Trial(tuple(rows), axis, params)
+        return _Trial(tuple(rows), axis, params, alone)
 
     @property
     def dtype(self) -> torch.dtype:
         return math_dtype(self.rows[0].policy.param_format.dtype)
 
-    def fault(self, member: GradientTransformation) -> str:
-        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried."""
-        alone = [dataclasses.replace(row, cuts=()) for row in self.rows]
-        apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
+    @property
+    def cut(self) -> bool:
+        """Whether ranks have slices."""
+        return self.axis.size > 1 or any(row.slices for row in self.rows)
+
+    def tried(self, who: str, member: GradientTransformation) -> str:
+        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried, with a warning."""
+        try:
+            member = _plain(member)
+            found = self._fault(member)
+            return self._fault(_stilled(member)) if found else ""  # by what it draws, perhaps
+        except Exception as error:  # whatever it needs that a trial has not
+            warnings.warn(
+                f"{who}: an optimizer of your own{_named(member, self)} could not be tried on small leaves "
+                f"({type(error).__name__}: {error}). It must treat every element of the buffers that it is given by "
+                "itself, in any slices; what treats leaves wants fz.whole(optimizer).",
+                stacklevel=4,
+            )
+            return ""
+
+    def _fault(self, member: GradientTransformation) -> str:
         uncut = self.like.axis.uncut
+        alone = [dataclasses.replace(row, cuts=(), slices=None) for row in self.rows]
+        apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
         with torch.no_grad():
-            together = self._made(member, Layout.build(alone, 1), uncut)
-            if together is None:
-                return ""
-            rows = self.rows if self.axis.size > 1 else ()
-            of_leaves = self._made(member, Layout.build(apart, 1), uncut, in_shape=True)
-            cut = self._made(member, Layout.build(rows, self.axis.size), self.axis) if rows else None
-            for other, where in (
-                (of_leaves, "in a buffer that it shares, or flat, than of it alone and in its shape"),
-                (cut, "in slices, as ranks have it, than of it whole"),
-            ):
-                path = self._differs(together, other, sliced=other is cut) if other is not None else ""
-                if path and not self._is_random(member, together, Layout.build(alone, 1)):
-                    return f"makes other updates of a leaf such as {path!r} {where}"
+            together = self._updates(member, Layout.build(apart if self.alone else alone, 1), uncut)
+            try:
+                of_leaves = self._updates(member, Layout.build(apart, 1), uncut, in_shape=True)
+            except Exception:  # what takes buffers only, as fz.global_norm does
+                of_leaves = self._updates(member, Layout.build(apart, 1), uncut)
+            if path := self._differs(together, of_leaves):
+                where = "in a buffer that it shares, or flat, than of it alone and in its shape"
+                return f"makes other updates of a leaf such as {path!r} {where}"
+            if self.cut:
+                layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor)
+                cut = self._updates(member, layout, self.axis if self.axis.size > 1 else self.like.axis)
+                if path := self._differs(together, cut, layout):
+                    return (
+                        f"makes other updates of a leaf such as {path!r} in slices, as ranks have it, than of it whole"
+                    )
         return ""
 
-    def _is_random(self, member: GradientTransformation, first: Made, layout: Layout) -> bool:
-        again = self._made(member, layout, self.like.axis.uncut, seed=1)
-        return again is None or bool(self._differs(first, again))
-
-    def _differs(self, whole: Made, other: Made, sliced: bool = False) -> str:
-        """The path of a leaf that two trials have other updates of."""
-        layout = Layout.build(self.rows, self.axis.size) if sliced else None
+    def _differs(self, whole: Made, other: Made, layout: Layout | None = None) -> str:
+        """The path of a leaf that two trials have other updates of; with a layout, this rank's slice of it."""
         for ours, theirs in zip(whole, other, strict=True):
             for path, x in ours.items():
                 scale, y = x.abs().max(), theirs[path]
                 if layout is not None:
-                    (key, slot), rank = layout.key_of[path], self.axis.rank
+                    (key, slot), rank = layout.key_of[path], self.axis.rank if self.axis.size > 1 else 0
+                    x = self._sliced(layout, slot.leaf, x.view(self.rows[slot.leaf].shape)).reshape(-1)
                     start = min(max(rank * layout.shard_numel(key) - slot.offset, 0), slot.numel)
                     x = x[start : start + y.numel()]
                 if not torch.allclose(x, y, rtol=0.0, atol=float(scale) * _CLOSE[self.dtype], equal_nan=True):
                     return path
         return ""
 
-    def _made(
-        self,
-        member: GradientTransformation,
-        layout: Layout,
-        axis: Axis,
-        in_shape: bool = False,
-        seed: int = 0,
-    ) -> Made | None:
-        """The updates of leaves in a layout; None where it cannot be tried."""
-        try:
-            with seeded(Seeds(seed).next()):
-                return self._updates(member, layout, axis, in_shape)
-        except Exception:  # whatever it needs that a trial has not, its first update will say
-            return None
+    def _sliced(self, layout: Layout, leaf: int, x: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a leaf over the tensor axis."""
+        slices, (rank, ranks) = layout.rows[leaf].slices, layout.tensor
+        if slices is None:
+            return x
+        return torch.cat([x.narrow(slices.dim, *own) for own in slices.ranges(ranks)[rank]], slices.dim)
 
-    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool) -> Made:
+    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool = False) -> Made:
+        with seeded(Seeds(0).next()), as_it_was((member.init, member.update)):
+            return self._made(member, layout, axis, in_shape)
+
+    def _made(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool) -> Made:
         made = torch.Generator(device="cpu").manual_seed(0)
         shapes = [(len(_SIZES) + 1, *row.shape) for row in self.rows]
         drawn = [torch.randn(shape, generator=made, dtype=self.dtype, device="cpu") for shape in shapes]
@@ -193,7 +266,8 @@ class _Trial:
             leaves = {place: x[number] * size for place, x in enumerate(drawn)}
             if in_shape:
                 return empty.with_buffers({key: leaves[group.slots[0].leaf] for key, group in layout.groups.items()})
-            return empty.with_buffers({key: self._slice(layout, key, leaves, axis.rank) for key in layout.groups})
+            own = {leaf: self._sliced(layout, leaf, x) for leaf, x in leaves.items()}
+            return empty.with_buffers({key: self._slice(layout, key, own, empty.rank_of(key)) for key in layout.groups})
 
         params = tree(0, 1.0)
         state, out = member.init(copied(params)), Made()
@@ -216,6 +290,6 @@ class _Trial:
         for key, group in params.layout.groups.items():
             u, p = updates.local(key), params.local(key)
             pieces: Sequence[torch.Tensor]
-            pieces = [torch.broadcast_to(u, p.shape)] if in_shape else params.layout.cut(key, params.axis.rank, u)
+            pieces = [torch.broadcast_to(u, p.shape)] if in_shape else params.layout.cut(key, params.rank_of(key), u)
             out |= {slot.path: x.detach().reshape(-1) for slot, x in zip(group.slots, pieces, strict=True)}
         return out

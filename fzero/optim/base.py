@@ -335,6 +335,7 @@ def _keywords(fn: Any) -> tuple[str, ...] | None:
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
+    fn = inspect.unwrap(fn)
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn  # whose __call__ takes anything
     fn = getattr(fn, "__func__", fn)
     with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly

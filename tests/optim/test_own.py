@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -241,6 +243,7 @@ def kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformatio
     )
 
 
+@pytest.mark.filterwarnings("ignore:step.init. an optimizer of your own could not be tried")
 @pytest.mark.parametrize("joined", ["alone", "before", "behind"])
 @pytest.mark.parametrize("make", [scaled, kept])
 @pytest.mark.parametrize("kind", sorted(UNLIKE))
@@ -270,6 +273,7 @@ def test_updates_in_other_dtypes_are_added_as_torch_does(dtype: torch.dtype) -> 
     assert_trees_equal(fz.gather(state.params), {k: p + (-grads[k]).to(dtype) for k, p in PARAMS.items()})
 
 
+@pytest.mark.filterwarnings("ignore:step.init. an optimizer of your own could not be tried")
 def test_what_is_no_pair_of_trees_is_refused() -> None:
     step = fz.train_step(loss, fz.GradientTransformation(lambda params: (), lambda g, s, p: g))
     with pytest.raises(TypeError, match="expected a pair: updates, state"):
@@ -505,18 +509,120 @@ def test_one_leaf_alone_in_its_buffer_is_whole() -> None:
     torch.testing.assert_close(fz.gather(state.params)["w"], torch.full((2, 2), 1.95))
 
 
-def test_what_cannot_be_tried_is_not_refused() -> None:
-    sizes: list[int] = []
-    generator = torch.Generator().manual_seed(0)
-
-    def noted(g: Any, s: Any, p: Any) -> Any:
-        sizes.extend(g.local(key).numel() for key in g.groups)
-        return g.map(lambda x: -0.1 * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)), s
-
+def test_what_cannot_be_tried_is_not_refused_with_a_warning() -> None:
     mask = torch.ones(128, dtype=F64)
-    for own in (over_all(lambda g: g.map(lambda x: -x * mask)), fz.GradientTransformation(lambda p: (), noted)):
+    rates = iter([0.1] * 9)
+    for own, said in (
+        (over_all(lambda g: g.map(lambda x: -x * mask)), "RuntimeError: The size of tensor"),
+        (over_all(lambda g: g.map(lambda x: -x * next(rates))), "TypeError: it takes from an iterator"),
+    ):
         step = fz.train_step(loss, own)
-        state = step.init(PARAMS)
-        assert not sizes
-        torch.testing.assert_close(generator.get_state(), torch.Generator().manual_seed(0).get_state())
+        with pytest.warns(UserWarning, match=f"step.init: an optimizer of your own could not be tried .*{said}"):
+            state = step.init(PARAMS)
         step(state, X)
+    assert len(list(rates)) == 8
+
+
+COUNTED = [0]
+
+
+class Counting:
+    count = 0
+
+    def __init__(self) -> None:
+        self.own, self.sum = 0, torch.zeros(())
+
+    def __call__(self, g: Any, s: Any, p: Any) -> Any:
+        self.own += 1
+        type(self).count += 1
+        COUNTED[0] += 1
+        self.sum.add_(1)
+        return optree.tree_map(lambda x: -0.1 * self.own * x, g), s
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    own, generator = Counting(), torch.Generator().manual_seed(0)
+    noise, of_python, of_numpy = generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    count, items = 0, dict[str, int]()
+
+    def update(g: Any, s: Any, p: Any) -> Any:
+        nonlocal count
+        count += 1
+        items[f"n{count}"] = count
+        rate = 0.1 + 0.0 * (random.random() + np.random.rand())  # noqa: NPY002
+        return g.map(lambda x: -rate * count * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)), s
+
+    for each in (own, update):
+        fz.train_step(loss, fz.GradientTransformation(lambda p: (), each)).init(PARAMS)
+    assert (own.own, Counting.count, COUNTED, float(own.sum)) == (0, 0, [0], 0.0) and (count, items) == (0, {})
+    assert torch.equal(generator.get_state(), noise) and random.getstate() == of_python
+    assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), of_numpy, strict=True))  # noqa: NPY002
+
+
+def test_one_that_treats_leaves_and_draws_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = each(lambda g, p: -g / g.norm() + torch.randn(g.shape, generator=generator, dtype=g.dtype))
+    with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+        fz.train_step(loss, own).init(PARAMS)
+
+
+KINDS = {"conv": torch.ones(2, 2, 3, 3), "lone": torch.ones(8, 8), "w": torch.ones(4, 5), "b": torch.ones(5)}
+
+
+@pytest.mark.parametrize("kind", ["2-d", "4-d", "few", "fan", "mean"])
+@pytest.mark.parametrize("units", [(), ("conv",), ("lone", "conv")])
+def test_leaves_of_every_kind_are_tried(kind: str, units: tuple[str, ...]) -> None:
+    update: Callable[..., torch.Tensor] = {
+        "2-d": lambda g, p: -g - 0.1 * p if g.ndim == 2 else -g,
+        "4-d": lambda g, p: -g - 0.1 * p if g.ndim == 4 else -g,
+        "few": lambda g, p: -g / g.norm() if g.numel() <= 36 else -g,
+        "fan": lambda g, p: -g / g.shape[1] if g.ndim == 2 else -g,
+        "mean": lambda g, p: -g / g.abs().mean(),
+    }[kind]
+    with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own that"):
+        fz.train_step(loss, each(update), units=units).init(KINDS)
+
+
+@pytest.mark.parametrize("how", ["a pattern", "tensor slices"])
+def test_a_sum_of_slices_is_refused_wherever_there_are_some(how: str) -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(loss, OVER_ALL["sum"])
+        cut = fz.shard_zero1(step, pattern="w") if how == "a pattern" else fz.shard_tensor(step, {"w": "column"})
+        with pytest.raises(ValueError, match="makes other updates of a leaf such as 'w' in slices"):
+            cut.init(PARAMS)
+
+    run_ranks(rank_main, 2)
+
+
+def through_attribute() -> Any:
+    class Summed:
+        reduce = staticmethod(torch.distributed.all_reduce)
+
+        def __call__(self, g: Any, s: Any, p: Any) -> Any:
+            total = torch.stack([x.abs().sum() for x in optree.tree_leaves(g)]).sum()
+            self.reduce(total)
+            return optree.tree_map(lambda x: -x / total, g), s
+
+    return Summed()
+
+
+def imported_inside(g: Any, s: Any, p: Any) -> Any:
+    from torch.distributed import all_reduce
+
+    total = torch.stack([x.abs().sum() for x in optree.tree_leaves(g)]).sum()
+    all_reduce(total)
+    return optree.tree_map(lambda x: -x / total, g), s
+
+
+@pytest.mark.parametrize("kind", ["attribute", "import"])
+def test_one_that_knows_of_ranks_is_not_tried(kind: str) -> None:
+    update = through_attribute() if kind == "attribute" else imported_inside
+
+    def rank_main(rank: int) -> Any:
+        step = fz.shard_zero3(fz.train_step(loss, fz.GradientTransformation(lambda p: (), update)))
+        return fz.gather(step(step.init(PARAMS), X)[0].params)
+
+    grads = torch.func.grad(loss)(PARAMS, X)
+    total = sum(float(g.abs().sum()) for g in grads.values())
+    for found in run_ranks(rank_main, 2, backend="threads"):
+        assert_trees_close(found, {k: p - grads[k] / total for k, p in PARAMS.items()}, rtol=1e-12)
