@@ -116,7 +116,7 @@ def tensors_reached(value: object) -> list[torch.Tensor]:
 
 
 def reached(value: object) -> list[object]:
-    """All that functions among a value hold and come to, the classes of objects and generators of random numbers too."""
+    """All that functions among a value hold and come to, classes of objects and generators of random numbers too."""
     kinds = list[type]()
     while True:
         found = _walked([value, kinds], _reached)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -301,7 +302,15 @@ def _held(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What an optimizer holds besides its state, by where."""
     groups = {f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items() if k != "params"}
     own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items() if k not in ("state", "param_groups")}
-    return {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in {**groups, **own}.items()}
+    held = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in {**groups, **own}.items()}
+    inside = {f"the items of {k}": copy.copy(x) for k, x in held.items() if _is_of_numbers(x)}
+    return {**held, **inside}
+
+
+def _is_of_numbers(x: object) -> bool:
+    """Tells whether something holds numbers alone, which a step may count in; caches hold tensors."""
+    parts = [*x.keys(), *x.values()] if isinstance(x, dict) else x if isinstance(x, (list, set)) else [None]
+    return all(isinstance(each, (int, float, str)) for each in parts)
 
 
 def _is_same(x: object, y: object) -> bool:

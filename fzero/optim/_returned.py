@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from fzero.base import private
 from fzero.base.arguments import named
-from fzero.state.sharded import Sharded, trees_of
+from fzero.base.follow import is_transformed
+from fzero.state.sharded import Sharded, map_trees, trees_of
 from fzero.table.layout import Key
 
 
-def need_like(found: object, updates: object, state: object) -> None:
-    """Refuses what would be broadcast over buffers, or lose imaginary parts, as it is added to them.
+def returned(found: object, updates: object, state: object) -> tuple[object, object]:
+    """What its update has made, with zeros between leaves, where formats that share exponents would mind other values.
+
+    Refuses what would be broadcast over buffers, or lose imaginary parts, as it is added to them.
 
     Args:
         found: what its update has returned of `updates` and `state`, values that are a step's, or any trees.
     """
     if not isinstance(updates, Sharded):
-        return
+        return found  # type: ignore[return-value]
     if not isinstance(found, tuple) or len(found) != 2:
         raise TypeError(
             f"step.update: the optimizer's update returned {named(found)}, expected a pair: updates, state."
@@ -31,6 +37,49 @@ def need_like(found: object, updates: object, state: object) -> None:
     trees, given = trees_of(after), trees_of(state)
     for tree, old in zip(trees, given, strict=True) if len(trees) == len(given) else ():
         _need_buffers("the optimizer's next state", tree, old)
+    return map_trees(_without_gaps, (new, after))
+
+
+def need_params(given: object, had: object, before: Sequence[int]) -> None:
+    """Refuses writes to params that were decoded for an update, and would be lost.
+
+    Args:
+        given: the params that the update was given, and `had` the state's own.
+        before: the versions of what was given.
+    """
+    if not isinstance(given, Sharded) or not isinstance(had, Sharded):
+        return
+    for key, version, now in zip(given.groups, before, versions(given), strict=True):
+        if now != version and given.local(key).data_ptr() != had.local(key).data_ptr():
+            leaves = ", ".join(repr(slot.path) for slot in given.layout.groups[key].slots)
+            raise ValueError(
+                f"step.update: the optimizer's update writes in place to the params of leaf {leaves}, of which it is "
+                "given copies that are forgotten. Return what is to be added to them as its updates."
+            )
+
+
+def versions(tree: object) -> Sequence[int]:
+    """Those of a tree's buffers, in the order of its groups."""
+    if not isinstance(tree, Sharded):
+        return ()
+    return [private.version(private.unwrapped(tree.local(key))) for key in tree.groups]
+
+
+def _without_gaps(tree: Sharded) -> Sharded:
+    cleaned = dict[object, torch.Tensor]()
+    for key, x in tree.locals().items():
+        gaps = tree.layout.gaps(key, tree.rank_of(key), x)
+        if gaps and is_transformed():
+            there = torch.ones_like(x, dtype=torch.bool)
+            for gap in tree.layout.gaps(key, tree.rank_of(key), there):
+                gap.zero_()
+            cleaned[key] = torch.where(there, x, 0)
+        elif gaps:
+            cleaned[key] = x if x.is_contiguous() else x.contiguous()
+            with torch.no_grad():
+                for gap in tree.layout.gaps(key, tree.rank_of(key), cleaned[key].detach()):
+                    gap.zero_()
+    return tree.replaced(buffers={**tree.entries, **cleaned}) if cleaned else tree
 
 
 def _need_buffers(what: str, new: Sharded, old: Sharded) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.follow import is_transformed
 from fzero.base.random import Seeds, seeded
@@ -196,8 +196,14 @@ class _Whole:
         for (i, dtype), x in zip(places.items(), own, strict=False):
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
+        before = private.version(private.unwrapped(p))
         with seeded(Seeds(*seed, slot.leaf).next()):  # so that whoever updates this leaf draws the same
             found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
+        if private.version(private.unwrapped(p)) != before:
+            raise ValueError(
+                f"whole: the update of leaf {path!r} writes to its param in place, and is given a copy that is "
+                "forgotten. Return what is to be added to it as its update."
+            )
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Mapping) or path not in found[0]:
             raise ValueError(
                 f"whole: the update of leaf {path!r} is {named(found)}, expected a pair ({{{path!r}: a tensor like the "

@@ -21,7 +21,7 @@ from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._measured import measuring
-from fzero.optim._returned import need_like
+from fzero.optim._returned import need_params, returned, versions
 from fzero.state.entered import cuts, entered
 from fzero.state.moments import apart, copied, zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
@@ -295,15 +295,17 @@ def call_update(
 
     A user's own may write in place to what it is given of updates and of its state, which are then copies.
     """
-    given = updates, state
+    given, had = (updates, state), params
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
-    if is_others(member.update):
-        updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
+    if not is_others(member.update):
+        return member.update(updates, state, params, **taken(member.update, extra))
+    updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
+    before = versions(params)
     found = member.update(updates, state, params, **taken(member.update, extra))
-    if is_others(member.update):
-        need_like(found, updates, state)
-    return found
+    if not is_transformed():
+        need_params(params, had, before)
+    return returned(found, updates, state)
 
 
 def call_fused(

@@ -216,12 +216,21 @@ class Layout:
 
     def cut(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Rank's piece of each leaf of a group, from its shard."""
+        return shard.split_with_sizes(self._sizes_of(key, rank))[1::2]
+
+    def gaps(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What lies between them, which is of no leaf."""
+        sizes = self._sizes_of(key, rank)
+        return shard.split_with_sizes(sizes)[::2] if any(sizes[::2]) else ()
+
+    def _sizes_of(self, key: Key, rank: int) -> list[int]:
+        """Sizes that cut a rank's shard into gap, piece, gap, piece, ... and the rest."""
         sizes = self._sizes.get((key, rank))
         if sizes is None:
             bounds = [bound for _, *piece in self.pieces(key, rank) for bound in piece]
             bounds = [0, *bounds, self.shard_numel(key)]
             sizes = self._sizes[key, rank] = [b - a for a, b in itertools.pairwise(bounds)]
-        return shard.split_with_sizes(sizes)[1::2]
+        return sizes
 
     def pack(self, key: Key, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""

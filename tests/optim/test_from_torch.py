@@ -303,6 +303,19 @@ class KeepsForAll(Own):
         return p.grad
 
 
+class CountsInside(Own):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.counts = {"steps": 0}
+
+    def step(self, closure: Any = None) -> None:
+        self.counts["steps"] += 1
+        super().step(closure)
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        return p.grad if self.counts["steps"] < 100 else -p.grad
+
+
 class Remembers(Own):
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
@@ -406,6 +419,7 @@ def test_those_that_draw_are_the_same_on_any_ranks(kind: Any) -> None:
         (Remembers, "differs where it is made anew for each step"),
         (Late, r"has \['k', 'slow'\] after a step and had \['k'\] before"),
         (Turns, "changes its attribute 'on' in a step"),
+        (CountsInside, "changes the items of its attribute 'counts' in a step"),
         *[
             (kind, "a leaf's update differs beside other leaves, or draws")
             for kind in (Joint, JointSoFar, JointVectors, FirstTwice, ByLayers, ByCount, NoisyByPlace, NoisyJoint)

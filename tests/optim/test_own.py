@@ -25,7 +25,7 @@ SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.sh
 
 
 def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["w"] + p["b"]) ** 2).mean()
+    return ((x.to(p["w"].dtype) @ p["w"] + p["b"]) ** 2).mean()
 
 
 # ---- in place
@@ -220,6 +220,32 @@ def test_what_is_written_in_place_beside_moments(kind: str, transformed: bool) -
     shift = torch.zeros((), dtype=F64)
     for found in torch.func.vjp(after, shift)[0] if transformed else after(shift):
         assert_trees_close(found, want, rtol=1e-12)
+
+
+def test_writes_to_decoded_params_are_refused() -> None:
+    own = fz.chain(fz.GradientTransformation(lambda p: (), written_params), fz.sgd(0.1))
+    step = fz.train_step(loss, own, fz.Policy.bf16_states())
+    state = step.init({k: p.float() for k, p in PARAMS.items()})
+    with pytest.raises(ValueError, match=r"step.update: .* writes in place to the params of leaf 'b', 'w'"):
+        step(state, X.float())
+
+
+@pytest.mark.parametrize("policy", [fz.Policy(gather="8-bit"), fz.Policy(moment="8-bit"), fz.Policy.compact16()])
+def test_what_it_makes_of_the_zeros_between_leaves_is_none_of_theirs(policy: fz.Policy) -> None:
+    signs = lambda zero: over_all(lambda g: g.map(lambda x: -x / (x.abs() + zero * (x == 0))))
+
+    def rank_main(rank: int) -> None:
+        params = {k: p.float() for k, p in PARAMS.items()}
+        found = list[Any]()
+        for zero in (0.0, 1.0):  # not a number, and zero
+            step = fz.shard_zero3(fz.train_step(loss, fz.chain(signs(zero), fz.adamw(0.01)), policy))
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, X.float())
+            found.append(fz.gather(state.params))
+        assert_trees_equal(*found)
+
+    run_ranks(rank_main, 2)
 
 
 # ---- what it returns
@@ -542,21 +568,21 @@ class Counting:
 
 def test_a_trial_leaves_nothing_behind() -> None:
     own, generator = Counting(), torch.Generator().manual_seed(0)
-    noise, of_python, of_numpy = generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    noise, of_python, of_numpy = generator.get_state(), random.getstate(), np.random.get_state()
     count, items = 0, dict[str, int]()
 
     def update(g: Any, s: Any, p: Any) -> Any:
         nonlocal count
         count += 1
         items[f"n{count}"] = count
-        rate = 0.1 + 0.0 * (random.random() + np.random.rand())  # noqa: NPY002
+        rate = 0.1 + 0.0 * (random.random() + np.random.rand())
         return g.map(lambda x: -rate * count * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)), s
 
     for each in (own, update):
         fz.train_step(loss, fz.GradientTransformation(lambda p: (), each)).init(PARAMS)
     assert (own.own, Counting.count, COUNTED, float(own.sum)) == (0, 0, [0], 0.0) and (count, items) == (0, {})
     assert torch.equal(generator.get_state(), noise) and random.getstate() == of_python
-    assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), of_numpy, strict=True))  # noqa: NPY002
+    assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), of_numpy, strict=True))
 
 
 def test_one_that_treats_leaves_and_draws_is_refused() -> None:

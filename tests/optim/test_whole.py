@@ -353,7 +353,6 @@ def writing(grads: Any, state: Any, params: Any) -> Any:
     own["moment"].mul_(0.9).add_(g)
     own["rest"].add_(1.0)
     g.mul_(2.0)
-    p.add_(1.0)
     update = -0.01 * own["moment"] * own["rest"][0] * own["kept"].sum()
     return {path: update}, {**own, "kept": before.reshape(-1)[:1]}
 
@@ -361,6 +360,22 @@ def writing(grads: Any, state: Any, params: Any) -> Any:
 def begun_for_writing(params: Any) -> Any:
     (p,) = params.values()
     return {"moment": torch.zeros_like(p), "rest": torch.zeros(2, dtype=p.dtype), "kept": p.reshape(-1)[:1]}
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3])
+def test_one_that_writes_to_params_is_refused(wrap: Any) -> None:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        ((path, p),), (g,) = params.items(), grads.values()
+        p.sub_(g, alpha=0.1)
+        return {path: torch.zeros_like(p)}, state
+
+    def on(rank: int) -> None:
+        step = wrap(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda params: (), update))))
+        state = step.init(drawn(SHAPES[:3], 1))
+        with pytest.raises(ValueError, match=r"whole: the update of leaf '.*' writes to its param in place"):
+            step(state, torch.ones(2, dtype=F64))
+
+    run_ranks(on, 2)
 
 
 @pytest.mark.parametrize(
