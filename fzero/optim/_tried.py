@@ -20,6 +20,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._join import members_of
+from fzero.optim._whole import inside
 from fzero.optim.base import taken, values
 from fzero.state.moments import copied
 from fzero.state.sharded import Sharded, map_trees
@@ -46,18 +47,24 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     Raises:
         ValueError: it makes other updates of them than of leaves alone, on every rank.
     """
-    members = [member for member in members_of(optimizer) if is_others(member.update)]
+    members = [(inside(member) or member, inside(member) is not None) for member in members_of(optimizer)]
+    members = [(member, whole) for member, whole in members if is_others(member.update)]
     buffers = [params.entries.get(key, params.held_entries.get(key)) for key in params.groups]
     if not members or any(map(private.is_fake, buffers)):
         return
     trial = _Trial.of(params)
-    for member in members if trial is not None else ():
+    for member, whole in members if trial is not None else ():
         assert trial is not None
         with private.below_transforms():
-            found = "" if sends((member.init, member.update)) else trial.tried(who, member)
+            found = "" if sends((member.init, member.update)) else trial.tried(who, member, whole)
         for axis in (params.axis, params.axis.tensor):  # a rank whose slices are right raises too
             if axis is not None and axis.ranks > 1:
                 found = next(filter(None, axis.exchange(found, "a trial of the optimizer")), "")
+        if found and whole:
+            raise ValueError(
+                f"{who}: got an optimizer of your own{_named(member, trial)} in fz.whole that {found}. Its update is "
+                "called once for each leaf, on one rank: keep what it counts in its state."
+            )
         if found:
             raise ValueError(
                 f"{who}: got an optimizer of your own{_named(member, trial)} that {found}. An update is given flat "
@@ -192,13 +199,21 @@ class _Trial:
         """Whether ranks have slices."""
         return self.axis.size > 1 or any(row.slices for row in self.rows)
 
-    def tried(self, who: str, member: GradientTransformation) -> str:
-        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried, with a warning."""
+    def tried(self, who: str, member: GradientTransformation, whole: bool) -> str:
+        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried, with a warning.
+
+        Args:
+            whole: whether it is given whole leaves, each by itself.
+        """
         try:
             member = _plain(member)
+            if whole:
+                return self._fault_of_leaves(member)
             found = self._fault(member)
             return self._fault(_stilled(member)) if found else ""  # by what it draws, perhaps
         except Exception as error:  # whatever it needs that a trial has not
+            if whole:  # and is as it was written for
+                return ""
             warnings.warn(
                 f"{who}: an optimizer of your own{_named(member, self)} could not be tried on small leaves "
                 f"({type(error).__name__}: {error}). It must treat every element of the buffers that it is given by "
@@ -228,6 +243,21 @@ class _Trial:
                         f"makes other updates of a leaf such as {path!r} in slices, as ranks have it, than of it whole"
                     )
         return ""
+
+    def _fault_of_leaves(self, member: GradientTransformation) -> str:
+        row = self.rows[0]
+        made = torch.Generator(device="cpu").manual_seed(0)
+        p, g = torch.randn(2, *row.shape, generator=made, dtype=self.dtype, device="cpu").to(self.like.device).unbind()
+        with torch.no_grad(), as_it_was((member.init, member.update)):
+            found = list[torch.Tensor]()
+            for _ in range(2):
+                with seeded(Seeds(0).next()):
+                    state = member.init({row.path: p.clone()})
+                    updates, _ = member.update({row.path: g.clone()}, state, {row.path: p.clone()})
+                    found.append(updates[row.path])
+        if torch.allclose(*found, rtol=_CLOSE[self.dtype], atol=0.0, equal_nan=True):
+            return ""
+        return f"makes another update of a leaf such as {row.path!r} where it is called once more with the same"
 
     def _differs(self, whole: Made, other: Made, layout: Layout | None = None) -> str:
         """The path of a leaf that two trials have other updates of; with a layout, this rank's slice of it."""

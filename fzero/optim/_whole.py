@@ -113,6 +113,12 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
     )
 
 
+def inside(optimizer: GradientTransformation) -> GradientTransformation | None:
+    """The optimizer that one of `whole` runs; None for another."""
+    own = getattr(optimizer.update, "__self__", None)
+    return own.optimizer if isinstance(own, _Whole) else None
+
+
 @dataclass(frozen=True)
 class _Whole:
     optimizer: GradientTransformation

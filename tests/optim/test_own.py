@@ -585,6 +585,14 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), of_numpy, strict=True))
 
 
+def test_one_on_whole_leaves_that_counts_elsewhere_is_refused() -> None:
+    own = Counting()
+    optimizer = fz.whole(fz.GradientTransformation(lambda p: (), own))
+    with pytest.raises(ValueError, match=r"step.init: got an optimizer of your own in fz.whole that .*in its state"):
+        fz.train_step(loss, fz.chain(fz.clip_by_global_norm(1.0), optimizer)).init(PARAMS)
+    assert own.own == 0
+
+
 def test_one_that_treats_leaves_and_draws_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     own = each(lambda g, p: -g / g.norm() + torch.randn(g.shape, generator=generator, dtype=g.dtype))
