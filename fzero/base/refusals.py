@@ -85,6 +85,9 @@ def place_of(error: BaseException | None = None) -> str:
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
+_BY_TRACING = ("INTERNAL ASSERT", "TensorWrapper", "FakeTensor")  # where an operator's function closes over a tensor
+
+
 @contextlib.contextmanager
 def of_higher_order(what: str) -> Iterator[None]:
     """Says of an error that a higher-order operator of torch's raises, and no function that it runs, what it is.
@@ -98,7 +101,8 @@ def of_higher_order(what: str) -> Iterator[None]:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         files = [file for file in files if file != "<string>"]  # which torch writes
         inside = [i for i, file in enumerate(files) if "_higher_order_ops" in Path(file).parts]
-        if isinstance(error, KeyError) or not inside or not all(map(is_of_library, files[inside[0] :])):
+        by_torch = (inside and all(map(is_of_library, files[inside[0] :]))) or any(x in str(error) for x in _BY_TRACING)
+        if isinstance(error, KeyError) or not inside or not by_torch:
             raise  # a KeyError is functorch's, and dealt with elsewhere
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
 
@@ -142,7 +146,8 @@ def twice(unit: str, error: BaseException) -> str:
 higher_order = (  # called with what calls it, and the error
     "{} calls a higher-order operator (torch.cond, while_loop, flex_attention, ...) that torch does not run here "
     "({}: {}). Where a function is looked at, as in its first run, it runs as it is written, and not compiled. Let the "
-    "operator's functions return tuples; or take Python's own `if` and `while`, or torch.where."
+    "operator's functions return tuples, and give them as operands what they close over, params too; or take Python's "
+    "own `if` and `while`, or torch.where."
 ).format
 # each is called with the unit's name
 another_run = (
