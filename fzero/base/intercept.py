@@ -38,7 +38,7 @@ _BELOW = _C._dispatch_keyset_full_after(_KEY)
 _STREAM, _MAIN = "fzero.stream", "fzero.main"  # autograd's threads inherit these from whoever calls a backward
 _libraries: list[torch.library.Library] = []  # what is registered lasts as long as these
 _once = threading.Lock()
-_stashed: set[int] = set()  # native ids of threads with a stream
+_stashed: set[int] = set()  # native ids of threads that keep one
 
 
 @atexit.register
@@ -71,7 +71,7 @@ class Stream(Protocol):
 def acts_for_main() -> bool:
     """True on the main thread, and on one of autograd's that works for it while it waits."""
     if threading.get_ident() == threading.main_thread().ident and not _C._is_key_in_tls(_MAIN):
-        _stash(_MAIN, True)
+        stash(_MAIN, True)
     return _C._is_key_in_tls(_MAIN)
 
 
@@ -85,15 +85,15 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     if not _libraries:
         _install()
     before = current_stream()
-    if not _C._is_key_in_tls(_STREAM):
-        _stashed.add(threading.get_native_id())
-    _stash(_STREAM, stream)
+    stash(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before
 
 
-def _stash(name: str, value: object) -> None:
+def stash(name: str, value: object) -> None:
     """Keeps a value for this thread, until another takes its place or the thread ends."""
+    if not _C._is_key_in_tls(name):
+        _stashed.add(threading.get_native_id())
     _C._stash_obj_in_tls(name, value)
     if not _takes_hold():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

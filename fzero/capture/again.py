@@ -30,6 +30,7 @@ class Facts(NamedTuple):
     whole: bool = False
     kept: bool = False  # neither do they, and it sends messages, which other ranks do not repeat: all is kept
     joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
+    users: bool = False  # whether backwards of users' own are called where it is pulled back
 
     def __str__(self) -> str:
         said = {
@@ -48,7 +49,7 @@ class Facts(NamedTuple):
         return Facts(
             *(self.mutated | showed.mutated, (*self.more, *showed.more), self.read | showed.read),
             *(self.returned | showed.returned, self.draws or showed.draws, self.watched or showed.watched),
-            *(self.whole or showed.whole, self.kept or showed.kept, self.joint),
+            *(self.whole or showed.whole, self.kept or showed.kept, self.joint, self.users),
         )
 
 

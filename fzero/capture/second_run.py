@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fzero.base.ambient import ambient, within
 from fzero.base.context import variables
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.base.thread_state import without_dispatch_modes
+from fzero.base.uncounted import told
 from fzero.capture.containers import mark
 from fzero.capture.contents import MANY
 from fzero.capture.handle import storage_of
@@ -124,11 +125,15 @@ class SecondRun:
         return [private.version(x) for x in self._reach.constants]
 
 
-def refuse_writes(unit: str, constants: Iterable[torch.Tensor], written: Collection[int]) -> None:
-    """Refuses writes to what a unit closes over and that is to run again, by storages: those that no version counts."""
-    for x in constants:
-        if storage_of(x) in written:
-            raise ValueError(_changes_twice(unit, x))
+def refusing_twice(unit: str, constants: Iterable[torch.Tensor]) -> told:
+    """Refuses, before it is done, what no version counter tells of: writes to what a unit closes over that runs again."""
+
+    def refuse(_: str, written: torch.Tensor) -> None:
+        for x in constants:
+            if storage_of(x) == storage_of(written):
+                raise ValueError(_changes_twice(unit, x))
+
+    return told(refuse)
 
 
 def _changes_twice(unit: str, x: torch.Tensor) -> str:

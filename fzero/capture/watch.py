@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -58,11 +57,6 @@ def strict_capture(enabled: bool = True) -> Iterator[None]:
 
 
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
-# function -> where it takes running statistics, and what says whether it writes to them
-_STATISTICS = {
-    torch.nn.functional.batch_norm: ("running_mean", "running_var", "training"),
-    torch.nn.functional.instance_norm: ("running_mean", "running_var", "use_input_stats"),
-}
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -72,9 +66,6 @@ class Watch(torch.overrides.TorchFunctionMode):
     Args:
         protected: storage -> what names the leaf that a view of it belongs to.
         own: ids of what the unit made, or made a leaf of a graph, itself.
-
-    Attributes:
-        statistics: storages of running statistics that batch norms have written to, which no version counts.
     """
 
     def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Iterable[int] = ()) -> None:
@@ -82,7 +73,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.unit, self.protected = unit, protected
         self.seen = seen.get()
         self.own = {*own}
-        self.statistics: set[int] = set()
 
     def __enter__(self) -> Watch:
         as_written.begin(self)  # Dynamo takes wrong steps under such modes
@@ -107,8 +97,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         if func in _ASKS:
             _refuse_parts(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if func in _STATISTICS:
-            self.statistics.update(map(storage_of, _statistics(func, args, kwargs or {})))
         if self.unit is not None:
             results = pytree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
             for x in results if func != _SET_REQUIRES_GRAD else args[:1]:
@@ -117,15 +105,6 @@ class Watch(torch.overrides.TorchFunctionMode):
                     if self.seen is not None:
                         self.seen.note(x, self.unit)
         return out
-
-
-def _statistics(func: Function, args: Operands, kwargs: Mapping[str, object]) -> list[torch.Tensor]:
-    """The running statistics that a call writes to."""
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    *names, writes = _STATISTICS[func]
-    found = [given.arguments[name] for name in names] if given.arguments[writes] else []
-    return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 class _Guard(torch.overrides.TorchFunctionMode):

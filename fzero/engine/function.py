@@ -15,9 +15,10 @@ from fzero.base.node import active
 from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, of_higher_order, refuse_outside
+from fzero.base.uncounted import look_for_more
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
-from fzero.capture.watch import is_strict, leaf_of, refuse_leaks, watching_run
+from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
@@ -25,7 +26,7 @@ from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.engine.written import all_of, kill, named, versions
+from fzero.engine.written import all_of, named, run_unwritten
 from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
 from fzero.state.init import check_values
@@ -211,24 +212,36 @@ def call_function(
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)))
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
     stored = all_of(state.params)
-    before, storages = versions(stored), {storage_of(buffer) for buffer, _ in stored}
+    storages = {storage_of(buffer) for buffer, _ in stored}
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
     shows = traversal.acts and torch.is_grad_enabled() and private.level() == 0
     first = not traversal.schedule.ran_before or is_strict() or shows
+    if first:
+        look_for_more()
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
     entered = [private.version(private.unwrapped(leaf)) for leaf, _ in full]
+
+    def protected() -> dict[int, LeafOf]:
+        return {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(stored)
+
     if first and not traversal.table.compiled:
         traversal.looked_at = True
-        watch = watching_run({storage_of(leaf): leaf_of(group) for leaf, group in full} | named(stored))
+        watch = watching_run(protected())
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
-    with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
+    with (
+        run_unwritten(state, stored, protected),
+        autocast(traversal.device, traversal.table.outside),
+        traversal.running(),
+        traversal.schedule.forward(),
+        watch,
+    ):
         try:
             fn = traversal.fn or step.fn
             if step.carries:  # which it may write to
@@ -254,12 +267,6 @@ def call_function(
             need_invariant(split_result(step, out)[0], known)
         if traversal.acts:
             refuse_leaks(out)
-    if versions(stored) != before:
-        kill(state, "The step's function")
-        raise ValueError(
-            "step: the function wrote to its params in place, which this state did not survive. Params change in "
-            "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
-        )
     for (leaf, group), version in zip(full, entered, strict=True):
         if private.version(private.unwrapped(leaf)) != version:
             raise ValueError(

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import hooks, private
+from fzero.base.edges import is_users
 from fzero.base.interrupts import as_found
-from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
+from fzero.base.node import Op, Tensors, apply, edges_to, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.base.pytree import is_real
 from fzero.capture.again import Again
 from fzero.capture.handle import Seen, seen
-from fzero.capture.second_run import refuse_writes
+from fzero.capture.second_run import refusing_twice
 from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
@@ -29,7 +30,7 @@ from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
 from fzero.engine.recorded import Recorded
 from fzero.engine.traversal import Traversal
-from fzero.engine.written import Memories, named, unit_pulled
+from fzero.engine.written import Memories, named, refusing_uncounted, unit_pulled
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES, Names
@@ -260,7 +261,7 @@ class UnitOp(Op):
         ]
         for leaf in begin:  # no other unit, and nobody outside, may compute with these
             self._seen.note(leaf, self.unit)
-        thorough = (self._suspicious and derived) or self.call.facts.watched
+        thorough = (self._suspicious and (derived or traversal.looked_at)) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
         groups = [traversal.layout.groups[key] for key in self.keys]
         memories = [(full, leaf_of(group)) for full, group in zip(fulls, groups, strict=True)]
@@ -274,7 +275,9 @@ class UnitOp(Op):
         elif self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
             self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
             putting_away = self._saved.hooks()
-        with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode:
+        constants = self.call.reach.constants if derived and self.call.recomputes else ()
+        refusing = refusing_uncounted(lambda: named(memories)), refusing_twice(self.unit, constants)
+        with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode, refusing[0], refusing[1]:
             watch = None
             if thorough and not self.call.compiles:
                 watch = Watch(self.unit, named(memories), map(id, begin))
@@ -286,8 +289,6 @@ class UnitOp(Op):
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
                 raise
-        if watch is not None and derived and self.call.recomputes:
-            refuse_writes(self.unit, self.call.reach.constants, watch.statistics)
         if recorded is not None:
             recorded.shown(self.unit, inputs)
             self.call.facts = self.call.facts._replace(kept=recorded.keeps_all)
@@ -296,7 +297,9 @@ class UnitOp(Op):
         elif self._gives_names:
             traversal.named.append(None)
         if watch is not None and wanted:
-            self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
+            users = any(is_users(type(node)) for node, _ in edges_to(out))
+            self.call.facts = self.call.facts._replace(joint=joint_outputs(out), users=users)
+        traversal.users = traversal.users or self.call.facts.users
         self.joint = self.call.facts.joint
         if self.call.compiles:  # whose graphs do not say
             self.joint = dict.fromkeys(range(len(out)), frozenset(range(len(out))))

@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
+from fzero.base.hooks import Registrations
 from fzero.base.rebound import tensors_reached
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
@@ -64,7 +65,7 @@ class Run(Outcome):
         self.outer = private.level() > 0 or in_differentiated() or _any_requires_grad(differentiated)
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
-        ends: list[Ends] = []
+        ends, hooks = list[Ends](), Registrations()
         self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
@@ -85,9 +86,8 @@ class Run(Outcome):
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        self._saves: Saves | None = Saves(
-            ends[0].outputs, lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]
-        )
+        around = lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]  # noqa: E731 - called within
+        self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
@@ -168,6 +168,8 @@ class Run(Outcome):
         self.need_graph()
         assert self.traversal is not None and self._saves is not None
         self._saves.check()
+        if self._ends is not None:
+            self._saves.look_on(self._ends.outputs)
         self._rest = None  # of an earlier pullback, to which this one may not leave the graph
         return self.traversal, self.scaled(cotangent)
 
@@ -228,7 +230,7 @@ class Run(Outcome):
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
             if self._saves is not None:
-                self._saves.check()
+                self._saves.check_rest()
                 self._saves = self._saves if rest.retain_graph else None
             rest.delivery.into = tensors_of(into)
             with self._half(rest):

@@ -1,4 +1,4 @@
-"""What the graph of a run under torch.func saved: whoever writes to it before it is pulled back is refused.
+"""What the graph of a run under torch.func saved: whoever writes to it before its node is pulled back is refused.
 
 Plain autograd counts such writes. torch.func wraps what comes from around it for each operation anew, and its outputs
 when they leave it, so that it counts the wrappers' writes, and would go on with other values without a word.
@@ -13,6 +13,8 @@ import torch
 from torch.autograd import graph
 
 from fzero.base import private
+from fzero.base.edges import is_users
+from fzero.base.hooks import Registrations, register
 from fzero.engine.activations import refuse_writes
 
 _HIDE = ("CopySlices", "CppFunction")  # nodes that do not tell what they saved: writes to views, torch._foreach_*
@@ -25,14 +27,24 @@ class Saves:
         outputs: tensors of the level of torch.func that has made the graph.
         around: those that code outside of the run can write to; where a node hides what it saved, it is taken to be
             all of them.
+        hooks: made before the run.
+        acts: whether a pullback runs users' code that does not show in this graph: within units.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor], around: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        outputs: Iterable[torch.Tensor],
+        around: Callable[[], Iterable[torch.Tensor]],
+        hooks: Registrations,
+        acts: bool,
+    ) -> None:
         nodes = _nodes(outputs)
+        self._hooks, self._looks = hooks, False
+        kinds = {type(node) for node in nodes}
+        self._acts = acts or any(is_users(kind) and kind.__name__ != "CopySlices" for kind in kinds)  # torch's own
         saved = [x for node in nodes for x in _saved_by(node)]
-        hidden = around() if any(type(node).__name__ in _HIDE for node in nodes) else ()
-        found = {id(x): x for x in map(private.unwrapped, (*saved, *hidden))}
-        self._counters = [(x, private.version(x), x.shape) for x in found.values()]
+        hidden = around() if any(map(_hides, nodes)) else ()
+        self._counters = _counters_of((*saved, *hidden))
 
     def check(self) -> None:
         """Refuses what was written to since, in torch's words.
@@ -40,16 +52,66 @@ class Saves:
         Raises:
             RuntimeError: something was.
         """
-        for x, version, shape in self._counters:
-            if private.version(x) != version:
-                refuse_writes(private.version(x), version, shape, "the values that this pullback needs")
+        _check(self._counters)
+
+    def look_on(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Has the same checked before each node of the graph from now on, where users' code may run in a pullback (a
+        backward of their own, a hook). To be called right after `check`."""
+        if self._looks or not (self._acts or self._hooks.any()):
+            return
+        self._looks, nodes = True, _nodes(outputs)
+        every = _without_memory(self._counters) if any(map(_hides, nodes)) else []
+        for node in nodes:
+            own = every if _hides(node) else _counters_of(_saved_by(node))
+            if own:
+                register(node.register_prehook, _Look(own))
+
+    def check_rest(self) -> None:
+        """`check` before the second half of a pullback, in whose first half somebody may have written to what nobody
+        needs any more."""
+        if not self._looks:
+            self.check()
 
     def let_go(self) -> None:
         """Counts on without what was saved, some of which goes before the rest is pulled back."""
-        self._counters = [
-            (private.counted(x.new_empty(0), x) if x.layout == torch.strided else x, version, shape)
-            for x, version, shape in self._counters
-        ]
+        self._counters = _without_memory(self._counters)
+
+
+Counter = tuple[torch.Tensor, int, torch.Size]  # what counts the writes to a tensor, how many are right, its shape
+
+
+def _counters_of(tensors: Iterable[torch.Tensor]) -> list[Counter]:
+    found = {id(x): x for x in map(private.unwrapped, tensors)}
+    return [(x, private.version(x), x.shape) for x in found.values()]
+
+
+def _without_memory(counters: Iterable[Counter]) -> list[Counter]:
+    return [
+        (private.counted(x.new_empty(0), x) if x.layout == torch.strided else x, version, shape)
+        for x, version, shape in counters
+    ]
+
+
+def _check(counters: Iterable[Counter]) -> None:
+    for x, version, shape in counters:
+        if private.version(x) != version:
+            refuse_writes(private.version(x), version, shape, "the values that this pullback needs")
+
+
+class _Look:
+    """A hook before a node, which leads nowhere: the graph goes as it would without, and what this knows with it."""
+
+    def __init__(self, counters: list[Counter]) -> None:
+        self._counters = counters
+
+    def __call__(self, _: object) -> None:
+        _check(self._counters)
+        if not private.keeps_graph():
+            self._counters = []  # whose tensors go with the node
+
+
+def _hides(node: graph.Node) -> bool:
+    return type(node).__name__ in _HIDE
 
 
 def _nodes(outputs: Iterable[torch.Tensor]) -> list[graph.Node]:

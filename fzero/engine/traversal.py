@@ -82,6 +82,7 @@ class Traversal:
         self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
+        self.users = False  # whether backwards of users' own are called where its units are pulled back
         self.looked_at = False  # whether the run was, operation by operation
         self.next_seed = Seeds(*seed).next
 

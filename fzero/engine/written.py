@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from fzero.base import private
-from fzero.base.refusals import of_higher_order
+from fzero.base.refusals import noted, of_higher_order, place_of
+from fzero.base.uncounted import STATISTICS, told
 from fzero.capture.handle import storage_of
 from fzero.capture.watch import LeafOf, leaf_of, watching_pullback
 from fzero.state.sharded import Sharded
@@ -42,6 +43,38 @@ def versions(memories: Memories) -> list[int]:
     return [private.version(private.unwrapped(memory)) for memory, _ in memories]
 
 
+_COPY = "compute with a copy (w = w.clone())"
+_BUFFERS = (
+    "running statistics are buffers. Say apply, params, buffers = fz.functional(module, buffers=True), or give them to "
+    "the function behind its params, which returns new ones (fz.carry); or call the layer with training=False"
+)
+# what is written by whom, where that is no copy
+_INSTEAD = {**dict.fromkeys(STATISTICS, _BUFFERS), "aten::embedding_renorm_": f"leave out max_norm, or {_COPY}"}
+
+
+def refusing_uncounted(protected: Callable[[], Mapping[int, LeafOf]]) -> told:
+    """Refuses what no version counter would tell of, before it is done: operators that write to these storages.
+
+    Args:
+        protected: storage -> what names the leaf of a view of it; called where there is such an operator.
+
+    Raises:
+        ValueError: inside, by the operator's call.
+    """
+
+    def refuse(operator: str, x: torch.Tensor) -> None:
+        leaf_of = protected().get(storage_of(x))
+        if leaf_of is not None:
+            raise noted(
+                ValueError(
+                    f"{leaf_of(x)} is written to in place, by {operator}{place_of()}. Params change in step.update "
+                    f"only: {_INSTEAD.get(operator, _COPY)}."
+                )
+            )
+
+    return told(refuse)
+
+
 def kill(state: TrainState, who: str) -> None:
     """Refuses all later use of a state whose params were written to."""
     why = (
@@ -50,6 +83,36 @@ def kill(state: TrainState, who: str) -> None:
     )
     state.overwritten(why)
     state.kill(why)
+
+
+@contextlib.contextmanager
+def run_unwritten(
+    state: TrainState, stored: Memories, protected: Callable[[], Mapping[int, LeafOf]]
+) -> Iterator[None]:
+    """Around a run of the step's function.
+
+    Args:
+        stored: the state's own memory; where it has been written to at the end, the state is dead, whoever else refuses
+            that.
+        protected: as of `refusing_uncounted`.
+
+    Raises:
+        ValueError: somebody writes to the state's params.
+    """
+    before = versions(stored)
+    try:
+        with refusing_uncounted(protected):
+            yield
+    except BaseException:
+        if versions(stored) != before:
+            kill(state, "The step's function")
+        raise
+    if versions(stored) != before:
+        kill(state, "The step's function")
+        raise ValueError(
+            "step: the function wrote to its params in place, which this state did not survive. Params change in "
+            "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
+        )
 
 
 def _written(what: str) -> ValueError:
@@ -71,7 +134,8 @@ def unit_pulled(unit: str, outputs: Sequence[torch.Tensor], memories: Memories, 
         ValueError: somebody writes to the unit's params; where it is looked at, before he does.
     """
     before = versions(memories)
-    with of_higher_order(f"Unit {unit!r}"), watching_pullback(outputs, named(memories) if looked_at else {}):
+    watch = watching_pullback(outputs, named(memories) if looked_at else {})
+    with of_higher_order(f"Unit {unit!r}"), refusing_uncounted(lambda: named(memories)), watch:
         yield
     if versions(memories) != before:
         raise _written(f"params of unit {unit!r}")
@@ -112,9 +176,16 @@ def run_pulled(
         for memory, _ in memories[key]:
             protected.pop(storage_of(memory), None)
 
-    protected = named([memory for own in memories.values() for memory in own]) if looked_at else {}
+    def protecting() -> dict[int, LeafOf]:
+        return named([memory for key in before for memory in memories[key]])
+
+    protected = protecting() if looked_at else {}
     try:
-        with of_higher_order("step: the function"), watching_pullback(outputs, protected):
+        with (
+            of_higher_order("step: the function"),
+            refusing_uncounted(protecting),
+            watching_pullback(outputs, protected),
+        ):
             yield settle
     finally:
         for key in before:

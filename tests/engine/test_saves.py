@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import by_turns
 
 import fzero as fz
+from fzero.base import private
+from fzero.engine import saves
 from fzero.testing import run_ranks
 
 F64 = torch.float64
@@ -173,3 +177,149 @@ def test_a_second_half_looks_once_more() -> None:
     kept.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         pullback(torch.ones((), dtype=F64))
+
+
+# ---- by a pullback itself
+
+
+class Writes(torch.autograd.Function):
+    """x, whose backward writes to what it has saved, of it and of others."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return cotangent
+
+
+def by_hook(k: torch.Tensor) -> torch.Tensor:
+    z = k * 1
+    if z.requires_grad:
+        z.register_hook(lambda _: (k.mul_(2), None)[1])
+    return z
+
+
+def by_node(k: torch.Tensor) -> torch.Tensor:
+    z = k * 1
+    if z.grad_fn is not None:
+        z.grad_fn.register_prehook(lambda _: (k.mul_(2), None)[1])
+    return z
+
+
+WRITERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Function": lambda k: Writes.apply(k),  # type: ignore[dict-item]
+    "hook": by_hook,
+    "hook of a node": by_node,
+}
+# how what is written to, or what it is computed of, meets others in the graph: writer, h, k = tanh(h)
+MEETS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "saved by one before": lambda writer, h, k: (h * k + writer(k)).sum(),
+    "saved by one behind": lambda writer, h, k: (writer(k) * k.cos()).sum(),
+    "only its own": lambda writer, h, k: (k + writer(3 * k)).sum(),
+    "hidden": lambda writer, h, k: (written(h, lambda own: own[:, 1:].mul_(k[:, 1:])) + writer(k)).sum(),
+    "no longer needed": lambda writer, h, k: writer(h * 1).square().sum() + k.sum(),
+}
+
+
+def pulled_back(writer: str, meets: str, unit: str, transform: str, verb: str) -> str:
+    """The gradients that torch gives, or its refusal."""
+    term, own = MEETS[meets], WRITERS[writer]
+    units = {"none": lambda f: f, "before": fz.unit, "writes": fz.unit}[unit]
+    matmul = units(lambda p, x: x @ p["w"])
+    written = fz.unit(lambda p, x: own(x) + 0 * p["w"].sum()) if unit == "writes" else None
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = matmul(p["blocks"][0], x)
+        return term(own if written is None else lambda k: written(p["blocks"][1], k), h, torch.tanh(h))
+
+    params = {"blocks": [{"w": W}, {"w": W}]}
+    w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
+    h = x @ w
+    try:
+        expected = torch.autograd.grad(term(own, h, torch.tanh(h)), [w, x])
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        expected = None
+    step = {"none": lambda s: s, "ZeRO-3": fz.shard_zero3, "remat": fz.remat}[transform](fz.train_step(fn, fz.sgd(0.1)))
+    state = step.init(params)
+    for first in (True, False):
+        loss, pullback = step.vjp(state, X)
+        one = torch.ones_like(loss)
+        if first and unit == "writes":  # it is given a copy, to see what it writes to
+            continue
+        try:
+            if verb == "halves":
+                (by_x,), grads = pullback.inputs(one), pullback.params()
+            else:
+                grads, (by_x,) = pullback(one, retain_graph=verb == "retained")
+        except RuntimeError as error:
+            assert expected is None and "modified by an inplace operation" in str(error), error
+        else:
+            assert expected is not None
+            torch.testing.assert_close((fz.gather(grads)["blocks"][0]["w"], by_x), expected)
+    return "refused" if expected is None else "right"
+
+
+@pytest.mark.parametrize(("writer", "meets"), by_turns(sorted(WRITERS), sorted(MEETS)))
+def test_writes_within_a_pullback_are_refused_where_autograd_refuses(writer: str, meets: str) -> None:
+    found = set[str]()
+    for unit, transform in (("none", "none"), ("before", "ZeRO-3"), ("before", "remat"), ("writes", "ZeRO-3")):
+        for verb in ("once", "retained", "halves"):
+            call = functools.partial(pulled_back, writer, meets, unit, transform, verb)
+            found.update(run_ranks(lambda rank, call=call: call(), 2 if transform == "ZeRO-3" else 1))
+    assert found == {"refused" if meets.startswith(("saved", "hidden")) else "right"}
+
+
+@pytest.mark.parametrize("kind", sorted(TERMS))
+def test_a_write_between_halves_where_users_code_runs(kind: str) -> None:
+    """The second half is right or refused, whatever the first one has gone through."""
+    a, term = of_another(kind)
+    right = by_autograd(term, a.clone() if kind != "view" else of_another(kind)[0], True, WRITES["nothing"])
+    step = fz.train_step(lambda p, x: plain(term, p["w"], a, True)[0] + 0 * x.sum(), fz.sgd(0.1))
+    state = step.init({"w": W})
+    _, pullback = step.vjp(state, X)
+    pullback.inputs(torch.ones((), dtype=F64))
+    WRITES["zero_"](a)
+    try:
+        found = pullback.params()
+    except (RuntimeError, ValueError) as error:
+        assert "in place" in str(error) or "inplace" in str(error), error
+    else:
+        torch.testing.assert_close(fz.gather(found)["w"], right)
+
+
+def test_a_graph_without_users_code_is_not_looked_at_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[object]()
+    monkeypatch.setattr(saves, "_Look", lambda counters: looks.append(counters) or (lambda _: None))
+    for fn, some in ((lambda p, x: (x @ p["w"]).tanh().sum(), False), (lambda p, x: Squared.apply(x @ p["w"]).sum(), 1)):
+        step = fz.train_step(fn, fz.sgd(0.1))
+        _, pullback = step.vjp(step.init({"w": W}), X)
+        pullback(torch.ones((), dtype=F64))
+        assert bool(looks) == bool(some)
+
+
+def test_what_is_looked_at_lives_no_longer() -> None:
+    """Neither the graph, which Python's own objects lead to, nor what a node saved that has been pulled back."""
+    alive = list[bool]()
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = Squared.apply(x @ p["w"])
+        k = h.tanh()
+        saved = weakref.ref(private.unwrapped(k))
+        h.register_hook(lambda _: alive.append(saved() is not None))  # type: ignore[union-attr]
+        return (k * 1).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init({"w": W})
+    for _ in range(2):
+        _, pullback = step.vjp(state, X)
+        pullback(torch.ones((), dtype=F64))
+    assert alive == [False, False]
