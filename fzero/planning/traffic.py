@@ -154,16 +154,19 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
 
 
 def _extras(step: Spec, like: Sharded) -> list[Piece]:
-    """What transforms keep; of one that changes the params what an update moves in which it does."""
+    """What transforms keep; of one that changes the params what an update moves in which it does.
+
+    What goes with the update group by group is updated where the moments are.
+    """
     out, there = list[Piece](), on_host(step, like.layout)
     by_name = {extra.name: extra for extra in step.extras}
     for name, value in init_extras(step, like).items():
-        changes = by_name[name].changes is not None
+        by_group = (by_name[name].changes or by_name[name].fused) is not None
         for x in pytree.flatten(value, is_leaf=is_sharded)[0]:
             for key, buffer in x.entries.items() if is_sharded(x) else ():
                 memory = name_of(memory_of(x.layout.groups[group_of(key)].row, "moments"))
-                moves = int(memory == DISK or (memory == HOST and not (changes and key in there)))
-                copies = not (changes and step.donates)
+                moves = int(memory == DISK or (memory == HOST and not (by_group and key in there)))
+                copies = not (by_group and step.donates)
                 out.append(Piece("extra", group_of(key).unit, memory, (buffer.nbytes,), moves, moves, copies))
             if isinstance(x, torch.Tensor):
                 out.append(Piece("extra", ROOT, DEVICE, (x.nbytes,), copies=True))

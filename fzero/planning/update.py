@@ -1,4 +1,7 @@
-"""What an optimizer's update takes beside the state, counted: the update itself, run on tensors without values."""
+"""What an update takes beside the state, counted: the update itself, run on tensors without values.
+
+What the optimizer takes, the norms of leaves that are asked for, and what entries of the state take that go with it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import dataclasses
 import heapq
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,15 +19,16 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
 from fzero.kernels.onepass import LARGE
-from fzero.state.moments import filled, init_moments
+from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
 from fzero.state.sent import Sent, round_a_ring
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
-from fzero.table.spec import Spec
+from fzero.table.spec import Extra, Spec
 from fzero.update.known import in_place
+from fzero.update.leaf_norms import metric
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at
@@ -66,11 +70,12 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
 
     Args:
         layout: with everything on the device.
-        one_by_one: whether groups are updated one by one also where the optimizer would take all at once.
+        one_by_one: whether something is away, so that groups are updated one by one also where the optimizer would take
+            all at once.
     """
     optimizer, keys = step.optimizer, list(layout.trainable)
     if not keys:
-        return Taken(0)
+        return Taken(_by_entries(step, layout, structure, one_by_one))
     parts = [tuple(keys)]
     if optimizer.by_group:
         keys = _largest(layout, 2 + 3 * optimizer.exchanges)
@@ -78,7 +83,8 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
     ranks = _owners(layout, keys) if optimizer.exchanges else [0]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
-    return found[0]._replace(nbytes=max([each.nbytes for each in found]))
+    most = max([each.nbytes for each in found])
+    return found[0]._replace(nbytes=max(most, _by_entries(step, layout, structure, one_by_one)))
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
@@ -109,18 +115,23 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
         with thread_state.without_values(), live:
             _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
-        keys = itertools.chain(*parts)
-        whole = sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
-        return Taken(max(live.beyond, ASSUMED * whole))
+        return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
     return Taken(live.beyond, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+
+
+def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
+    return ASSUMED * sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
 
 
 def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> None:
     """Updates some groups as a step does."""
-    plain = dataclasses.replace(step, extras=(), metrics=(), donates=False, fusion=None)
+    by_group = tuple([dataclasses.replace(each, every=1) for each in step.extras if each.changes or each.fused])
+    plain = dataclasses.replace(step, extras=by_group, donates=False, fusion=None)
     every = list(itertools.chain(*parts))
-    params = filled(empty, dict.fromkeys(every, torch.device("cpu")))
-    state = TrainState(params, None, init_moments(plain, params), {}, 0, 0, plain.signature)
+    params = _filled(empty, every)
+    entries = init_extras(plain, _filled(empty, empty.layout.trainable)) if by_group else {}
+    entries = {name: tree.only(every) for name, value in entries.items() for tree in trees_of(value)}
+    state = TrainState(params, None, init_moments(plain, params), entries, 0, 0, plain.signature)
     made_then = step.fusion is not None and step.fused_norm != "held"  # by the pullback, or of 8 bits
     grads = params.with_buffers({} if made_then else {key: _grad(empty.layout, key) for key in every}, 1.0)
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
@@ -133,7 +144,38 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
             own = grads.with_buffers({key: _grad(empty.layout, key) for key in some}) if made_then else grads.only(some)
             update.apply(some, own, extra, following)
             del own
-        update.finish()
+        new = update.finish()
+        if update.changes is not None:
+            metric(*new, None, update.changes)
+
+
+def _by_entries(step: Spec, layout: Layout, structure: pytree.Spec, away: bool) -> int:
+    """What the entries of a state take that are updated after all groups, of all of these at once.
+
+    Args:
+        away: whether they are brought to the device, and the next ones are put away once all are made.
+    """
+    entries, taken = [each for each in step.extras if each.fused is None], 0
+    empty = Sharded(layout, Alone.of_ranks(layout.shards, 0, layout.tensor), structure, {}, kind="params")
+    for each in entries:
+        live = Live()
+        try:
+            with thread_state.without_values(), live:
+                taken = max(taken, _of_entry(step, each, _filled(empty, layout.groups), away, live))
+        except Exception:  # as above
+            taken = max(taken, live.beyond, _assumed(layout, layout.trainable))
+    return taken
+
+
+def _of_entry(step: Spec, extra: Extra, params: Sharded, away: bool, live: Live) -> int:
+    old = init_extras(dataclasses.replace(step, extras=(extra,)), params)[extra.name]
+    live.begin(0 if away else _nbytes(old))  # those of the next state are known
+    new = next_extra(extra, old, params, True)
+    return live.beyond if new is not old else 0
+
+
+def _filled(empty: Sharded, keys: Iterable[Key]) -> Sharded:
+    return filled(empty, dict.fromkeys(keys, torch.device("cpu")))
 
 
 class Live(dispatch.TorchDispatchMode):

@@ -78,10 +78,12 @@ def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> o
 
 def _placed(extra: Extra, value: object, params: Sharded) -> object:
     """The value in memory of its own, where moments lie; refused where its trees are not of the params' buffers."""
-    if extra.changes and not (is_sharded(value) and set(value.groups) == set(params.layout.trainable)):
+    by_group = extra.changes or extra.fused
+    if by_group and not (is_sharded(value) and set(value.groups) == set(params.layout.trainable)):
         raise TypeError(
             f"state.extra[{extra.name!r}] ({extra.source}): got {type(value).__name__}, expected a Sharded of all "
-            "leaves that are trained, as it changes them. Make it of params.only(params.layout.trainable)."
+            f"leaves that are trained, as it {'changes' if extra.changes else 'goes with'} them. Make it of "
+            "params.only(params.layout.trainable)."
         )
     for tree in trees_of(value):
         for key in tree.groups:

@@ -38,6 +38,10 @@ class Extra:
             entry is then one `Sharded` of the leaves that are trained. It is given some groups at a time, which are
             written before they are gathered and before any entry's `update` sees them.
         every: how many applied updates there are from one call of `changes` to the next.
+        fused: `fused(value, params)`, an applied `update` that is written to the buffers of `value`, element by element
+            of this rank's slices. The entry is then one `Sharded` of the leaves that are trained, of plain values. It
+            is given some groups at a time, as soon as they are updated and changed, and nothing new is made; `update`
+            still says what is done where a transform goes on through it, or an update is skipped.
         scale: `scale(value)`, by which cotangents are multiplied inside the pullback: grads carry it, and `update`,
             `add_grads` and `fz.gather` take it off.
         kind: what a state must have been made with to be one of this step's; `source` by default.
@@ -56,15 +60,18 @@ class Extra:
     wide: bool = False
     changes: Callable[..., object] | None = None
     every: int = 1
+    fused: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for argument, own in (("name", self.name), ("source", self.source), ("kind", self.kind)):
             need_str(own, "Extra", argument, "a str")
-        for argument in ("init", "update", "scale", "changes"):
-            own, optional = getattr(self, argument), argument in ("scale", "changes")
+        for argument in ("init", "update", "scale", "changes", "fused"):
+            own, optional = getattr(self, argument), argument in ("scale", "changes", "fused")
             if not callable(own) and not (optional and own is None):
                 raise wrong("Extra", argument, own, "a function" + (" or None" if optional else ""))
         need_int(self.every, "Extra", "every", least=1)
+        if self.changes is not None and self.fused is not None:
+            raise ValueError(f"Extra: got both changes and fused ({self.source}); expected one of them.")
         object.__setattr__(self, "kind", self.kind or self.source)
         if not self.name:
             raise ValueError(f"Extra: got name='' ({self.source}), expected the name of an entry of state.extra.")

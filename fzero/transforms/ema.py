@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from fzero.base.arguments import need_number
-from fzero.kernels.onepass import math_dtype
+from fzero.formats.formats import CHUNK, chunks
+from fzero.kernels.onepass import ON_CUDA, math_dtype
 from fzero.state.sharded import Sharded
 from fzero.table.spec import Extra, S, need_step
 
@@ -37,18 +40,25 @@ def ema(step: S, decay: float) -> S:
     need_number(decay, "ema", "decay", "a number in [0, 1)")
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"ema: got decay={decay}, expected a number in [0, 1).")
-    update = functools.partial(_averaged, float(decay))
-    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema", wide=True))
+    update, fused = (functools.partial(fn, float(decay)) for fn in (_averaged, _write))
+    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema", wide=True, fused=fused))
 
 
 def _begun(params: Sharded) -> Sharded:
-    return _values(params.only(params.layout.trainable))
+    return params.only(params.layout.trainable).map(lambda p: p.to(math_dtype(p.dtype)))
 
 
 def _averaged(decay: float, average: Sharded, params: Sharded, applied: bool) -> Sharded:
-    own = _values(params.only(average.groups))
-    return average.map(lambda a, p: decay * a + (1 - decay) * p, own) if applied else average
+    def one(a: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return decay * a + (1 - decay) * p.to(math_dtype(p.dtype))
+
+    return average.map(one, params.only(average.groups)) if applied else average
 
 
-def _values(params: Sharded) -> Sharded:
-    return params.map(lambda p: p.to(math_dtype(p.dtype)))
+def _write(decay: float, average: Sharded, params: Sharded) -> None:
+    """The same, written to the average: in one pass over it, chunk by chunk, so that nothing else is made."""
+    for key in average.groups:
+        own, stored = average.local(key), params.stored(key)
+        for start, stop in chunks(own, CHUNK if own.device.type == "cpu" else ON_CUDA):
+            part = own[start:stop]
+            part.mul_(decay).add_((1 - decay) * stored.cut(start, stop).to(part.dtype))

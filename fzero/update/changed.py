@@ -1,4 +1,4 @@
-"""Params that an entry of the state changes after the optimizer has (`Extra.changes`), group by group."""
+"""Entries of the state that go with the update of the params, group by group (`Extra.changes`, `Extra.fused`)."""
 
 from __future__ import annotations
 
@@ -62,4 +62,24 @@ class Changed:
         for key in keys:
             for target, value in zip((tree, own), new, strict=True):
                 write_values(target, key, value.local(key), self._draw)
+        self.writing.close(keys)
+
+
+class Fused:
+    """One entry of the next state, which is written of the params of each group as soon as these are final."""
+
+    def __init__(
+        self, extra: Extra, state: TrainState, donates: bool, copied: Callable[[str], None], host: Collection[Key]
+    ) -> None:
+        self.extra = extra
+        self.writing = Writing(state.extra[extra.name], "moments", donates, copied, host)
+
+    def write(self, keys: Sequence[Key], own: Sharded) -> None:
+        """Writes to some groups of the entry, whose params are updated and changed."""
+        assert self.extra.fused is not None
+        try:
+            self.extra.fused(self.writing.open(keys), own)
+        except Exception as error:
+            error.add_note(f"This was in the update of state.extra[{self.extra.name!r}], by {self.extra.source}.")
+            raise
         self.writing.close(keys)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fzero.formats.formats import Stored
 from fzero.state.draw import Squares
 from fzero.state.leaf_norms import (
     moment_norms,
@@ -39,21 +40,25 @@ class Changes:
 
     def __init__(self, measures: bool) -> None:
         self.squares = list[Squares]() if measures else None
-        self._old: dict[Key, torch.Tensor] = {}
+        self._old: dict[Key, Stored] = {}
+        self._found = list[Squares]()
 
     def keep(self, params: Sharded) -> None:
-        """Keeps the values of some groups that are about to be written to."""
+        """Keeps some groups, as they are stored, that are about to be written to."""
         if self.squares is None:
-            self._old |= {key: params.local(key).clone() for key in params.groups}
+            own = {key: params.stored(key) for key in params.groups}
+            self._old |= {key: Stored(x.format, tuple([part.clone() for part in x.parts])) for key, x in own.items()}
 
-    def found(self, params: Sharded, moments: object) -> list[Squares]:
+    def measure(self, params: Sharded) -> None:
+        """Measures those that have been written to, and leaves what was kept."""
+        for key in params.groups if self.squares is None else ():
+            new, old = _wide(params.local(key)), self._old.pop(key)
+            update = params.with_buffers({key: new - old.to(new.dtype)})
+            self._found += [*parts_of("params", params.only([key])), *parts_of("updates", update)]
+
+    def found(self, moments: object) -> list[Squares]:
         """The squares of this rank's parts after the update."""
-        if self.squares is not None:
-            return self.squares
-        own = params.only(self._old)
-        updates = own.with_buffers({key: _wide(own.local(key)) - _wide(old) for key, old in self._old.items()})
-        self._old = {}
-        return [*parts_of("params", own), *parts_of("updates", updates), *_of_moments(moments)]
+        return self.squares if self.squares is not None else [*self._found, *_of_moments(moments)]
 
 
 def changes_of(step: Spec, in_place: bool) -> Changes | None:
@@ -74,7 +79,7 @@ def metric(
     if not own.groups:  # all is frozen
         return _ordered({name: {} for name in _TREES})
     if changes is not None:
-        parts = changes.found(params, moments)
+        parts = changes.found(moments)
     else:
         (now,) = parts_of("params", own)
         parts = [now, now._replace(names=("updates",), sums=torch.zeros_like(now.sums)), *_of_moments(moments)]

@@ -32,7 +32,7 @@ from fzero.table.layout import Key
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
 from fzero.update.beside import Beside, spare_cores
-from fzero.update.changed import Changed, due
+from fzero.update.changed import Changed, Fused, due
 from fzero.update.followed import followed_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
 from fzero.update.leaf_norms import changes_of, metric
@@ -125,7 +125,12 @@ class Decision:
                 changes = update.changes if update is not None else None
                 self.metrics[LEAF_NORMS] = metric(params, moments, self._squares, changes)
             old = {**state.extra, **(update.extra() if update is not None else {})}
-            own = {extra.name: next_extra(extra, old[extra.name], params, self.finite) for extra in step.extras}
+            own = {
+                extra.name: old[extra.name]
+                if extra.fused and update is not None
+                else next_extra(extra, old[extra.name], params, self.finite)
+                for extra in step.extras
+            }
         except BaseException as error:
             if update is not None:
                 update.lost(error, " in the update of state.extra")
@@ -158,8 +163,11 @@ class Update:
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
         trees = self._split.leaves[0] if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
-        self._changed = [Changed(x, state, step.donates, copied.append, self._on_host) for x in due(step, state)]
-        self._trees = [self.params, *self._moments, *[each.writing for each in self._changed]]
+        made = [(Changed, due(step, state)), (Fused, [x for x in step.extras if x.fused])]  # what is changed goes first
+        self._entries = [
+            kind(x, state, step.donates, copied.append, self._on_host) for kind, some in made for x in some
+        ]
+        self._trees = [self.params, *self._moments, *[each.writing for each in self._entries]]
         self._after: object = state.moments
         if copied and not saved:
             warnings.warn(
@@ -260,8 +268,10 @@ class Update:
             self._parts.append(map_trees(lambda tree: tree.over({}), part))
             for tree in self._moments:
                 tree.close(keys)
-        for each in self._changed:
+        for each in self._entries:
             each.write(keys, own)
+        if self.changes is not None:
+            self.changes.measure(own)
         self.params.close(keys)
         return own
 
@@ -279,8 +289,8 @@ class Update:
 
     def _tell(self, grads: Sharded) -> None:
         """Says what keeps the old state from its store while nothing of it is lost, and lets nobody say it later."""
-        changed = [each.writing.tree for each in self._changed]
-        for tree in (self.old, *trees_of(self._state.moments), *changed, grads):
+        entries = [each.writing.tree for each in self._entries]
+        for tree in (self.old, *trees_of(self._state.moments), *entries, grads):
             for buffer in (*tree.entries.values(), *tree.held_entries.values()):
                 if isinstance(buffer, Away):
                     buffer.tell()
@@ -349,8 +359,8 @@ class Update:
             finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
 
     def extra(self) -> dict[str, Sharded]:
-        """The entries of the next state that have changed the params, once all groups are updated."""
-        return {each.extra.name: each.writing.finished() for each in self._changed}
+        """The entries of the next state that went with the params, once all groups are updated."""
+        return {each.extra.name: each.writing.finished() for each in self._entries}
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
