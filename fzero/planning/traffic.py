@@ -203,7 +203,9 @@ def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return out
 
 
-def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathered: Mapping[str, int]) -> dict[str, int]:
+def peak(
+    step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, after: int, gathered: Mapping[str, int]
+) -> dict[str, int]:
     """Memory -> bytes that a step takes there at most, but for activations.
 
     On the device are, beside its state and while it runs: the full params of the root and of the two largest units (one
@@ -216,6 +218,7 @@ def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathere
 
     Args:
         made: bytes that an update takes beside the state and the gradients (`taken`).
+        after: the same of what comes after it.
         gathered: unit -> bytes of its full params, where they are made for each use.
     """
     units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
@@ -225,13 +228,17 @@ def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, gathere
         cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
     runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
     runs += max(_reducing(step, layout).values(), default=0)
-    updating, several = _updating(step, pieces, made), step.microbatches.count
+    updating, several = _updating(step, pieces), step.microbatches.count
     if _holds(step) == "8-bit":  # codes, and what is made of them
-        updating[DEVICE] += 2 * torch.float32.itemsize * max(map(layout.shard_numel, layout.trainable), default=0)
-    if step.fusion and _holds(step) != "held":  # while others are pulled back, or brought
-        updating[DEVICE] += runs
-    elif several == 1:
-        updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
+        made += 2 * torch.float32.itemsize * max(map(layout.shard_numel, layout.trainable), default=0)
+    if not step.fusion:
+        updating[DEVICE] += max(made, after)
+        if several == 1:
+            updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
+    elif _holds(step) == "held":  # its next state is made before all is pulled back
+        updating[DEVICE] += max(made, after, runs)
+    else:  # while others are pulled back, or brought
+        updating[DEVICE] += max(made + runs, after)
     if several == 1:
         return updating
     sums, whole = _sums(layout)
@@ -263,9 +270,8 @@ def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
         assert grads
         if group.row.cuts and layout.shards > 1:
             out[key.unit] += (2 * group.numel - own) * wire
-        elif (
-            step.fusion and step.donates and not group.row.fetched
-        ):  # params that the graph holds are copied, while the next unit is pulled back
+        elif step.fusion and step.donates and not group.row.fetched and _holds(step) not in WAIT:
+            # params that the graph holds are copied, while the next unit is pulled back
             out[key.unit] += 2 * own * wire
         if name_of(grads.memory) != DEVICE:
             out[key.unit] += 3 * own * wire
@@ -306,8 +312,8 @@ def _added(step: Spec, layout: Layout) -> int:
     return out
 
 
-def _updating(step: Spec, pieces: Sequence[Piece], made: int) -> dict[str, int]:
-    """Memory -> bytes that an update takes there beside what runs."""
+def _updating(step: Spec, pieces: Sequence[Piece]) -> dict[str, int]:
+    """Memory -> bytes that an update takes there beside what runs, and beside what the optimizer makes."""
     copied = [piece for piece in pieces if piece.copies]
     out: dict[str, int] = {memory: _taken(memory, pieces) + _taken(memory, copied) for memory in MEMORIES}
     brought = collections.Counter[str]()
@@ -319,6 +325,5 @@ def _updating(step: Spec, pieces: Sequence[Piece], made: int) -> dict[str, int]:
     by_group = step.optimizer.by_group
     out[HOST] += max(down, default=0) if by_group else sum(down)
     waiting = step.optimizer.exchanges if step.optimizer.paused else 0  # of as many units, each for another one
-    out[DEVICE] += made
     out[DEVICE] += sum(heapq.nlargest(2 + waiting if by_group else len(brought), brought.values()))
     return out

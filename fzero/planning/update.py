@@ -42,10 +42,12 @@ class Taken(NamedTuple):
 
     Attributes:
         nbytes: at most, beside the old state, the next one and the gradients.
+        after: the same, of the entries of the state that are updated once all groups are.
         over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
     """
 
     nbytes: int
+    after: int = 0
     over: Records = ()
     tensor: Records = ()
 
@@ -75,7 +77,7 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
     """
     optimizer, keys = step.optimizer, list(layout.trainable)
     if not keys:
-        return Taken(_by_entries(step, layout, structure, one_by_one))
+        return Taken(0, _by_entries(step, layout, structure, one_by_one))
     parts = [tuple(keys)]
     if optimizer.by_group:
         keys = _largest(layout, 2 + 3 * optimizer.exchanges)
@@ -83,8 +85,8 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
     ranks = _owners(layout, keys) if optimizer.exchanges else [0]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
-    most = max([each.nbytes for each in found])
-    return found[0]._replace(nbytes=max(most, _by_entries(step, layout, structure, one_by_one)))
+    after = _by_entries(step, layout, structure, one_by_one)
+    return found[0]._replace(nbytes=max([each.nbytes for each in found]), after=after)
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
@@ -116,7 +118,7 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
             _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:

@@ -58,10 +58,11 @@ class Changed:
     def write(self, keys: Sequence[Key], own: Sharded) -> None:
         """Writes to the params of some groups, which the optimizer has written to."""
         tree = self.writing.open(keys)
-        new = changed(self.extra, values(tree), values(own))
-        for key in keys:
+        for key in keys:  # one at a time, as each makes its next values before they are written
+            new = changed(self.extra, values(tree.only([key])), values(own.only([key])))
             for target, value in zip((tree, own), new, strict=True):
                 write_values(target, key, value.local(key), self._draw)
+            del new
         self.writing.close(keys)
 
 
