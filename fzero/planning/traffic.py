@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
+from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Companded, Format, Plain
 from fzero.state.moments import init_extras, init_moments
@@ -228,6 +229,7 @@ def peak(
         cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
     runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
     runs += max(_reducing(step, layout).values(), default=0)
+    runs += _measuring(layout) if step.fusion else 0
     updating, several = _updating(step, pieces), step.microbatches.count
     if _holds(step) == "8-bit":  # codes, and what is made of them
         made += 2 * torch.float32.itemsize * max(map(layout.shard_numel, layout.trainable), default=0)
@@ -261,21 +263,33 @@ def peak(
 def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
     """Unit -> bytes that it takes to reduce its full cotangent, and to put the result where it waits.
 
-    Over ranks they are one buffer, and what others send of their slices.
+    Over ranks they are one buffer, and what others send of their slices; on one rank the buffer is the result, unless
+    that is of another dtype.
     """
     out = collections.Counter[str]()
     for key in layout.trainable:
         group, own = layout.groups[key], layout.shard_numel(key)
-        grads, wire = group.row.grads, group.row.policy.wire.itemsize
-        assert grads
-        if group.row.cuts and layout.shards > 1:
-            out[key.unit] += (2 * group.numel - own) * wire
-        elif step.fusion and step.donates and not group.row.fetched and _holds(step) not in WAIT:
+        row, policy, wire = group.row, group.row.policy, group.row.policy.wire.itemsize
+        assert row.grads and policy.reduce and policy.grad
+        alike, over = policy.wire == policy.reduce, row.cuts and layout.shards > 1
+        if over:
+            out[key.unit] += (2 * group.numel - own * alike) * wire
+        elif not alike or layout.shards > 1:
+            out[key.unit] += group.numel * wire
+        if not alike and (step.fusion or step.microbatches.count == 1):  # or it is kept as it was summed
+            out[key.unit] += own * max(0, policy.reduce.itemsize - policy.grad.itemsize)
+        if step.fusion and step.donates and not (over or row.fetched or _holds(step) in WAIT):
             # params that the graph holds are copied, while the next unit is pulled back
             out[key.unit] += 2 * own * wire
-        if name_of(grads.memory) != DEVICE:
+        if name_of(row.grads.memory) != DEVICE:
             out[key.unit] += 3 * own * wire
     return out
+
+
+def _measuring(layout: Layout) -> int:
+    """Bytes that it takes to measure one group's grads as they come."""
+    own = [layout.shard_numel(key) for key in layout.trainable if layout.groups[key].row.policy.grad == torch.bfloat16]
+    return torch.float32.itemsize * min(ROWS * ROW, max(own, default=0))
 
 
 def _taken(memory: str, pieces: Iterable[Piece]) -> int:
