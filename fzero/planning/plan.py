@@ -368,7 +368,7 @@ def planned(
         messages=tuple(messages),
         **by_memory,
         moved=traffic.moved(alone),
-        peak=traffic.peak(step, pieces, layout, update.nbytes, update.after, gathered),
+        peak=traffic.peak(step, pieces, layout, update, gathered),
         activations=activations,
         flops=flops,
     )

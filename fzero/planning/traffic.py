@@ -13,6 +13,7 @@ from fzero.base import pytree
 from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Companded, Format, Plain
+from fzero.planning.update import Taken
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
 from fzero.state.sent import uses_of
@@ -205,7 +206,7 @@ def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def peak(
-    step: Spec, pieces: Sequence[Piece], layout: Layout, made: int, after: int, gathered: Mapping[str, int]
+    step: Spec, pieces: Sequence[Piece], layout: Layout, made: Taken, gathered: Mapping[str, int]
 ) -> dict[str, int]:
     """Memory -> bytes that a step takes there at most, but for activations.
 
@@ -218,8 +219,7 @@ def peak(
     sum of the grads so far and the grads of one more, where these belong.
 
     Args:
-        made: bytes that an update takes beside the state and the gradients (`taken`).
-        after: the same of what comes after it.
+        made: what an update takes beside the state and the gradients.
         gathered: unit -> bytes of its full params, where they are made for each use.
     """
     units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
@@ -231,16 +231,14 @@ def peak(
     runs += max(_reducing(step, layout).values(), default=0)
     runs += _measuring(layout) if step.fusion else 0
     updating, several = _updating(step, pieces), step.microbatches.count
-    if _holds(step) == "8-bit":  # codes, and what is made of them
-        made += 2 * torch.float32.itemsize * max(map(layout.shard_numel, layout.trainable), default=0)
     if not step.fusion:
-        updating[DEVICE] += max(made, after)
+        updating[DEVICE] += max(made.nbytes, made.after)
         if several == 1:
             updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
-    elif _holds(step) == "held":  # its next state is made before all is pulled back
-        updating[DEVICE] += max(made, after, runs)
+    elif _holds(step) in WAIT:  # its next state is made before all is pulled back
+        updating[DEVICE] += max(made.nbytes, made.after, runs + made.held)
     else:  # while others are pulled back, or brought
-        updating[DEVICE] += max(made + runs, after)
+        updating[DEVICE] += max(made.nbytes + runs, made.after)
     if several == 1:
         return updating
     sums, whole = _sums(layout)

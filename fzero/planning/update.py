@@ -27,6 +27,7 @@ from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Extra, Spec
+from fzero.update.fused import holding, together
 from fzero.update.known import in_place
 from fzero.update.leaf_norms import metric
 from fzero.update.update import Update
@@ -43,11 +44,13 @@ class Taken(NamedTuple):
     Attributes:
         nbytes: at most, beside the old state, the next one and the gradients.
         after: the same, of the entries of the state that are updated once all groups are.
+        held: the same while gradients are put into 8 bits.
         over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
     """
 
     nbytes: int
     after: int = 0
+    held: int = 0
     over: Records = ()
     tensor: Records = ()
 
@@ -85,8 +88,8 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
     ranks = _owners(layout, keys) if optimizer.exchanges else [0]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
-    after = _by_entries(step, layout, structure, one_by_one)
-    return found[0]._replace(nbytes=max([each.nbytes for each in found]), after=after)
+    most, after = max([each.nbytes for each in found]), _by_entries(step, layout, structure, one_by_one)
+    return found[0]._replace(nbytes=most, after=after, held=_held(step, layout, structure))
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
@@ -118,7 +121,7 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
             _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond, 0, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
@@ -134,21 +137,46 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     entries = init_extras(plain, _filled(empty, empty.layout.trainable)) if by_group else {}
     entries = {name: tree.only(every) for name, value in entries.items() for tree in trees_of(value)}
     state = TrainState(params, None, init_moments(plain, params), entries, 0, 0, plain.signature)
-    made_then = step.fusion is not None and step.fused_norm != "held"  # by the pullback, or of 8 bits
-    grads = params.with_buffers({} if made_then else {key: _grad(empty.layout, key) for key in every}, 1.0)
+    mode, scale = step.fused_norm if step.fusion else "held", _scale(step)
+    grads = params.with_buffers({} if mode != "held" else {key: _grad(empty.layout, key) for key in every}, scale)
+    coded = {key: holding(_grads(grads, [key]), key, True) for key in every if mode == "8-bit"}
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
         empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
         moments = 0 if in_place(plain, empty.layout) else _nbytes(state.moments)  # of the next state
-        own = [_grad(empty.layout, key).nbytes for key in every] if made_then else []  # the grads of one are known
-        live.begin(moments + max(own, default=0))
+        made_then = mode in ("once", "twice")  # by the pullback: those of one are known
+        live.begin(moments + max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))
         for some, following in itertools.pairwise((*parts, ())):
-            own = grads.with_buffers({key: _grad(empty.layout, key) for key in some}) if made_then else grads.only(some)
+            if coded:
+                own = together([coded.pop(key)() for key in some])
+            else:
+                own = _grads(grads, some) if made_then else grads.only(some)
             update.apply(some, own, extra, following)
             del own
         new = update.finish()
         if update.changes is not None:
             metric(*new, None, update.changes)
+
+
+def _scale(step: Spec) -> float:
+    """What grads are multiplied by, which an update divides by; another number than 1 where that may be one."""
+    scaled = step.optimizer.needs or any(extra.scale for extra in step.extras) or step.microbatches.count > 1
+    return 2.0 if scaled else 1.0
+
+
+def _held(step: Spec, layout: Layout, structure: pytree.Spec) -> int:
+    """What it takes to put the largest group's gradient into 8 bits, beside these."""
+    if not step.fusion or step.fused_norm != "8-bit":
+        return 0
+    key = max(layout.trainable, key=layout.shard_numel)
+    empty, live = Sharded(layout, Alone.of_ranks(layout.shards), structure, {}), Live()
+    with thread_state.without_values(), live:
+        holding(_grads(empty, [key]), key, True)
+    return live.beyond
+
+
+def _grads(like: Sharded, keys: Iterable[Key]) -> Sharded:
+    return like.with_buffers({key: _grad(like.layout, key) for key in keys})
 
 
 def _by_entries(step: Spec, layout: Layout, structure: pytree.Spec, away: bool) -> int:

@@ -86,7 +86,7 @@ def update_as_fused(
         taken = _finite_only(grads, squares[1])
         squares = squares_in(taken)
     elif step.fused_norm == "8-bit" and grads.groups:
-        taken = _together([_holding(grads.only([key]), key, True)() for key in grads.groups])
+        taken = together([holding(grads.only([key]), key, True)() for key in grads.groups])
     return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
 
 
@@ -143,10 +143,10 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     held: dict[Key, Callable[[], Sharded]] = {}
 
     def hold(key: Key, shard: torch.Tensor) -> None:
-        held[key] = _holding(grads.measured(key, shard), key, mode == "8-bit")
+        held[key] = holding(grads.measured(key, shard), key, mode == "8-bit")
 
     def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        update.apply(keys, _together([held.pop(key)() for key in keys]), decision.extra, following)
+        update.apply(keys, together([held.pop(key)() for key in keys]), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
@@ -156,12 +156,12 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     return decision
 
 
-def _together(parts: Sequence[Sharded]) -> Sharded:
+def together(parts: Sequence[Sharded]) -> Sharded:
     """One tree of several groups' grads."""
     return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
 
 
-def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
+def holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
     """A function that brings a group's grads back, which are kept as they are, or in 8 bits."""
     buffer = grads.local(key)
     if not in_8_bits or buffer.dtype == torch.float64:
