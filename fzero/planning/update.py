@@ -18,6 +18,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
+from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
@@ -118,18 +119,18 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
     axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), Live()
     try:
         with thread_state.without_values(), live:
-            _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
+            kept = _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond, 0, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond + kept, 0, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
     return ASSUMED * sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
 
 
-def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> None:
-    """Updates some groups as a step does."""
+def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> int:
+    """Updates some groups as a step does; returns the bytes that are kept of the others meanwhile."""
     by_group = tuple([dataclasses.replace(each, every=1) for each in step.extras if each.changes or each.fused])
     plain = dataclasses.replace(step, extras=by_group, donates=False, fusion=None)
     every = list(itertools.chain(*parts))
@@ -154,8 +155,11 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
             update.apply(some, own, extra, following)
             del own
         new = update.finish()
-        if update.changes is not None:
-            metric(*new, None, update.changes)
+        if update.changes is None:
+            return 0
+        metric(*new, None, update.changes)
+        others = () if len(parts) > 1 or update.changes.squares is not None else {*empty.layout.trainable} - {*every}
+        return sum([nbytes(empty.format(key), empty.layout.shard_numel(key)) for key in others])
 
 
 def _scale(step: Spec) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 from typing import Any
@@ -39,6 +40,7 @@ def by_rows(grads: Any, state: Any, params: Any) -> Any:
 MATRICES = "*.w|*.v"
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: fz.adamw(1e-2),
+    "sgd": lambda: fz.sgd(0.1),
     "sgd, clipped": lambda: fz.chain(fz.clip_by_global_norm(0.5), fz.sgd(0.1)),
     "adafactor": lambda: fz.adafactor(1e-2),
     "lamb": lambda: fz.lamb(1e-2),
@@ -132,6 +134,81 @@ def test_a_step_takes_what_is_planned(
         assert planned["device"] <= 1.15 * peak + SPARE
     elif not away:  # the largest units are not those that are pulled back while others are updated
         assert planned["device"] <= 1.6 * peak + SPARE
+
+
+def averaged(value: Any, params: Any, applied: bool) -> Any:
+    return value.map(lambda a, p: 0.9 * a + 0.1 * p, params) if applied else value
+
+
+def plain(step: fz.Step) -> fz.Step:
+    return step
+
+
+BESIDE: dict[str, Any] = {
+    "nothing": plain,
+    "ema": lambda step: fz.ema(step, 0.9),
+    "lookahead": lambda step: fz.lookahead(step, 1),
+    "both": lambda step: fz.lookahead(fz.ema(step, 0.9), 1),
+    "own": lambda step: step.with_state(fz.Extra("own", "own", lambda params: params.map(torch.clone), averaged)),
+    "norms": lambda step: dataclasses.replace(step, metrics=("leaf_norms",)),
+    "norms, lookahead": lambda step: dataclasses.replace(fz.lookahead(step, 1), metrics=("leaf_norms",)),
+}
+POLICIES = {"plain": fz.Policy, "compact16": fz.Policy.compact16, "bf16": fz.Policy.bf16_states}
+
+
+def beside(optimizer: str, policy: str, what: str, stage: int, fused: str | None, donate: bool, away: bool) -> fz.Step:
+    def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return loss(params, x.to(params["head"].dtype))
+
+    step = SHARDS[stage](BESIDE[what](fz.train_step(fn, OPTIMIZERS[optimizer](), POLICIES[policy]())))
+    step = fz.fuse_update(step, norm=fused) if fused else step
+    step = fz.offload(step, moments="host") if away else step
+    return fz.donate(step) if donate else step
+
+
+@pytest.mark.filterwarnings("ignore:Slow in torch")
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
+@by_day(2)
+@example("sgd", "plain", "ema", 0, 1, None, True, False)
+@example("adamw", "compact16", "ema", 0, 1, None, True, False)
+@example("adamw", "bf16", "ema", 2, 2, None, False, True)
+@example("adamw", "plain", "both", 0, 1, None, False, False)
+@example("sgd", "bf16", "lookahead", 0, 1, None, True, False)
+@example("sgd", "plain", "own", 0, 1, "held", True, False)
+@example("adafactor", "plain", "norms", 0, 1, None, True, False)
+@example("adamw", "plain", "norms, lookahead", 0, 1, None, True, False)
+@example("sgd", "plain", "nothing", 1, 2, "held", False, False)
+@example("adamw", "plain", "nothing", 3, 2, "held", False, False)
+@example("adamw", "bf16", "nothing", 1, 2, None, True, False)
+@example("sgd, clipped", "plain", "nothing", 0, 1, "8-bit", True, False)
+@given(
+    optimizer=st.sampled_from(["sgd", "sgd, clipped", "adamw", "adafactor"]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    what=st.sampled_from(sorted(BESIDE)),
+    stage=st.integers(0, 3),
+    world=st.integers(1, 3),
+    fused=st.sampled_from([None, "auto", "twice", "held", "8-bit"]),
+    donate=st.booleans(),
+    away=st.booleans(),
+)
+def test_what_goes_with_an_update_is_planned(
+    optimizer: str, policy: str, what: str, stage: int, world: int, fused: str | None, donate: bool, away: bool
+) -> None:
+    """Entries of the state, norms of leaves, gradients that are held or travel in another dtype."""
+    params, world = made(4, 120), world if stage else 1
+    make = functools.partial(beside, optimizer, policy, what, stage, fused, donate, away)
+    planned, peak = fz.plan(make(), params, world_size=world).peak, taken(make, params, world)
+    assert peak <= planned["device"] + planned["host"] + SPARE
+    assert planned["device"] <= (1.15 if not away and not fused else 1.8) * peak + SPARE
+
+
+@pytest.mark.parametrize("what", ["ema", "both", "own"])
+def test_what_fits_beside_an_update_fits(what: str) -> None:
+    params = made(4, 120)
+    make = functools.partial(beside, "adamw", "compact16", what, 0, None, True, False)
+    room = taken(make, params, 1) - 1000  # less than it takes
+    with pytest.raises(ValueError, match="no placement fits"):
+        fz.fits(make(), params, device=room - SPARE)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb", "clipped by leaf", "two"])

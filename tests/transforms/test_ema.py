@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import fzero as fz
 from fzero.state.sharded import is_sharded
-from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, run_ranks, strategies
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 POLICIES = {"float64": (F64, None), "exact": (F32, fz.Policy.exact()), "compact16": (F32, fz.Policy.compact16())}
@@ -106,6 +106,68 @@ def test_stays_where_an_update_is_skipped_and_is_planned() -> None:
     held = sum(x.nbytes for x in state.extra["ema"].entries.values())
     assert fz.plan(step, params).extra == held
     assert fz.plan(fz.offload(step, moments="host"), params).extra == held
+
+
+@pytest.mark.parametrize("policy", ["float64", "exact", "compact16"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_is_written_in_place_where_the_state_is_donated(policy: str, donate: bool) -> None:
+    """To the bit what the formula says; where it is not donated, the old average stays."""
+    dtype, own = POLICIES[policy]
+    params = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(0), dtype=dtype), "b": torch.ones(3)}
+    step = fz.ema(fz.train_step(losses, fz.adamw(0.1), own), 0.9)
+    step = fz.donate(step) if donate else step
+    x = torch.linspace(-1, 1, 300_000, dtype=dtype if policy != "compact16" else BF16)
+    state, _ = step(step.init(params), x)
+    old = state.extra["ema"]
+    assert is_sharded(old)
+    before, places = mapped(torch.clone, fz.gather(old)), {x.data_ptr() for x in old.buffers.values()}
+    del old
+    new, _ = step(state, x)
+    after = fz.gather(new.params)
+    want = mapped(lambda a, p: 0.9 * a + (1 - 0.9) * p.to(a.dtype), before, after)
+    assert_trees_equal(fz.gather(new.extra["ema"]), want)
+    assert is_sharded(new.extra["ema"])
+    assert ({x.data_ptr() for x in new.extra["ema"].buffers.values()} == places) == donate
+    if not donate:
+        assert_trees_equal(fz.gather(state.extra["ema"]), before)
+
+
+@pytest.mark.parametrize("policy", [fz.Policy(), fz.Policy.bf16_states(), fz.Policy.compact16()])
+def test_takes_no_more_than_the_average(policy: fz.Policy) -> None:
+    params = {"w": torch.ones(300_000)}
+
+    def peak(step: fz.Step) -> int:
+        step, x = fz.donate(step), torch.ones(300_000, dtype=policy.compute or F32)
+        with LiveBytes() as live:
+            state, _ = step(step.init(params), x)
+            live.reset_peak()
+            step(state, x)
+        return live.peak
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (p["w"] * x).sum()
+
+    bare = fz.train_step(fn, fz.adamw(0.1), policy)
+    assert peak(fz.ema(bare, 0.9)) <= peak(bare) + 4 * 300_000 + (1 << 18)  # and what a chunk takes
+
+
+def test_an_error_in_one_that_is_written_says_whose_it_is() -> None:
+    def fused(value: Any, params: Any) -> None:
+        raise ArithmeticError("no")
+
+    def begun(params: Any) -> Any:
+        return params.map(torch.clone)
+
+    extra = fz.Extra("mine", "mine()", begun, lambda value, params, applied: value, fused=fused)
+    step = fz.train_step(losses, fz.sgd(0.1)).with_state(extra)
+    state = step.init({"w": torch.arange(5.0), "b": torch.ones(3)})
+    with pytest.raises(ArithmeticError, match="no") as found:
+        step(state, torch.ones(5))
+    assert any("state.extra['mine'], by mine()" in note for note in found.value.__notes__)
+    assert_trees_equal(fz.gather(state.extra["mine"]), {"w": torch.arange(5.0), "b": torch.ones(3)})
+    bad = fz.Extra("mine", "mine()", lambda params: 0, lambda value, params, applied: value, fused=fused)
+    with pytest.raises(TypeError, match=r"state.extra\['mine'\] \(mine\(\)\): got int, expected a Sharded of all leaves"):
+        fz.train_step(losses, fz.sgd(0.1)).with_state(bad).init({"w": torch.arange(5.0), "b": torch.ones(3)})
 
 
 @pytest.mark.parametrize(("decay", "error"), [(1.0, ValueError), (-0.1, ValueError), ("0.9", TypeError)])
