@@ -15,6 +15,7 @@ from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
 from fzero.capture.notes import followed, notes
+from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry, refuse_carry
@@ -42,7 +43,7 @@ class Tape:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
         need_derivatives("the model of fz.tape")
         _refuse_transforms("the model of fz.tape")
-        with as_found():
+        with as_found(), failing("a forward of a tape"):
             traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
             self._calls += 1
             out = call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
@@ -122,7 +123,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         out = call_function(step, state, traversal, {**primals, **fixed}, given)
         return scalar_loss(split_result(step, out)[0], "hvp")
 
-    with as_found(), torch.no_grad():
+    with as_found(), failing("a product with the Hessian"), torch.no_grad():
         _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
         (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
@@ -201,7 +202,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
 
     axis = state.params.axis
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
-    with as_found(), torch.no_grad(), seeded(traversal.next_seed()):
+    with as_found(), failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):
         grads, losses = mapped({i: leaves[i] for i in chosen}, *flat)
         need_alike(axis, [losses.detach()], "per_example_grads", "a loss")
     found = [whole_of(row, axis, grads[i], 1).to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]

@@ -115,13 +115,17 @@ def happened(what: str) -> None:
 
 
 @contextlib.contextmanager
-def failing(what: str) -> Iterator[None]:
-    """Around what a rank may go on after if it fails there."""
+def failing(what: str, counts: Callable[[Exception], bool] = lambda _: True) -> Iterator[None]:
+    """Around what a rank may go on after if it fails there.
+
+    Args:
+        counts: tells of an error whether it is one; what runs otherwise then has not failed.
+    """
     try:
         yield
     except Exception as error:
         text = str(error).partition("\n")[0]
-        if not text.startswith(_OURS):  # which all ranks are told
+        if counts(error) and not text.startswith(_OURS):  # which all ranks are told
             happened(f"{what} failed with {type(error).__name__}: {text[:100]}")
         raise
 

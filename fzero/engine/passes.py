@@ -12,6 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.ambient import without_fast_attention
 from fzero.base.follow import is_transformed
 from fzero.base.interrupts import as_found
+from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
@@ -37,7 +38,7 @@ def evaluated(
         follows: whether one may be.
     """
     grads = contextlib.nullcontext() if follows else torch.no_grad()
-    with private.outside_inference(), without_fast_attention(), grads:
+    with failing("a forward"), private.outside_inference(), without_fast_attention(), grads:
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows)
         call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)
         return split_result(step, call() if traversal.fn is None or not private.level() else in_a_level(call))

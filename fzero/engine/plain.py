@@ -20,7 +20,9 @@ from torch.autograd.graph import Node
 from fzero.base import private, pytree, texts
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
+from fzero.capture.exports import alike
 from fzero.capture.handle import storage_of
+from fzero.comm.divergence import failing
 from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split, apart_from
@@ -91,11 +93,12 @@ class PlainRun(Outcome):
         with torch.enable_grad(), private.outside_inference():
             self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
             for place, leaf in zip(self.wanted, self._inputs, strict=True):
-                filled[place] = Alias.apply(leaf)
+                filled[place] = alike(Alias.apply(leaf), flat[place])
             arguments = pytree.unflatten(spec, filled)
             try:
                 traversal = leaves.traversal(seed, every)
-                result = call_function(step, state, traversal, {}, arguments)
+                with failing("a forward", lambda error: not says_unfit(error)):
+                    result = call_function(step, state, traversal, {}, arguments)
                 self._looked_at = traversal.looked_at
             except (RuntimeError, TypeError) as error:
                 if says_unfit(error):
@@ -148,7 +151,7 @@ class PlainRun(Outcome):
         """Around a pullback."""
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
-                with run_pulled(self.state, self._real or (), self._looked_at):
+                with failing("a pullback"), run_pulled(self.state, self._real or (), self._looked_at):
                     yield
         except BaseException:
             private.forget_failed_backward()

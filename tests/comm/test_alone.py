@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,58 @@ def goes_on_after_a_forward(rank: int) -> str:
         except OSError:
             fz.gather(state.params)
     return str(error.value)
+
+
+Verb = Callable[[fz.Step, fz.TrainState, Callable[[], object]], object]
+
+
+def goes_on_after(call: Verb, rank: int) -> str:
+    fails: list[bool] = []
+
+    def body(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and fails:
+            raise OSError("no more disk")
+        return x @ p["w"]
+
+    step = step_of(body)
+    state = step.init(PARAMS)
+    with pytest.raises(RuntimeError) as error:
+        try:
+            call(step, state, lambda: fails.append(True))
+        except OSError:
+            fz.gather(state.params)
+    return str(error.value)
+
+
+def by_forward(step: fz.Step, state: fz.TrainState, fail: Callable[[], object]) -> None:
+    fail()
+    step.forward(state, X)
+
+
+def by_tape(step: fz.Step, state: fz.TrainState, fail: Callable[[], object]) -> None:
+    fail()
+    with fz.tape(step, state) as model:
+        model(X)
+
+
+def by_hvp(step: fz.Step, state: fz.TrainState, fail: Callable[[], object]) -> None:
+    _, pullback = step.vjp(state, X)
+    grads, _ = pullback(torch.ones((), dtype=F64))
+    fail()
+    fz.hvp(step, state, grads, X)
+
+
+FORWARDS: dict[str, Verb] = {
+    "a forward": by_forward,
+    "a forward of a tape": by_tape,
+    "a product with the Hessian": by_hvp,
+}
+
+
+@pytest.mark.parametrize("what", FORWARDS)
+def test_where_a_verb_fails_alone_its_peers_are_told(what: str) -> None:
+    for said in run_ranks(functools.partial(goes_on_after, FORWARDS[what]), 2, timeout=30):
+        assert f"on rank 1 {what} failed with OSError: no more disk" in said, said
 
 
 SAID: dict[Callable[[int], str], str] = {
