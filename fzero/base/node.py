@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
-from fzero.base.ambient import default_dtype
+from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
@@ -46,12 +46,13 @@ class Op:
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
+    runs_again = True  # whether a pullback of first order needs what was saved
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        self.default_dtype = torch.get_default_dtype()
+        self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
         self.averaged = averaged.get()
         self.node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
 
@@ -59,7 +60,13 @@ class Op:
     def surroundings(self) -> Iterator[None]:
         enabled, dtype = self.autocast
         # other threads may have set another default dtype meanwhile
-        with default_dtype(self.default_dtype), seeded(self.seed), during(averaged, self.averaged):
+        # a node is applied unseen by the classes of its operands, and what it runs is not
+        with (
+            functions_seen(self.functions),
+            default_dtype(self.default_dtype),
+            seeded(self.seed),
+            during(averaged, self.averaged),
+        ):
             if enabled or torch.is_autocast_enabled(self.device):
                 with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     yield
@@ -69,7 +76,7 @@ class Op:
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
         op.autocast, op.default_dtype, op.reduced = self.autocast, self.default_dtype, self.reduced
-        op.averaged, op.plain = self.averaged, self.plain
+        op.averaged, op.plain, op.functions = self.averaged, self.plain, self.functions
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
@@ -219,7 +226,7 @@ class Node(torch.autograd.Function):
                 }
             arguments = (*tensors, *given.values())
             transposed = ctx.op.transposed(count, wanted, [*given])
-            out = Node.apply(transposed, active(arguments), *arguments)
+            out = _applied(transposed, active(arguments), *arguments)
             # zeros would meet infinite derivatives before
             kept = [i for i in wanted if i not in transposed.unused and (some or i < ctx.op.reduced)]
             found = {i: g for i, g in zip(wanted, out, strict=True) if i in kept}
@@ -232,7 +239,7 @@ class Node(torch.autograd.Function):
         if not (moving and ctx.real):
             return (None,) * ctx.outputs
         arguments = (*tensors, *moving.values())
-        out = Node.apply(ctx.op.pushed(len(tensors), [*moving]), active(arguments), *arguments)
+        out = _applied(ctx.op.pushed(len(tensors), [*moving]), active(arguments), *arguments)
         return tuple(tangent if i in ctx.real else None for i, tangent in enumerate(out))
 
     @staticmethod
@@ -242,8 +249,13 @@ class Node(torch.autograd.Function):
         def mapped(*args: torch.Tensor) -> Tensors:
             return tuple(out.clone() if _is_expanded(out) else out for out in each(*args))
 
-        out = Node.apply(op.derived(mapped), wanted, *tensors)
-        return out, (0,) * len(out)  # type: ignore[arg-type]
+        out = _applied(op.derived(mapped), wanted, *tensors)
+        return out, (0,) * len(out)
+
+
+def _applied(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:
+    with functions_seen.nowhere():
+        return Node.apply(op, wanted, *tensors)  # type: ignore[return-value]
 
 
 _OWNER = "_fzero_owner"  # set on what a node returned

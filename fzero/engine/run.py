@@ -13,6 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
 from fzero.base.hooks import Registrations
 from fzero.base.rebound import tensors_reached
+from fzero.capture.exports import alike
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
@@ -71,7 +72,7 @@ class Run(Outcome):
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
-                filled[place] = value
+                filled[place] = alike(value, flat[place])
             result = call_function(step, state, traversal, {**primals, **fixed}, pytree.unflatten(spec, filled))
             outputs, others = split_both(step, result)
             real, carried = map(tuple, outputs.leaves)
@@ -86,7 +87,7 @@ class Run(Outcome):
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        around = lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]  # noqa: E731 - called within
+        around = lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]
         self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
@@ -120,14 +121,14 @@ class Run(Outcome):
         before: Callable[[Sequence[Key]], object] | None,
         into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        traversal, cotangents = self._begun(cotangent)
-        again = retain_graph or self.outer
-        self._leads_on = self._leads_on or create_graph
-        traversal.retain_graph = again
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         follows = (
             self.outer or private.transforms() or in_differentiated()
         )  # the params or the cotangent, as nothing but the graph does
+        traversal, cotangents = self._begun(cotangent, follows or create_graph)
+        again = retain_graph or self.outer
+        self._leads_on = self._leads_on or create_graph
+        traversal.retain_graph = again
         found: dict[Key, Buffer] = {}
         traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
         if not again and not create_graph:
@@ -163,13 +164,13 @@ class Run(Outcome):
             self.drop()
         return found, self._placed(wanted)
 
-    def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
+    def _begun(self, cotangent: object, runs_again: bool = False) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
         self.need_graph()
         assert self.traversal is not None and self._saves is not None
-        self._saves.check()
+        self._saves.check(runs_again)
         if self._ends is not None:
-            self._saves.look_on(self._ends.outputs)
+            self._saves.look_on(self._ends.outputs, runs_again)
         self._rest = None  # of an earlier pullback, to which this one may not leave the graph
         return self.traversal, self.scaled(cotangent)
 

@@ -15,6 +15,7 @@ from torch.autograd import graph
 from fzero.base import private
 from fzero.base.edges import is_users
 from fzero.base.hooks import Registrations, register
+from fzero.base.node import Op
 from fzero.engine.activations import refuse_writes
 
 _HIDE = ("CopySlices", "CppFunction")  # nodes that do not tell what they saved: writes to views, torch._foreach_*
@@ -42,19 +43,23 @@ class Saves:
         self._hooks, self._looks = hooks, False
         kinds = {type(node) for node in nodes}
         self._acts = acts or any(is_users(kind) and kind.__name__ != "CopySlices" for kind in kinds)  # torch's own
-        saved = [x for node in nodes for x in _saved_by(node)]
         hidden = around() if any(map(_hides, nodes)) else ()
+        saved = [x for node in nodes if not _is_apart(node) for x in _saved_by(node)]
         self._counters = _counters_of((*saved, *hidden))
+        self._of_units = _counters_of([x for node in nodes if _is_apart(node) for x in _saved_by(node)])
 
-    def check(self) -> None:
+    def check(self, runs_again: bool = False) -> None:
         """Refuses what was written to since, in torch's words.
+
+        Args:
+            runs_again: whether units run again that keep graphs of their own, which look at what they saved themselves.
 
         Raises:
             RuntimeError: something was.
         """
-        _check(self._counters)
+        _check((*self._counters, *(self._of_units if runs_again else ())))
 
-    def look_on(self, outputs: Iterable[torch.Tensor]) -> None:
+    def look_on(self, outputs: Iterable[torch.Tensor], runs_again: bool) -> None:
         """Has the same checked before each node of the graph from now on, where users' code may run in a pullback (a
         backward of their own, a hook). To be called right after `check`."""
         if self._looks or not (self._acts or self._hooks.any()):
@@ -62,7 +67,8 @@ class Saves:
         self._looks, nodes = True, _nodes(outputs)
         every = _without_memory(self._counters) if any(map(_hides, nodes)) else []
         for node in nodes:
-            own = every if _hides(node) else _counters_of(_saved_by(node))
+            needs = runs_again or not _is_apart(node)
+            own = every if _hides(node) else _counters_of(_saved_by(node)) if needs else []
             if own:
                 register(node.register_prehook, _Look(own))
 
@@ -74,7 +80,7 @@ class Saves:
 
     def let_go(self) -> None:
         """Counts on without what was saved, some of which goes before the rest is pulled back."""
-        self._counters = _without_memory(self._counters)
+        self._counters, self._of_units = _without_memory(self._counters), []
 
 
 Counter = tuple[torch.Tensor, int, torch.Size]  # what counts the writes to a tensor, how many are right, its shape
@@ -112,6 +118,12 @@ class _Look:
 
 def _hides(node: graph.Node) -> bool:
     return type(node).__name__ in _HIDE
+
+
+def _is_apart(node: graph.Node) -> bool:
+    """Tells whether it is of a unit that keeps a graph of its own, and needs what it saved in other runs only."""
+    op = getattr(node, "op", None)
+    return isinstance(op, Op) and not op.runs_again
 
 
 def _nodes(outputs: Iterable[torch.Tensor]) -> list[graph.Node]:

@@ -86,9 +86,7 @@ def kill(state: TrainState, who: str) -> None:
 
 
 @contextlib.contextmanager
-def run_unwritten(
-    state: TrainState, stored: Memories, protected: Callable[[], Mapping[int, LeafOf]]
-) -> Iterator[None]:
+def run_unwritten(state: TrainState, stored: Memories, protected: Callable[[], Mapping[int, LeafOf]]) -> Iterator[None]:
     """Around a run of the step's function.
 
     Args:

@@ -153,7 +153,9 @@ class Normed(nn.Module):
 
 
 def test_an_embedding_that_writes_to_its_weight() -> None:
-    refused_module(Normed(), r"'emb.weight' is written to in place, by aten::embedding_renorm_.*max_norm", fz.shard_zero3)
+    refused_module(
+        Normed(), r"'emb.weight' is written to in place, by aten::embedding_renorm_.*max_norm", fz.shard_zero3
+    )
 
 
 # ---- by what is asked of the graph

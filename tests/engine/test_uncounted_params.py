@@ -134,9 +134,13 @@ def refused(name: str, in_unit: bool, how: str, later: bool) -> None:
         for _ in range(2):
             said = attempt(step, state, call)
             if said is None:  # a copy that is gathered outside of units, and gone
-                assert name in BACKWARD and not in_unit and how in ("ZeRO-3", "ZeRO-3, remat", "names", "fused, donated")
+                assert (
+                    name in BACKWARD and not in_unit and how in ("ZeRO-3", "ZeRO-3, remat", "names", "fused, donated")
+                )
                 continue
-            assert re.match(r"Leaf '(blocks\.0\.)?(mean|var)' is written to in place, by .*step.update only", said), said
+            assert re.match(r"Leaf '(blocks\.0\.)?(mean|var)' is written to in place, by .*step.update only", said), (
+                said
+            )
             if name == "functional":
                 assert "fz.functional(module, buffers=True)" in said and "fz.carry" in said
         assert_trees_equal(before, copied(state))

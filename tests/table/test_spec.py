@@ -275,7 +275,9 @@ def test_a_plan_counts_all_that_entries_keep() -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("wrong", [{"init": 1}, {"update": None}, {"scale": 1.5}, {"name": []}, {"scale": 0}, {"fused": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"init": 1}, {"update": None}, {"scale": 1.5}, {"name": []}, {"scale": 0}, {"fused": 2}]
+)
 def test_entries_of_a_wrong_kind_are_refused(wrong: Any) -> None:
     given = {"name": "it", "source": "it()", "init": lambda p: 0, "update": lambda v, p, a: v} | wrong
     with pytest.raises(TypeError, match=rf"Extra: got {next(iter(wrong))}="):
