@@ -122,6 +122,29 @@ class default_dtype:
             torch.set_default_dtype(self._before)
 
 
+class functions_seen:
+    """Inside, classes of tensors and function modes see the functions that are called as they did where it was noted.
+
+    Args:
+        state: `functions_seen.now()`, there and then. It is the thread's.
+    """
+
+    now = staticmethod(_C._get_torch_function_state)  # type: ignore[attr-defined]
+    nowhere = _C.DisableTorchFunction  # type: ignore[attr-defined]
+
+    def __init__(self, state: object) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._before = self.now()
+        if self._before != self._state:
+            _C._set_torch_function_state(self._state)  # type: ignore[attr-defined]
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._state:
+            _C._set_torch_function_state(self._before)  # type: ignore[attr-defined]
+
+
 _attention = threading.Lock()
 _slow: set[object] = set()  # of threads that are inside
 

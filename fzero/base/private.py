@@ -162,7 +162,8 @@ def direct(function: Any) -> Any:
     def apply(*operands: object) -> Any:
         level = single_level()
         if not level:
-            return function.apply(*operands)
+            with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
+                return function.apply(*operands)
         allowed = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
@@ -286,7 +287,7 @@ def _is_dual(tensor: torch.Tensor, at: int) -> bool:
         return False
     if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
-    with below_transforms(at):
+    with below_transforms(at), outside_inference():
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 

@@ -18,10 +18,11 @@ NAMES: Mapping[str, str] = {
         _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
         _get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_reduced_precision_reduction
         _get_cudnn_allow_tf32 _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled
-        _get_fp32_precision_getter _get_mkldnn_deterministic _get_mkldnn_enabled
+        _get_fp32_precision_getter _get_mkldnn_deterministic _get_mkldnn_enabled _get_torch_function_state
         _set_cublas_allow_bf16_reduced_precision_reduction _set_cublas_allow_fp16_reduced_precision_reduction
         _set_cudnn_allow_tf32 _set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_enabled
         _set_deterministic_algorithms _set_fp32_precision_setter _set_mkldnn_deterministic _set_mkldnn_enabled
+        _set_torch_function_state
         _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload

@@ -23,8 +23,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """Gives what stands for a tensor inside its class, and the two one dict for what its user sets on either."""
     if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
-        if type(outer) not in _PLAIN and type(inner) is not type(outer):
-            inner = inner.as_subclass(type(outer))
+        kind = torch.Tensor if type(outer) in _PLAIN else type(outer)
+        if type(inner) is not kind and not (kind is torch.Tensor and type(inner) in _PLAIN):
+            inner = inner.as_subclass(kind)  # below a level of torch.func the class is that of what it wraps
         inner.__dict__ = vars(outer)  # type: ignore[assignment]
     return inner
 

@@ -56,11 +56,6 @@ class SecondRun:
     def draws(self) -> bool:
         return self._draws or bool(self._drawn)
 
-    def first(self, run: Callable[[], object]) -> object:
-        """The first run. A higher-order operator on the way has taken the function modes off, one after another."""
-        with private.under_function_modes(self._modes) if self._modes else contextlib.nullcontext():
-            return run()
-
     def run(self, run: Callable[[], object]) -> object:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
         own = contextvars.Context()

@@ -228,7 +228,7 @@ class Call:
             kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
             self.inner = args, filling
             run = functools.partial(self._run, leaves, self._numbers(leaves, tensors), watch, args, kwargs)
-            result = self._second.run(run) if again else self._second.first(run)
+            result = self._second.run(run) if again else run()
             if not again:
                 self._second.look()
             if self.recomputes and self._derived:

@@ -18,6 +18,7 @@ from fzero.base import hooks, private
 from fzero.base.ambient import ambient, within
 from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
+from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.again import Again, Facts
 from fzero.capture.handle import storage_of
 from fzero.engine.activations import Activations, Kept, refuse_writes
@@ -94,12 +95,14 @@ class Recorded(Activations):
 
         Args:
             first: whether nothing is known of this call: then its operations run again at once, as somebody may write
-                to memory unseen (numpy, an extension, a thread). If that shows, the unit is recomputed as a whole, or
-                nothing of it is where it sends messages: that it shows on this rank says nothing of others.
+                to memory unseen (numpy, an extension, a thread). So they do where a mode looks at operators, which may
+                have changed what they compute. If that shows, the unit is recomputed as a whole, or nothing of it is
+                where it sends messages: that it shows on this rank says nothing of others.
         """
+        looked_at = private.dispatch_modes()
         with noting(self._program):
             yield
-        if not first or self.keeps_all or looking.get() is not None or self._is_made_again():
+        if not (first or looked_at) or self.keeps_all or looking.get() is not None or self._is_made_again():
             return
         if not self._program.sends:
             raise Again(Facts(whole=True))
@@ -109,11 +112,17 @@ class Recorded(Activations):
         saved = self._alive()
         part = self._program.part(self._wanted(saved), {value: x for value, (_, x) in self._named().items()})
         try:
-            with within(self._ambient):
+            with within(self._ambient), self._unseen(saved):
                 made = part.run(self._wanted(saved), part.given)
         except Exception:  # an operator that is not as its schema says
             return False
         return all(each.tensor is None or _alike(x, each.tensor) for x, each in zip(made, saved, strict=True))
+
+    @staticmethod
+    def _unseen(saved: Sequence[Saved]) -> contextlib.AbstractContextManager[object]:
+        """Inside, no mode that looks at operators changes what they compute; those that fake tensors need stay."""
+        fake = any(private.is_fake(each.tensor) for each in saved)
+        return contextlib.nullcontext() if fake else without_dispatch_modes()
 
     def _pack(self, tensor: torch.Tensor) -> Saved | _Unplain:
         own = tensor.detach()  # or an output that its own operation saves would keep itself alive
@@ -218,8 +227,23 @@ class Recorded(Activations):
             refuse_writes(private.version(tensor), self._versions[value], tensor.shape, self._what)
         given = {value: _at_its_start(self._inputs[place]) for value, place in self._given.items()}
         given |= {value: _at_its_start(kept.value()) for value, kept in self._kept.items()}
+        wanted, given = self._wanted(saved), self._part.given | given
         with within(self._ambient):
-            return self._part.run(self._wanted(saved), self._part.given | given)
+            made = self._part.run(wanted, given)
+            if private.dispatch_modes() and not any(map(private.is_fake, made)):
+                with without_dispatch_modes():
+                    unseen = self._part.run(wanted, given)
+                if not all(map(_alike, made, unseen)):
+                    raise ValueError(_changed_by_a_mode(self._what))
+        return made
+
+
+def _changed_by_a_mode(what: str) -> str:
+    return (
+        f"A TorchDispatchMode around a pullback changes what {what} are made of again (fz.remat(save=), "
+        "fz.remat(offload=)), which plain autograd would have kept; expected one that looks at operators only. Pull "
+        "back outside of it, or leave the names out."
+    )
 
 
 def _at_its_start(x: torch.Tensor) -> torch.Tensor:
