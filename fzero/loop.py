@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from fzero.base.arguments import need_int, need_path, need_str, wrong
 from fzero.checkpoint.kept import Checkpoints
-from fzero.loops.asked import Asked
+from fzero.loops.asked import Asked, warn_of
 from fzero.loops.evaluation import Evaluation
 from fzero.loops.given import need_functions, need_saves, numbered, pair, taken
 from fzero.loops.ranks import Ranks
@@ -90,7 +90,8 @@ def loop(
         ImportError: tqdm or tensorboard is asked for and not installed.
         RuntimeError: a step, `evaluate`, `stop` or `extra` raised StopIteration.
         Exception: what was raised on any rank in batches, in `evaluate`, in `stop`, in `extra` or in writing a log: on
-            all of them, once the last state is saved. What a step raises comes at once, where it is raised.
+            all of them, once the last state is saved; a RuntimeWarning where a rank is asked to end by then, as that
+            may have ended workers of batches, too. What a step raises comes at once, where it is raised.
 
     Example:
         >>> import tempfile
@@ -156,7 +157,7 @@ class Loop(Generic[S, M]):
         self,
         step: Callable[..., tuple[S, M]],
         state: S,
-        batches: Callable[[int], object] | None,
+        batches: Callable[[int], object],
         after: int | Mapping[str, object] | None,
         total: int | None,
         record: Record,
@@ -165,10 +166,11 @@ class Loop(Generic[S, M]):
         stop: Callable[[], bool] | None,
     ) -> None:
         self.ended, self._state, self._done, self._note = "", state, 0, ""
-        self._step, self._batches, self._total, self._resumed = step, batches, total, after is not None
+        self._step, self._total, self._resumed = step, total, after is not None
         self._record, self._evaluation, self._saves = record, evaluation, saves
         self._signals = Asked() if stop is None else None
         self._stop = stop or self._signals
+        self._batches = self._signals.taking(batches) if self._signals is not None else batches
         self._ranks: Ranks | None = None  # once it has begun
         self._process = 0  # that it has begun in
         self._unread: Mapping[str, object] | None = None  # metrics of the newest step, as long as no row has them
@@ -319,10 +321,14 @@ class Loop(Generic[S, M]):
         except Exception as error:
             why, self._error = FAILED, error
         (why,) = self._ranks.most(why)
-        if why:
-            self._end(why)
-            return None
-        return batch if isinstance(batch, (tuple, list)) else (batch,)
+        if not why:
+            return batch if isinstance(batch, (tuple, list)) else (batch,)
+        said = ""
+        if why == FAILED and self._ranks.asked(self._stop):
+            why, said, self._error = ASKED, repr(self._error) if self._error else "", None
+        self._end(why)
+        warn_of("batches", said)
+        return None
 
     def _tell(self, looks: bool) -> None:
         """A row, with an evaluation or without; where that fails on one rank, the loop ends on all."""
@@ -331,7 +337,7 @@ class Loop(Generic[S, M]):
         row = {} if metrics is None else self._tried(lambda: self._record.read(metrics), {})
         if looks:
             self._tried(self._look, None)
-        values = self._evaluation.values if looks else {}
+        values = self._evaluation.values if looks and self._evaluation.fresh else {}
         if self._error is None:
             self._tried(lambda: self._record.add(self._done, row, values), None)
         (failed,) = self._ranks.most(self._error is not None)
@@ -341,7 +347,7 @@ class Loop(Generic[S, M]):
     def _look(self) -> None:
         """Evaluates, and begins to save a state that is the best so far; where that fails, all ranks raise."""
         assert self._ranks is not None
-        if self._evaluation.look(self._state, self._ranks):
+        if self._evaluation.look(self._state, self._ranks, self._stop):
             self._saves.save_best(self._state, self._known(), self._ranks)
 
     def _tried(self, job: Callable[[], T], otherwise: T) -> T:

@@ -8,10 +8,13 @@ import signal
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DEATH = signal.SIGCHLD  # of a child process
 ONE = 1.0  # seconds within which what comes again is the same wish: a terminal and torchrun both send Ctrl-C on
 
 
@@ -34,6 +37,9 @@ class Asked:
     A later one goes to whoever handled it before, and so does every one where this has ended, or in a process that was
     forked meanwhile. One that the program was told to ignore stays ignored. A loop around this one hears the first
     signal, too. Each knows who comes after it, so that one may end before those that have begun later.
+
+    Who sends it to all processes of a group ends a DataLoader's workers by it, and torch's handler of their deaths
+    raises wherever the program is: from the signal on it is called where batches are taken, in no step and no save.
     """
 
     def __init__(self) -> None:
@@ -41,6 +47,7 @@ class Asked:
         self._done: float | None = None  # when what is asked for was done
         self._before: dict[int, signal._HANDLER] = {}
         self._process = 0  # in which signals are noted
+        self._takes = False  # whether a batch is being taken
 
     def __call__(self) -> bool:
         """Whether one has come."""
@@ -57,6 +64,18 @@ class Asked:
             if before not in (None, signal.SIG_IGN):
                 self._before[number] = before
                 signal.signal(number, self._handle)
+
+    def taking(self, batches: Callable[[int], object]) -> Callable[[int], object]:
+        """The same batches, within which deaths of workers raise as ever."""
+
+        def taken(number: int) -> object:
+            self._takes = True
+            try:
+                return batches(number)
+            finally:
+                self._takes = False
+
+        return taken
 
     def done(self) -> None:
         """What was asked for, here or on another rank, is done: the loop ends for it."""
@@ -110,11 +129,34 @@ class Asked:
         if (outer := self._outer(wish.number)) is not None:
             outer._hear(wish, frame)
         self._wish = self._wish or wish
+        before = signal.getsignal(DEATH)
+        if callable(before) and DEATH not in self._before:
+            self._before[DEATH] = before
+            signal.signal(DEATH, self._died)
+
+    def _died(self, number: int, frame: FrameType | None) -> None:
+        if self._takes or not self._notes:
+            before = self._before[number]
+            while (own := _asked(before)) is not None:
+                before = own._before[number]
+            if callable(before):
+                before(number, frame)
 
     def _outer(self, number: int) -> Asked | None:
         """The loop around this one, which hears a signal, too."""
         own = _asked(self._before[number])
         return own if own is None or own._notes else own._outer(number)
+
+
+def warn_of(what: str, error: str) -> None:
+    """Says what was raised as a loop was to end, if anything was."""
+    if error:
+        warnings.warn(
+            f"loop: {what} raised {error} as the loop was to end, by a signal or by stop, which ends the workers of a "
+            "DataLoader, too: it ends as asked.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _asked(handler: signal._HANDLER) -> Asked | None:
@@ -160,7 +202,7 @@ def _finalizes(frame: FrameType | None) -> bool:
 
 def _as_before() -> None:
     """In a forked process signals go where they went before the loops of the process that it was forked from."""
-    for number in SIGNALS:
+    for number in (*SIGNALS, DEATH):
         handler = before = signal.getsignal(number)
         while (own := _asked(before)) is not None:
             before = own._before[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from fzero.loops.asked import warn_of
 from fzero.loops.numbers import numbers_of
 from fzero.loops.ranks import Ranks
 
@@ -39,11 +40,20 @@ class Evaluation:
         """Whether it is time for it after so many steps, or as a run begins or ends."""
         return self._evaluate is not None and (anyway or done % self._every == 0)
 
-    def look(self, state: object, ranks: Ranks) -> bool:
-        """Evaluates; whether this state is the best so far. Where that fails on one rank, all raise."""
+    def look(self, state: object, ranks: Ranks, stop: Callable[[], bool] | None) -> bool:
+        """Evaluates; whether this state is the best so far. Where that fails on one rank, all raise.
+
+        Not where a rank is to end by then, which all do as soon as they look at that.
+        """
         evaluate = self._evaluate
         assert evaluate is not None
-        values = ranks.by_all(lambda: numbers_of(evaluate(state), "evaluate"))
+        try:
+            values = ranks.by_all(lambda: numbers_of(evaluate(state), "evaluate"))
+        except Exception as error:
+            if not ranks.asked(stop):
+                raise
+            warn_of("evaluate", repr(error))
+            return False
         if not ranks.alike(repr(values)):
             raise ValueError(
                 f"loop: evaluate gave {values} on this rank and other numbers on another, expected the same on "

@@ -56,6 +56,14 @@ class Ranks:
         most, least = self.most(own, -own)
         return most == -least
 
+    def asked(self, stop: Callable[[], bool] | None) -> bool:
+        """Whether a rank was to end, as something failed on one: what tells it so ends the workers of batches, too."""
+        try:
+            own = stop is not None and bool(stop())
+        except Exception:  # what failed before counts
+            own = False
+        return any(self.most(own))
+
     def all_well(self, error: BaseException | None) -> None:
         """Raises on all ranks if one has failed: each axis and each pipeline hears of it before any rank raises."""
         tells = [functools.partial(_agreed, axis) for axis in self._axes]
