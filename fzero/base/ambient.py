@@ -14,23 +14,36 @@ import torch.utils.deterministic
 
 _C = torch._C
 _LEAST = 5e-324  # which a thread that flushes denormal numbers takes for zero
-_PRECISIONS = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
+# what float32 products are rounded to, and what says so of several: each overrules those before it
+_PRECISIONS = [
+    ("generic", "all"),
+    *[(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")],
+]
 
 
-def _precision() -> object:
-    """What float32 products are rounded to: one word, or one for each backend's operators where they were set so."""
+def _older(read: Callable[[], object]) -> object:
+    """What an older way to say it reads; None where by the newer one operators differ, so that no word says it."""
     try:
-        return torch.get_float32_matmul_precision()
+        return read()
     except RuntimeError:
-        return tuple([_C._get_fp32_precision_getter(*each) for each in _PRECISIONS])  # type: ignore[attr-defined]
+        return None
 
 
-def _set_precision(value: object) -> None:
-    if isinstance(value, str):
-        torch.set_float32_matmul_precision(value)
-    elif isinstance(value, tuple):
-        for each, word in zip(_PRECISIONS, value, strict=True):
-            _C._set_fp32_precision_setter(*each, word)  # type: ignore[attr-defined]
+def _precision() -> tuple[object, ...]:
+    older = (_older(torch.get_float32_matmul_precision), _older(_C._get_cudnn_allow_tf32))
+    return *older, *[_C._get_fp32_precision_getter(*each) for each in _PRECISIONS]  # type: ignore[attr-defined]
+
+
+def _set_precision(value: tuple[object, ...]) -> None:
+    word, tf32, *precisions = value
+    now = _precision()
+    if word != now[0] and isinstance(word, str):
+        torch.set_float32_matmul_precision(word)
+    if tf32 != now[1] and isinstance(tf32, bool):
+        _C._set_cudnn_allow_tf32(tf32)
+    for each, own in zip(_PRECISIONS, precisions, strict=True):
+        if own != _C._get_fp32_precision_getter(*each):  # type: ignore[attr-defined]
+            _C._set_fp32_precision_setter(*each, own)  # type: ignore[attr-defined]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -49,6 +62,15 @@ def _set_fills(value: bool) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", value)  # noqa: B010
 
 
+def _einsum() -> str | None:
+    """How opt_einsum orders the products of more than two tensors; None: as they stand."""
+    return torch.backends.opt_einsum.strategy if torch.backends.opt_einsum.enabled else None
+
+
+def _set_einsum(value: str | None) -> None:
+    torch.backends.opt_einsum.set_flags(value is not None, value)
+
+
 def _reduced(name: str) -> tuple[Callable[[], object], Callable[..., object]]:
     """Whether sums of products in half precision may be rounded on their way."""
     get, set_ = getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
@@ -61,7 +83,10 @@ LATER = (
     *("blas_preferred_backend", "linalg_preferred_backend"),
     *("cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_fp16_accumulation", "cublaslt_prefer_grouped_gemm"),
     *("native_aot_enabled", "native_aot_unconditional_masked"),
+    # whether the attention that is made of products rounds between them, on a CPU too; which one is asked first
+    *("math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order", "rocm_fa_preferred_backend"),
 )
+ATTENTIONS = [name for name in dir(_C) if name.startswith("_get_") and name.endswith("_sdp_enabled")]
 _SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
     (torch.get_num_threads, torch.set_num_threads),  # which sums are cut by
     (lambda: _LEAST * 1.0 == 0.0, torch.set_flush_denormal),
@@ -72,15 +97,15 @@ _SETTINGS: list[tuple[Callable[[], object], Callable[..., object]]] = [
         (getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}"))
         for name in (
             *("mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
-            "cudnn_allow_tf32",
             *[name for name in LATER if hasattr(_C, f"_get_{name}") and hasattr(_C, f"_set_{name}")],
         )
     ],
     *[_reduced(f"cublas_allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")],
     *[  # which attention scaled_dot_product_attention takes
-        (getattr(torch.backends.cuda, f"{name}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{name}_sdp"))
-        for name in ("flash", "mem_efficient", "math", "cudnn")
+        (getattr(_C, name), getattr(_C, f"_set_sdp_use_{name.removeprefix('_get_').removesuffix('_sdp_enabled')}"))
+        for name in ATTENTIONS
     ],
+    *[(_einsum, _set_einsum) for _ in range(torch.backends.opt_einsum.is_available())],
 ]
 
 

@@ -23,7 +23,7 @@ def test_each_setting_is_noted_set_and_put_back() -> None:
         import contextlib
         import torch
         import torch.utils.deterministic
-        from fzero.base.ambient import LATER, ambient, within
+        from fzero.base.ambient import ATTENTIONS, LATER, ambient, within
 
         first = ambient()
         torch.set_num_threads(torch.get_num_threads() + 1)
@@ -39,25 +39,56 @@ def test_each_setting_is_noted_set_and_put_back() -> None:
         for name in LATER:
             if hasattr(torch._C, f"_get_{name}") and hasattr(torch._C, f"_set_{name}"):
                 own = getattr(torch._C, f"_get_{name}")()
-                others = {bool: not own, str: "native"}  # of libraries a CPU has one
+                others = {bool: not own, str: "native", list: [3, 2, 1, 0, 4]}  # of libraries a CPU has one
                 with contextlib.suppress(RuntimeError):
                     getattr(torch._C, f"_set_{name}")(others.get(type(own), own))
                 as_they_were += getattr(torch._C, f"_get_{name}")() == own
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        for name in ("flash", "mem_efficient", "math", "cudnn"):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+        for name in ATTENTIONS:
+            own = getattr(torch._C, name)()
+            getattr(torch._C, name.replace("_get_", "_set_sdp_use_").replace("_sdp_enabled", ""))(not own)
         second = ambient()
         assert sum(a == b for a, b in zip(first, second, strict=True)) == as_they_were, (first, second)
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # no word says what all are at, then
-        third = ambient()
-        for settings in (first, second, third):
+        noted = [first, second, ambient()]
+        for backend in ("mkldnn", "cudnn"):  # of one kind of operators only: no word says it
+            getattr(torch.backends, backend).conv.fp32_precision = "tf32"
+            getattr(torch.backends, backend).rnn.fp32_precision = "ieee"
+            noted.append(ambient())
+            assert noted[-1] not in noted[:-1]
+        torch.backends.fp32_precision = "ieee"
+        for settings in [*noted, ambient()]:
             found = ambient()
             with within(settings):
-                assert ambient() == settings
-            assert ambient() == found == third
+                assert ambient() == settings, (ambient(), settings)
+            assert ambient() == found
     """
     subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
+
+
+def test_attention_that_runs_again_rounds_as_it_did() -> None:
+    x = torch.linspace(-2, 2, 1024).view(1, 2, 16, 32).bfloat16()
+    params = {"blocks": [{"w": torch.linspace(-0.5, 0.5, 1024).view(32, 32).sin().bfloat16()}]}
+
+    @fz.unit
+    def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        q = x @ p["w"]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(q, q * 3, q)
+
+    step = fz.train_step(lambda p, x: block(p["blocks"][0], x).float().square().sum(), fz.sgd(0.1))
+    rounds, found = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, list[torch.Tensor]()
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    try:
+        for each, forward, pulled in ((step, True, True), (fz.remat(step), True, False), (step, False, False)):
+            rounds(forward)
+            pull = each.vjp(each.init(params), x)[1]
+            rounds(pulled)
+            found.append(fz.gather(pull(torch.ones(()))[0])["blocks"][0]["w"])
+    finally:
+        rounds(before)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
 def test_what_is_the_same_is_not_touched() -> None:
@@ -104,12 +135,10 @@ def test_fast_attention_comes_back_with_the_last_thread() -> None:
 
 # ---- settings of torch's that are none of those, and why
 
-ABOVE = "chosen above the operators that are noted, which are called by their choice"
 FOUND = "found by itself, with an operation or a call"
 OTHERS = "of what fzero neither notes nor runs again"
 NO_NUMBER = "changes no number"
 LEFT = {
-    **dict.fromkeys(("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "rocm_fa_preferred_backend"), ABOVE),
     **dict.fromkeys(("float32_matmul_precision", "cublas_allow_tf32", "onednn_allow_tf32"), "one of the precisions"),
     **dict.fromkeys(("deterministic_algorithms", "deterministic_fill_uninitialized_memory"), "noted by public names"),
     **dict.fromkeys(("default_dtype", "grad_enabled", "autocast_dtype", "autocast_enabled", "dispatch_mode"), FOUND),
