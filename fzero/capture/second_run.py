@@ -121,7 +121,7 @@ class SecondRun:
 
 
 def refusing_twice(unit: str, constants: Iterable[torch.Tensor]) -> told:
-    """Refuses beforehand what no version counter tells of: writes to what a unit closes over that runs again."""
+    """Refuses, before they are done, writes that no version counter tells of to what a unit closes over."""
 
     def refuse(_: str, written: torch.Tensor) -> None:
         for x in constants:

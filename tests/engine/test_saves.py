@@ -120,7 +120,7 @@ def follows(
     for _ in range(2):
         now = of_another(kind)[0] if given_as == "input" else a
         before = a.clone()
-        x = X.clone()  # X, which the function reads, is one for all ranks that are threads
+        x = X.clone()  # not the global, which the ranks' threads share
         inputs = (x, now) if given_as == "input" else (x,)
         _, pullback, _ = step.vjp(state, *inputs, argnums=())
         if twice:

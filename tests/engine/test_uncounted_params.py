@@ -70,6 +70,7 @@ NORMS: dict[str, Norm] = {
     "as out": lambda x, a, b: torch.sum(x.detach(), 0, out=a.detach()) + x,
     "data": lambda x, a, b: (a.data.add_(1), x)[1],
 }
+GATHERED = ("ZeRO-3", "ZeRO-3, remat", "names", "fused, donated")
 BACKWARD = ("in a backward", "in a hook")
 STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
     "plain": lambda step: step,
@@ -134,9 +135,7 @@ def refused(name: str, in_unit: bool, how: str, later: bool) -> None:
         for _ in range(2):
             said = attempt(step, state, call)
             if said is None:  # a copy that is gathered outside of units, and gone
-                assert (
-                    name in BACKWARD and not in_unit and how in ("ZeRO-3", "ZeRO-3, remat", "names", "fused, donated")
-                )
+                assert name in BACKWARD and not in_unit and how in GATHERED
                 continue
             assert re.match(r"Leaf '(blocks\.0\.)?(mean|var)' is written to in place, by .*step.update only", said), (
                 said
