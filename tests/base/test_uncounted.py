@@ -7,6 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,10 @@ def _double(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 own.impl("double", _double, "CPU")
 OBSERVED = torch.ones(1), torch.zeros(1, dtype=torch.int32)  # a scale and a zero point
+SGD: dict[str, Any] = {
+    **dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0),
+    **{"lr": 0.1, "nesterov": False, "maximize": False, "is_first_step": True},
+}
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 # calls with x[5, 4] that write to a mean and a variance, [4] each
 WRITE: dict[str, Call] = {
@@ -42,11 +47,7 @@ WRITE: dict[str, Call] = {
     "observer": lambda x, a, b: torch.fused_moving_avg_obs_fake_quant(
         *(x, torch.ones(1), torch.ones(1), a[:1], b[:1], *OBSERVED, 0.1, 0, 255, -1, False, False)
     ),
-    "optimizer": lambda x, a, b: torch._fused_sgd_(
-        *([a, b], [x[0], x[1]], []),
-        **{"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0},
-        **{"nesterov": False, "maximize": False, "is_first_step": True},
-    ),
+    "optimizer": lambda x, a, b: torch._fused_sgd_([a, b], [x[0], x[1]], [], **SGD),
     "a user's": lambda x, a, b: (torch.ops.fzero_uncounted.double(x, a), torch.ops.fzero_uncounted.double(x, b)),
 }
 NOT: dict[str, Call] = {

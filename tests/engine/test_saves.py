@@ -234,11 +234,11 @@ def pulled_back(writer: str, meets: str, unit: str, transform: str, verb: str) -
     term, own = MEETS[meets], WRITERS[writer]
     units = {"none": lambda f: f, "before": fz.unit, "writes": fz.unit}[unit]
     matmul = units(lambda p, x: x @ p["w"])
-    written = fz.unit(lambda p, x: own(x) + 0 * p["w"].sum()) if unit == "writes" else None
+    written = fz.unit(lambda p, x: own(x) + 0 * p["w"].sum())
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         h = matmul(p["blocks"][0], x)
-        return term(own if written is None else lambda k: written(p["blocks"][1], k), h, torch.tanh(h))
+        return term(own if unit != "writes" else lambda k: written(p["blocks"][1], k), h, torch.tanh(h))
 
     params = {"blocks": [{"w": W}, {"w": W}]}
     w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
