@@ -20,8 +20,9 @@ Operator: TypeAlias = torch._ops.OpOverload
 Tell = Callable[[str, torch.Tensor], object]
 _C = torch._C
 _NAME = "TESTING_ONLY_GenericWrapper"
-_KEY = _C._parse_dispatch_key(_NAME)
-assert _KEY is not None
+_found = _C._parse_dispatch_key(_NAME)
+assert _found is not None
+_KEY = _found
 _BELOW = _C._dispatch_keyset_full_after(_KEY)
 _REGION = "fzero.told"  # autograd's threads inherit it from whoever calls a backward
 # those that write to the running statistics of a batch norm; the schemas of most do not say so
