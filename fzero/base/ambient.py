@@ -155,7 +155,7 @@ class functions_seen:
     """
 
     now = staticmethod(_C._get_torch_function_state)  # type: ignore[attr-defined]
-    nowhere = _C.DisableTorchFunction  # type: ignore[attr-defined]
+    nowhere = staticmethod(_C.DisableTorchFunction)  # type: ignore[attr-defined]
 
     def __init__(self, state: object) -> None:
         self._state = state

@@ -189,7 +189,8 @@ def test_what_a_mode_changes_is_not_made_again_otherwise(names: str, inside: boo
     """Also where no mode was there as the call was first seen."""
 
     def rank_main(rank: int) -> None:
-        step = fz.remat(fz.shard_zero3(fz.train_step(named(fz.unit, inside), fz.sgd(0.1))), **{names: ("h",)})
+        step = fz.shard_zero3(fz.train_step(named(fz.unit, inside), fz.sgd(0.1)))
+        step = fz.remat(step, save=("h",)) if names == "save" else fz.remat(step, offload=("h",))
         state = step.init(PARAMS)
         refused = set()
         for forward, back in [
