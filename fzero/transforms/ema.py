@@ -40,7 +40,7 @@ def ema(step: S, decay: float) -> S:
     need_number(decay, "ema", "decay", "a number in [0, 1)")
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"ema: got decay={decay}, expected a number in [0, 1).")
-    update, fused = (functools.partial(fn, float(decay)) for fn in (_averaged, _write))
+    update, fused = functools.partial(_averaged, float(decay)), functools.partial(_write, float(decay))
     return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema", wide=True, fused=fused))
 
 
