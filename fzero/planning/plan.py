@@ -60,10 +60,10 @@ class Plan:
             or an optimizer's norm of its own reads.
         peak: what a step takes at most, by memory ("device", "host", "disk"), but for activations: the state (twice, of
             params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
-            full params, one unit's full gradients, and what the update of two units has brought. What an optimizer
-            and entries of the state (`fz.Extra`) take is counted in a run on tensors without values: a number that they
-            read is a half there, and one that does not run so is taken to need eight times the leaves that it is given at once. Up to
-            `fz.Disk(in_flight=...)` bytes more are on their way to files.
+            full params, one unit's full gradients, and what the update of two units has brought. What an optimizer and
+            entries of the state (`fz.Extra`) take is counted in a run on tensors without values: a number that they
+            read is a half there, and one that does not run so is taken to need eight times the leaves that it is given
+            at once. Up to `fz.Disk(in_flight=...)` bytes more are on their way to files.
         activations: where `inputs=` were given, what like units keep for their pullback, of one microbatch: by each
             choice of names (`fz.name`), and as the step says; and what is computed again. It is counted on one rank
             of a step whose params are whole.

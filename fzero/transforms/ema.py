@@ -19,7 +19,8 @@ def ema(step: S, decay: float) -> S:
     It begins with init's params, without a correction of its bias, and stays where an update is skipped. It has the
     leaves that are trained, in float32, or float64 where params are, also where these are stored in fewer bits. It lies
     where a leaf's moments do (`fz.offload`), and is saved and converted like them; with `fz.donate` it is overwritten,
-    as soon as a group's params are final. `step.forward` uses the params; the average's outputs are those of `step.forward(state.replace(params=state.extra["ema"]), *inputs)`.
+    as soon as a group's params are final. `step.forward` uses the params; the average's outputs are those of
+    `step.forward(state.replace(params=state.extra["ema"]), *inputs)`.
 
     Args:
         step: any step.
