@@ -120,7 +120,8 @@ def reached(value: object) -> list[object]:
     kinds = list[type]()
     while True:
         found = _walked([value, kinds], _reached)[0]
-        more = {type(x) for x in found if not _is_of_library(type(x).__module__)} - {*kinds}
+        every = {kind for x in found for kind in type(x).__mro__}
+        more = {kind for kind in every if not is_of_library(kind.__module__)} - {*kinds}
         if not more:
             break
         kinds += more
@@ -135,7 +136,7 @@ def names_of(fn: types.FunctionType) -> set[str]:
 def sends(value: object) -> bool:
     """Tells whether functions among a value name torch.distributed, or something of it, or come to it."""
     found = reached(value)
-    own = [x for x in found if isinstance(x, types.FunctionType) and not _is_of_library(x.__module__)]
+    own = [x for x in found if isinstance(x, types.FunctionType) and not is_of_library(x.__module__)]
     modules = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in found]
     names = {name for fn in own for name in names_of(fn)}
     return "distributed" in names or any(str(name).startswith("torch.distributed") for name in (*modules, *names))
@@ -215,12 +216,12 @@ def _children(value: object) -> Iterator[object]:
 
 def _reached(value: object) -> Iterator[object]:
     yield from _children(value)
-    if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
+    if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
         names = list(_names(value.__code__))
         found = [value.__globals__[name] for name in names if name in value.__globals__]
         yield from found
         for module in found:  # of which it names what it takes
-            if isinstance(module, types.ModuleType) and not _is_of_library(module.__name__):
+            if isinstance(module, types.ModuleType) and not is_of_library(module.__name__):
                 yield from [vars(module)[name] for name in names if name in vars(module)]
     elif isinstance(value, Mapping):
         yield from value.values()
@@ -232,7 +233,7 @@ def _reached(value: object) -> Iterator[object]:
         yield from [getattr(value, name) for name in slots if hasattr(value, name)]
 
 
-def _is_of_library(module: object) -> bool:
+def is_of_library(module: object) -> bool:
     """Tells whether no user's tensor is found in the globals and classes of a module: torch's caches are not looked at.
 
     Compiled and exported functions of the whole process hang there.
@@ -243,7 +244,7 @@ def _is_of_library(module: object) -> bool:
 def _holds_attributes(value: object) -> bool:
     """Tells whether a user may have put tensors at an object or a class."""
     if isinstance(value, type):
-        return not _is_of_library(value.__module__)
+        return not is_of_library(value.__module__)
     kind = str(type(value).__module__).partition(".")[0]
     return not isinstance(value, types.ModuleType) and (kind not in _OURS or isinstance(value, _OF_TORCH))
 

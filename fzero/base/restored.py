@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
+import functools
+import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.random import GENERATORS, NUMPY, PYTHON, Replayed
-from fzero.base.rebound import names_of, reached
+from fzero.base.rebound import is_of_library, names_of, reached
 
 _MOST = 1 << 22  # elements of a tensor that is put back
 Undo = Callable[[], object]
@@ -31,7 +34,8 @@ def as_it_was(value: object) -> Iterator[None]:
     for each in found:
         if isinstance(each, Iterator):
             raise TypeError(f"it takes from an iterator ({type(each).__name__}), which a trial cannot give back to")
-    undo = [once for each in found for once in _undo(each)]
+    names = {name for each in found if isinstance(each, types.FunctionType) for name in names_of(each)}
+    undo = [once for each in found for once in _undo(each, names)]
     with Replayed((*[each for each in found if isinstance(each, GENERATORS)], PYTHON, NUMPY)):
         try:
             yield
@@ -40,8 +44,12 @@ def as_it_was(value: object) -> Iterator[None]:
                 once()
 
 
-def _undo(x: object) -> Iterator[Undo]:
-    """What puts back each part of an object."""
+def _undo(x: object, names: set[str]) -> Iterator[Undo]:
+    """What puts back each part of an object.
+
+    Args:
+        names: that functions take from elsewhere: of modules and classes, nothing else is theirs.
+    """
     if isinstance(x, GENERATORS):
         return
     if isinstance(x, torch.Tensor):
@@ -51,21 +59,42 @@ def _undo(x: object) -> Iterator[Undo]:
         values = x.copy()
         yield lambda: np.copyto(x, values) if x.flags.writeable else None
     elif isinstance(x, types.FunctionType):
-        yield from _undo_function(x)
-    elif isinstance(x, type):
-        own = {name: each for name, each in vars(x).items() if not name.startswith("__")}
-        yield lambda: [setattr(x, name, each) for name, each in own.items() if vars(x).get(name) is not each]
-    elif not isinstance(x, types.ModuleType):
+        for cell in x.__closure__ or ():
+            yield _undo_cell(cell)
+        yield _undo_names(x.__globals__, x.__globals__.__setitem__, x.__globals__.__delitem__, names)
+        yield _undo_dict(vars(x))
+    elif isinstance(x, (type, types.ModuleType)):
+        if not is_of_library(x.__module__ if isinstance(x, type) else x.__name__):
+            setter, deleter = functools.partial(setattr, x), functools.partial(delattr, x)
+            yield _undo_names(vars(x), setter, deleter, names)
+    else:
         yield from _undo_object(x)
 
 
-def _undo_function(x: types.FunctionType) -> Iterator[Undo]:
-    for cell in x.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty one
-            yield _undo_attribute(cell, "cell_contents", cell.cell_contents)
-    named = {name: x.__globals__[name] for name in names_of(x) if name in x.__globals__}
-    yield lambda: x.__globals__.update(named)
-    yield _undo_dict(vars(x))
+def _undo_cell(cell: types.CellType) -> Undo:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # an empty one
+        return lambda: None
+    return lambda: setattr(cell, "cell_contents", content)
+
+
+def _undo_names(
+    own: Mapping[str, object],
+    setter: Callable[[str, object], object],
+    deleter: Callable[[str], object],
+    names: set[str],
+) -> Undo:
+    before = {name: own[name] for name in names if name in own}
+
+    def undo() -> None:
+        for name in names:
+            if name in before and own.get(name, own) is not before[name]:
+                setter(name, before[name])
+            elif name in own and name not in before:
+                deleter(name)
+
+    return undo
 
 
 def _undo_object(x: object) -> Iterator[Undo]:
@@ -77,22 +106,23 @@ def _undo_object(x: object) -> Iterator[Undo]:
     elif isinstance(x, set):
         members = set(x)
         yield lambda: (x.clear(), x.update(members))
+    elif isinstance(x, (bytearray, array.array)):
+        content = x[:]
+        yield lambda: operator.setitem(x, slice(None), content)
     attributes = getattr(x, "__dict__", None)
     if isinstance(attributes, dict):
         yield _undo_dict(attributes)
-    for name in [name for kind in type(x).__mro__ for name in _slots(kind) if hasattr(x, name)]:
-        yield _undo_attribute(x, name, getattr(x, name))
-
-
-def _undo_attribute(x: object, name: str, value: object) -> Undo:
-    return lambda: None if getattr(x, name) is value else object.__setattr__(x, name, value)
+    slots = [each for kind in type(x).__mro__ if not is_of_library(kind.__module__) for each in vars(kind).values()]
+    for slot in [each for each in slots if isinstance(each, types.MemberDescriptorType)]:
+        with contextlib.suppress(AttributeError):  # an empty one
+            yield functools.partial(slot.__set__, x, slot.__get__(x))
 
 
 def _undo_tensor(x: torch.Tensor) -> Undo:
-    values, version = x.detach().clone(), private.version(x)
+    values = x.detach().clone()
 
     def undo() -> None:
-        if private.version(x) != version:
+        if not torch.equal(x.detach(), values):
             with torch.no_grad():
                 x.copy_(values)
 
@@ -108,8 +138,3 @@ def _undo_dict(own: dict[K, object]) -> Undo:
             own.update(items)
 
     return undo
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    own = vars(kind).get("__slots__", ())
-    return tuple(name for name in ((own,) if isinstance(own, str) else own) if not name.startswith("__"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
+import nightly
 import numpy as np
 import optree
 import pytest
@@ -552,17 +554,40 @@ def test_what_cannot_be_tried_is_not_refused_with_a_warning() -> None:
 COUNTED = [0]
 
 
-class Counting:
+class Base:
+    of_base = 0
+    __slots__ = ("__hidden",)
+
+    def __init__(self) -> None:
+        self.__hidden = 0
+
+    def counted(self) -> None:
+        global made
+        Base.of_base += 1
+        self.__hidden += 1
+        made = getattr(nightly, "made", 0) + 1
+        nightly.made = made  # type: ignore[attr-defined]
+
+    def counts(self) -> tuple[int, int]:
+        return Base.of_base, self.__hidden
+
+
+class Counting(Base):
     count = 0
 
     def __init__(self) -> None:
-        self.own, self.sum = 0, torch.zeros(())
+        super().__init__()
+        self.own, self.sum, self.bytes, self.array = 0, torch.zeros(()), bytearray(1), array.array("i", [0])
 
     def __call__(self, g: Any, s: Any, p: Any) -> Any:
         self.own += 1
         type(self).count += 1
+        type(self).new = getattr(type(self), "new", 0) + 1
         COUNTED[0] += 1
-        self.sum.add_(1)
+        self.sum.data += 1
+        self.bytes[0] += 1
+        self.array[0] += 1
+        self.counted()
         return optree.tree_map(lambda x: -0.1 * self.own * x, g), s
 
 
@@ -581,6 +606,8 @@ def test_a_trial_leaves_nothing_behind() -> None:
     for each in (own, update):
         fz.train_step(loss, fz.GradientTransformation(lambda p: (), each)).init(PARAMS)
     assert (own.own, Counting.count, COUNTED, float(own.sum)) == (0, 0, [0], 0.0) and (count, items) == (0, {})
+    assert (own.counts(), own.bytes[0], own.array[0]) == ((0, 0), 0, 0) and not hasattr(Counting, "new")
+    assert "made" not in globals() and not hasattr(nightly, "made")
     assert torch.equal(generator.get_state(), noise) and random.getstate() == of_python
     assert all(np.array_equal(x, y) for x, y in zip(np.random.get_state(), of_numpy, strict=True))
 
