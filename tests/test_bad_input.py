@@ -165,6 +165,7 @@ def test_a_batch_that_does_not_divide() -> None:
     ("params", "error", "message"),
     [
         ({"a": {"n": torch.ones(2, dtype=torch.int64)}}, TypeError, r"params\['a\.n'\]: got dtype torch\.int64"),
+        ({"a": {"n": torch.ones(2).to(torch.float8_e4m3fn)}}, TypeError, r"params\['a\.n'\]: got dtype .*float8"),
         ({"a": torch.ones(0, 3)}, ValueError, r"params\['a'\]: got shape \(0, 3\), which has no elements"),
         ({"a": 1.0}, TypeError, r"params\['a'\]: got float, expected a floating tensor"),
         ({"a": None}, TypeError, r"params\['a'\]: got NoneType"),
@@ -177,6 +178,17 @@ def test_params_that_cannot_be_trained(params: Any, error: type[Exception], mess
         linear_step().init(params)
     with pytest.raises(error, match=message):
         fz.plan(linear_step(), params)
+
+
+def test_a_narrower_leaf_is_held_in_what_a_policy_says_and_refused_where_it_says_nothing() -> None:
+    w = torch.tensor([1.5, -2.0]).to(torch.float8_e5m2)
+    step = fz.freeze(fz.train_step(lambda p, x: (p["a"] * p["f"] * x).sum(), fz.sgd(0.1)), "f")
+    params = {"a": torch.ones(2), "f": w}
+    with pytest.raises(TypeError, match=r"params\['f'\]: got dtype torch\.float8_e5m2, expected .*Policy"):
+        step.init(params)
+    full = fz.Policy(param=torch.float32, grad=torch.float32, moment=torch.float32)
+    step = fz.freeze(fz.train_step(lambda p, x: (p["a"] * p["f"] * x).sum(), fz.sgd(0.1), policy=full), "f")
+    torch.testing.assert_close(fz.gather(step.init(params).params)["f"], w.float(), rtol=0, atol=0)
 
 
 def test_a_loss_that_is_not_a_scalar() -> None:

@@ -197,6 +197,12 @@ class Policy:
                 f"{own}. Say Policy(param=torch.bfloat16, rounding={self.rounding!r}, ...)."
             )
         grad = self.grad or own
+        if not {param, grad, self.moment or own} <= {*_FLOATS, *_WIDTHS}:
+            raise TypeError(
+                f"got dtype {own}, expected {', '.join(map(str, _FLOATS[1:]))}. Pass a tensor of another dtype as an "
+                "input of the function, or let it close over it; or say Policy(param=..., grad=..., moment=...), in "
+                "which it is held."
+            )
         compute = self.compute or autocast or param
         reduce = self.reduce or torch.promote_types(torch.float32, torch.promote_types(grad, compute))
         return dataclasses.replace(

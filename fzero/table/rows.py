@@ -320,8 +320,8 @@ def resolve(
         stays = index in frozen or bool(said["frozen"])
         try:
             resolved = policy.of(path).resolve(own, cast)
-        except ValueError as error:
-            raise ValueError(f"params[{path!r}]: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"params[{path!r}]: {error}") from None
         assert resolved.grad and resolved.moment
         memory = {kind: said[f"{kind} in"] or DEVICE for kind in KINDS}
         stage = sharding.stage if sharding else 0
