@@ -215,8 +215,7 @@ def _examples(step: Spec, inputs: Sequence[object]) -> int | None:
     """How many examples a microbatch has, by the first input that is split; None where none is."""
     micro = step.microbatches
     ragged = places_in(tuple(inputs))
-    pairs = zip(pytree.flatten(tuple(inputs))[0], micro.dims(inputs), strict=True)
-    for place, (x, dim) in enumerate(pairs):
+    for place, (dim, x) in enumerate(micro.leaves(inputs)):
         if dim is not None and place not in ragged and isinstance(x, torch.Tensor) and x.ndim:
             return x.shape[dim] // micro.count
     return None

@@ -115,6 +115,11 @@ def tensors_reached(value: object) -> list[torch.Tensor]:
     return _tensors(_walked(value, _reached)[0])
 
 
+def tensors_inside(value: object) -> list[torch.Tensor]:
+    """The tensors in containers and objects of any class, but for those of functions and of what else is called."""
+    return _tensors(_walked(value, lambda each: iter(()) if callable(each) else _reached(each))[0])
+
+
 def reached(value: object) -> list[object]:
     """All that functions among a value hold and come to, classes of objects and generators of random numbers too."""
     kinds = list[type]()

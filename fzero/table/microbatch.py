@@ -13,6 +13,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.ragged import places_in
+from fzero.base.rebound import tensors_inside
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,20 @@ class Microbatches:
     count: int = 1
     in_dims: int | tuple[int | None, ...] | None = 0
 
-    def dims(self, inputs: Sequence[object]) -> list[int | None]:
-        """The dim of every flat leaf of the inputs; None for what is passed whole."""
+    def leaves(self, inputs: Sequence[object]) -> list[tuple[int | None, object]]:
+        """The flat leaves of the inputs, each behind the dim of its input."""
         per_input = self.in_dims if isinstance(self.in_dims, tuple) else (self.in_dims,) * len(inputs)
         if len(per_input) != len(inputs):
             raise ValueError(
                 f"accumulate(in_dims=...): got {len(per_input)} dims, expected one per input, {len(inputs)}."
             )
-        pairs = [(dim, leaf) for dim, tree in zip(per_input, inputs, strict=True) for leaf in pytree.flatten(tree)[0]]
-        for dim, leaf in pairs:
-            if dim is not None and isinstance(leaf, Mapping):
-                _refuse_rows_inside(leaf)
+        return [(dim, leaf) for dim, tree in zip(per_input, inputs, strict=True) for leaf in pytree.flatten(tree)[0]]
+
+    def dims(self, inputs: Sequence[object]) -> list[int | None]:
+        """The dim of every flat leaf of the inputs; None for what is passed whole."""
+        pairs = self.leaves(inputs)
+        for leaf in [leaf for dim, leaf in pairs if dim is not None and not isinstance(leaf, torch.Tensor)]:
+            _refuse_rows_inside(leaf)
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
     def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
@@ -119,13 +123,14 @@ class Microbatches:
         return out
 
 
-def _refuse_rows_inside(leaf: Mapping[object, object]) -> None:
-    """Refuses a mapping that is no pytree and holds tensors, which every microbatch would be given whole."""
-    if any(isinstance(x, torch.Tensor) for x in leaf.values()):
+def _refuse_rows_inside(leaf: object) -> None:
+    """Refuses an object that is no pytree and holds tensors, which every microbatch would be given whole."""
+    if any(x.ndim for x in tensors_inside(leaf)):
+        instead = "Pass dict(batch)" if isinstance(leaf, Mapping) else "Register it (optree.register_pytree_node)"
         raise TypeError(
             f"accumulate: an input holds a {type(leaf).__name__} of tensors, which is no pytree and would not be "
-            "split; expected tensors in dicts, lists, tuples and NamedTuples. Pass dict(batch), or in_dims= with None "
-            "for inputs that each microbatch is given whole."
+            f"split; expected tensors in dicts, lists, tuples and NamedTuples. {instead}, or in_dims= with None for "
+            "inputs that each microbatch is given whole."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any
 
 import pytest
@@ -200,3 +201,34 @@ def test_a_mapping_that_is_no_pytree_is_not_given_whole_to_every_microbatch(coun
         with pytest.raises(TypeError, match=r"accumulate: an input holds a Batch of tensors.*Pass dict\(batch\)"):
             call(step.init(params), Batch(x=x), x)
     assert step.forward(step.init(params), dict(Batch(x=x)), x) == 3.0
+
+
+@dataclasses.dataclass
+class Held:
+    x: Any
+    note: str = ""
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("make", [Held, Slotted, lambda x: Held([{"of": Slotted(x)}]), torch.distributions.Exponential])
+def test_an_object_of_tensors_that_is_no_pytree_is_not_given_whole_to_every_microbatch(make: Any) -> None:
+    """A function, a module and an object of no rows are: nobody would split them."""
+    y = torch.arange(4.0, dtype=F64)
+    plain = fz.train_step(lambda p, batch, y: (p["w"] * y).mean(), fz.sgd(0.1))
+    step, whole = fz.accumulate(plain, 2), fz.accumulate(plain, 2, in_dims=(None, 0))
+    state, held = plain.init({"w": torch.ones((), dtype=F64)}), make(torch.ones(4, 1, dtype=F64))
+    for call in (step.forward, step.vjp, step):
+        with pytest.raises(
+            TypeError, match=r"accumulate: an input holds a \w+ of tensors, .*register_pytree_node.*None"
+        ):
+            call(state, held, y)
+    assert whole.forward(state, held, y) == plain.forward(state, held, y) == 1.5
+    assert str(fz.explain(plain, state, held, y)) == str(fz.explain(plain, state, None, y))
+    for other in (lambda: y, torch.nn.Linear(4, 2), Held(3, "a"), Held(torch.tensor(2.0)), Held(lambda: y)):
+        assert step.forward(state, other, y) == 1.5
