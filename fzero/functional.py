@@ -27,7 +27,7 @@ from fzero.modules.batch_norms import need_own_forwards, synchronise
 from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
-from fzero.modules.hints import hints_of_module
+from fzero.modules.hints import called_below, hints_of_module
 from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.shown import Shown
@@ -382,19 +382,10 @@ def _module_units(
             raise ValueError(
                 f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
                 f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "
-                "or keep the module's names in the params."
+                "or keep the module's names in the params, and their type, which dict(params) does not."
             )
     out: dict[str, dict[str, str]] = {}
-    for path in [called for unit in paths.values() for called in _called(module, unit)]:
+    for path in [called for unit in paths.values() for called in called_below(module, unit)]:
         below = path + "." if path else ""
         out[path] = {name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
     return out
-
-
-def _called(module: nn.Module, path: str) -> list[str]:
-    """The path itself, or the paths of the modules below it that have a forward."""
-    own = module.get_submodule(path)
-    if type(own).forward is not nn.Module.forward:
-        return [path]
-    below = path + "." if path else ""
-    return [called for name, _ in own.named_children() for called in _called(module, below + name)]

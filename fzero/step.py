@@ -221,7 +221,7 @@ def train_step(
         optimizer: a `GradientTransformation`.
         policy: dtypes by leaf; every leaf keeps its own by default.
         units: fnmatch patterns over paths, the shortest path that matches is the unit; None takes every path up to
-            its first integer part, the elements of lists and ModuleLists.
+            its first integer part, the elements of lists and ModuleLists; of ParameterLists, which nobody calls, none.
         has_aux: `fn` returns `(outputs, aux)`.
         metrics: those that an update gives besides the usual ones. "leaf_norms" is `{"params": {path: norm}, "grads":
             ..., "updates": ..., "moments": {"mu": ..., ...}}`, 0-d float64 norms of each trained leaf over all shards:

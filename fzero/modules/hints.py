@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fzero.base.patterns import ROOT, unit_of
 from fzero.table.slices import Hint, Use
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -78,9 +79,26 @@ def hints_of_module(module: nn.Module) -> dict[str, Hint]:
         path, _, _own = name.rpartition(".")
         of_module = _found(plan, path)
         style = _found(plan, name) or (of_module if of_module != "moe_tp_experts" else "")
-        use = Use(name, kind_of(modules[path]), style, of_module, *multiples.get(path, (1, 1)))
+        heads, loose = multiples.get(path, (1, 1)), _is_loose(name, module, modules)
+        use = Use(name, kind_of(modules[path]), style, of_module, *heads, loose)
         out.setdefault(firsts[id(param)], []).append(use)
     return {name: tuple(uses) for name, uses in out.items()}
+
+
+def called_below(module: nn.Module, path: str) -> list[str]:
+    """The path itself, or the paths of the modules below it that have a forward."""
+    own = module.get_submodule(path)
+    if type(own).forward is not nn.Module.forward:
+        return [path]
+    below = path + "." if path else ""
+    return [called for name, _ in own.named_children() for called in called_below(module, below + name)]
+
+
+def _is_loose(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether nothing that is called has a param in the unit up to its first integer: that of a ParameterList."""
+    unit, owner = unit_of(name, None), name.rpartition(".")[0]
+    called = called_below(module, unit) if unit in modules else []
+    return unit != ROOT and not any(f"{owner}.".startswith(f"{path}.") for path in called)
 
 
 def _plan_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:

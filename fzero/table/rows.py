@@ -306,7 +306,7 @@ def resolve(
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}  # unit -> its first leaf and what the rules say of it
     for index, (path, shape, own) in enumerate(leaves):
         said = {column: _value_of(rules, column, path) for column in COLUMNS if column != "tensor"}
-        unit, sharding = unit_of(path, units), said["axis"]
+        unit, sharding = _unit_of(path, units, uses[index][0]), said["axis"]
         other, theirs = first.setdefault(unit, (path, said))
         for column, (whole, _kind) in COLUMNS.items():
             if whole and said[column] != theirs[column]:
@@ -358,6 +358,13 @@ def resolve(
         )
     outside = first[ROOT][1]["compute"] if ROOT in first else _value_of(rules, "compute", ROOT)
     return Table(tuple(rows), outside, bool(over and over.sequence))
+
+
+def _unit_of(path: str, units: Sequence[str] | None, use: Use) -> str:
+    """The unit of a leaf; without patterns an element of a ParameterList, say, is in none: nobody calls that."""
+    unit, before = unit_of(path, units), path.removesuffix(use.name)
+    alone = units is None and use.loose and path.endswith(use.name)
+    return ROOT if alone and unit == before + unit_of(use.name, None) else unit
 
 
 # what torch's parametrisations compute a weight of, in its own dtype: that is what a matmul casts

@@ -85,6 +85,7 @@ class Use(NamedTuple):
         owner: the same of the module that has the param.
         multiple: elements that belong together along the dim that is cut: those of a head, with what shares its keys.
         fine: of how many there must be multiples where there are fewer of the others than ranks.
+        loose: whether no module that is called has it within the unit up to the name's first integer.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Use(NamedTuple):
     owner: str = ""
     multiple: int = 1
     fine: int = 1
+    loose: bool = False
 
 
 Hint = tuple[Use, ...]  # what a module says of one of its params
