@@ -33,7 +33,7 @@ def gather(tree: object) -> Any:
 
     Args:
         tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
-            grads and no moments: `None` stands in their place.
+            grads and no moments: `None` stands in their place. What every rank has of moments, as factors, stays.
 
     Returns:
         A tree of the structure given to `init`, of new tensors of each leaf's full shape.
@@ -48,8 +48,9 @@ def gather(tree: object) -> Any:
         each = [node.gathered() if isinstance(node, Distant) else node and gather(node) for node in nodes]
         return pytree.unflatten(pytree.flatten(tree, _is_node)[1], each)
     whole = any(isinstance(node, TrainState) for node in nodes)
+    bare = any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)
     # slices have forgotten what they are slices of
-    if whole or tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
+    if whole or tree is None or (bare and not _is_counted(tree)):
         raise TypeError(
             f"gather: got tree={named(tree)}, {'which holds a whole state' if whole else 'in which no tree is sharded'}"
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
@@ -67,6 +68,12 @@ def _nodes(tree: object) -> Sequence[object]:
 
 def _is_node(node: object) -> bool:
     return is_sharded(node) or isinstance(node, TrainState)
+
+
+def _is_counted(tree: object) -> bool:
+    """Tells whether a tree is an optimizer's moments, which count updates: of factors alone no rank has slices."""
+    nodes = pytree.flatten(tree, is_leaf=lambda node: isinstance(node, pytree.Count))[0]
+    return any(isinstance(node, pytree.Count) for node in nodes)
 
 
 def _measured(tree: object) -> Sequence[object]:

@@ -53,3 +53,15 @@ def test_of_shards_it_is_that_of_the_whole(shard: object) -> None:
 
     for sharded, whole in run_ranks(rank_main, 2):
         assert sharded == pytest.approx(whole, rel=1e-12)
+
+
+def test_moments_of_which_no_rank_has_slices() -> None:
+    """Factors alone: every rank has them, so they are given as they are."""
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero1(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adafactor(0.1)))
+        state, _ = step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
+        for tree in (state.moments, {"of": [state.moments]}):
+            assert_trees_equal(fz.gather(tree), tree)
+
+    run_ranks(rank_main, 2)
