@@ -56,7 +56,7 @@ def rate(lr: Number | Schedule, count: int) -> Number:
     now = lr(count) if callable(lr) else lr
     if follows(now):  # of each element, perhaps (`entered`)
         return now
-    if not isinstance(now, float):
+    if not isinstance(now, float) or now != now:
         need_rate(now, "the optimizer")  # a schedule may make anything
     return float(now)
 

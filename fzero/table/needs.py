@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fzero.base import private
@@ -31,6 +33,8 @@ def need_rate(lr: object, who: str) -> None:
         raise wrong(who, "lr", lr, expected)
     if isinstance(lr, torch.Tensor) or not callable(lr):
         need_scalar(lr, who, "lr", expected)
+        if any(map(math.isnan, numbers_in(lr))):
+            raise ValueError(f"{who}: got lr=nan, expected {expected}.")
 
 
 def need_scalar(value: object, who: str, argument: str, expected: str = "a number or a 0-d floating tensor") -> None:

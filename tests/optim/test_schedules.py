@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -27,3 +28,14 @@ def test_schedules_count_applied_updates() -> None:
     with pytest.raises(ValueError, match=r"warmup=5, total=3"):
         fz.warmup_cosine(1.0, 5, 3)
     assert fz.constant(0.5)(7) == 0.5 and fz.linear(0.0, 1.0, 4)(2) == 0.5 and fz.linear(0.0, 1.0, 4)(9) == 1.0
+
+
+@pytest.mark.parametrize("make", [fz.sgd, fz.adamw, fz.lion, fz.lamb, fz.muon, fz.adafactor])
+def test_a_rate_that_is_no_number_is_refused(make: Any) -> None:
+    for nan in (float("nan"), torch.tensor(float("nan"))):
+        with pytest.raises(ValueError, match=rf"{make.__name__}: got lr=nan, expected a number"):
+            make(nan)
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), make(lambda count: 0.1 if count < 1 else float("nan")))
+    state, _ = step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"the optimizer: got lr=nan"):
+        step(state, torch.ones(2, 2))
