@@ -129,7 +129,7 @@ def loop(
         after,
         total,
         Record(path, folder, progress, every),
-        Evaluation(evaluate, evaluate_every, patience),
+        Evaluation(evaluate, evaluate_every, patience, best is not None),
         Saves(checkpoints, save_every, best, extra),
         stop,
     )

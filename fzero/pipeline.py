@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import private
-from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
+from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.components.call import Call, Others, goes_forward, need_constants, need_one_place, told
@@ -379,7 +379,8 @@ def pipeline(
         (tensor(1.), 1)
     """
     if not isinstance(steps, (tuple, list)) or not steps:
-        raise wrong("pipeline", "steps", steps, "a list of steps, one for each stage of the schedule")
+        given = "an empty list" if isinstance(steps, (tuple, list)) else named(steps)
+        raise TypeError(f"pipeline: got steps={given}, expected a list of steps, one for each stage of the schedule.")
     if not isinstance(schedule, Schedule):
         raise wrong("pipeline", "schedule", schedule, "a schedule, as fz.schedules.one_f_one_b(stages, microbatches)")
     wires = wiring(len(steps), schedule.stages, inputs, skips, shared)

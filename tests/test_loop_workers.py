@@ -166,3 +166,12 @@ def one_is_asked(rank: int, folder: str) -> tuple[str, int, int]:
 def test_all_ranks_end_as_asked_where_batches_fail_on_one_that_was_not(tmp_path: Path) -> None:
     said = run_ranks(functools.partial(one_is_asked, folder=str(tmp_path)), 2, backend="processes")
     assert said == [("asked", 3, 1), ("asked", 3, 0)]
+
+
+@pytest.mark.parametrize("judged", ["best", "patience"])
+def test_an_evaluation_that_judges_gives_a_number(judged: str, tmp_path: Path) -> None:
+    options: Any = {"best": fz.Checkpoints(tmp_path)} if judged == "best" else {"patience": 2}
+    run = quiet(STEP, STEP.init({"w": torch.zeros(1)}), lambda n: torch.ones(1), evaluate=lambda _: {}, **options)
+    with pytest.raises(ValueError, match=r"loop: got patience or best, and evaluate gave \{\}, expected at least one"):
+        next(run)
+    assert run.ended == "failed"

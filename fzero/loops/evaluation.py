@@ -20,8 +20,9 @@ class Evaluation:
         best, since: the lowest first number so far, and the number of evaluations since then.
     """
 
-    def __init__(self, evaluate: Evaluate | None, every: int, patience: int | None) -> None:
+    def __init__(self, evaluate: Evaluate | None, every: int, patience: int | None, best: bool = False) -> None:
         self._evaluate, self._every, self._patience = evaluate, every, patience
+        self._judges = best or patience is not None
         self.values: dict[str, float] = {}
         self.best: float | None = None
         self.since, self.fresh = 0, True
@@ -58,6 +59,11 @@ class Evaluation:
             raise ValueError(
                 f"loop: evaluate gave {values} on this rank and other numbers on another, expected the same on "
                 "all. Take the mean over ranks in it: torch.distributed.all_reduce, or fz.parallel.weighted_mean."
+            )
+        if not values and self._judges:
+            raise ValueError(
+                "loop: got patience or best, and evaluate gave {}, expected at least one number by name: the first one "
+                "says what is best."
             )
         self.values, self.fresh = values, True
         if not values:

@@ -244,3 +244,10 @@ def test_a_stage_may_not_write_to_what_others_take() -> None:
     )
     with pytest.raises(ValueError, match="stage 0 writes in place to input 0 of the pipeline, of which stages"):
         pipe(pipe.init(PARAMS[:2]), X.clone())
+
+
+def test_no_steps_at_all() -> None:
+    with pytest.raises(TypeError, match=r"pipeline: got steps=an empty list, expected a list of steps"):
+        fz.pipeline([], fz.schedules.gpipe(1, 1))
+    with pytest.raises(TypeError, match=r"pipeline: got steps=dict, expected a list of steps"):
+        fz.pipeline({}, fz.schedules.gpipe(1, 1))  # type: ignore[arg-type]
