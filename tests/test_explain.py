@@ -501,3 +501,20 @@ def test_refusals() -> None:
         fz.explain(step, state, torch.ones(2, 2), dtype="half")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"fz.explain.*torch\.func\.grad"):
         torch.func.grad(lambda x: (fz.explain(step, state, x), x.sum())[1])(torch.ones(2, 2))
+
+
+def test_a_unit_within_inference_mode_is_refused_by_name() -> None:
+    unit = fz.unit(lambda p, x: x * p["w"])
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = unit(p["blocks"][0], x)
+        return (unit(p["blocks"][0], x) * scale.clone()).sum()
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init({"blocks": [{"w": torch.ones(2)}]})
+        with pytest.raises(TypeError, match=r"explain: .* within torch\.inference_mode\(\).*torch\.no_grad\(\)"):
+            fz.explain(step, state, torch.ones(2))
+
+    run_ranks(rank_main, 2)
