@@ -51,6 +51,20 @@ class heard:
             raise self.said[0]
 
 
+@contextlib.contextmanager
+def of_hooks_around() -> Iterator[None]:
+    """Names saved-tensor hooks around the call of a step, where torch.func begins."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "don't yet support saved tensor hooks" not in str(error):
+            raise
+        raise TypeError(
+            "step: called within saved-tensor hooks (torch.autograd.graph.save_on_cpu is one), which torch.func does "
+            "not support. Call it outside; fz.remat(step, offload=...) keeps what units name in the host's memory."
+        ) from error
+
+
 def of_derivatives() -> tuple[str, ...]:
     """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
     return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)

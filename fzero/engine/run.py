@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
 from fzero.base.hooks import Registrations
 from fzero.base.rebound import tensors_reached
@@ -82,7 +82,7 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
-        with failing("a forward"), self._mode():
+        with failing("a forward"), refusals.of_hooks_around(), self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]

@@ -218,3 +218,14 @@ def test_a_pullback_that_is_transformed_although_its_forward_was_not(unit: bool,
         assert_trees_close(aside, expected(x[0])[0].sum(), rtol=1e-12)
 
     run_ranks(rank_main, 1)
+
+
+def test_saved_tensor_hooks_around_a_step_are_named() -> None:
+    step = fz.remat(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    state = step.init({"w": torch.ones(2)})
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(TypeError, match=r"step: called within saved-tensor hooks .*Call it outside"),
+    ):
+        step.vjp(state, torch.ones(2))
+    assert step(state, torch.ones(2))[0].step == 1
