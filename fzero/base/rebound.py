@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -121,16 +122,47 @@ def tensors_inside(value: object) -> list[torch.Tensor]:
 
 
 def reached(value: object) -> list[object]:
-    """All that functions among a value hold and come to, classes of objects and generators of random numbers too."""
+    """All that functions among a value hold and come to in their author's code: classes and generators too.
+
+    Objects of libraries are found, and not looked into; so are those of packages that are installed, but for their own.
+    """
+    functions = [x for x in _walked(value, _children)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
+    roots = {_root(x.__module__) for x in functions} | {_root(type(value).__module__)}
+    children = lambda x: _reached(x) if _is_own(x, roots) else iter(())
     kinds = list[type]()
     while True:
-        found = _walked([value, kinds], _reached)[0]
+        found = _walked([value, kinds], children)[0]
         every = {kind for x in found for kind in type(x).__mro__}
-        more = {kind for kind in every if not is_of_library(kind.__module__)} - {*kinds}
+        more = {kind for kind in every if _is_own(kind, roots) and kind.__module__ != "builtins"} - {*kinds}
         if not more:
             break
         kinds += more
-    return [*found, *{id(x): x for each in found for x in _reached(each) if isinstance(x, torch.Generator)}.values()]
+    return [*found, *{id(x): x for each in found for x in children(each) if isinstance(x, torch.Generator)}.values()]
+
+
+def _is_own(x: object, roots: Set[str]) -> bool:
+    """Tells whether something is of an author's code, or holds what may be."""
+    if isinstance(x, (types.FunctionType, type)):
+        return _is_written(x.__module__, roots)
+    if isinstance(x, types.ModuleType):
+        return _is_written(x.__name__, roots)
+    kind = type(x).__module__
+    return kind in ("builtins", "collections", "functools") or isinstance(x, _OF_TORCH) or _is_written(kind, roots)
+
+
+def _is_written(module: object, roots: Set[str]) -> bool:
+    root = _root(module)
+    return root not in _LIBRARIES and (root in roots or not _is_installed(root))
+
+
+@functools.cache
+def _is_installed(root: str) -> bool:
+    parts = str(getattr(sys.modules.get(root), "__file__", "")).split(os.sep)
+    return "site-packages" in parts or "dist-packages" in parts
+
+
+def _root(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def names_of(fn: types.FunctionType) -> set[str]:
@@ -243,7 +275,7 @@ def is_of_library(module: object) -> bool:
 
     Compiled and exported functions of the whole process hang there.
     """
-    return str(module).partition(".")[0] in _LIBRARIES
+    return _root(module) in _LIBRARIES
 
 
 def _holds_attributes(value: object) -> bool:

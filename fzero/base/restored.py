@@ -6,6 +6,7 @@ import array
 import collections
 import contextlib
 import functools
+import io
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ def as_it_was(value: object) -> Iterator[None]:
     """
     found = reached(value)
     for each in found:
-        if isinstance(each, Iterator):
+        if isinstance(each, Iterator) and not isinstance(each, io.IOBase):
             raise TypeError(f"it takes from an iterator ({type(each).__name__}), which a trial cannot give back to")
     names = {name for each in found if isinstance(each, types.FunctionType) for name in names_of(each)}
     undo = [once for each in found for once in _undo(each, names)]

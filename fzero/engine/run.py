@@ -87,7 +87,7 @@ class Run(Outcome):
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        around = lambda: [*_tensors((flat, real, others)), *tensors_reached(step.fn)]
+        around = lambda: [*_tensors((flat, others)), *tensors_reached(step.fn)]
         self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:

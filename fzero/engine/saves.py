@@ -39,11 +39,12 @@ class Saves:
         hooks: Registrations,
         acts: bool,
     ) -> None:
+        outputs = [*outputs]
         nodes = _nodes(outputs)
         self._hooks, self._looks = hooks, False
         kinds = {type(node) for node in nodes}
         self._acts = acts or any(is_users(kind) and kind.__name__ != "CopySlices" for kind in kinds)  # torch's own
-        hidden = around() if any(map(_hides, nodes)) else ()
+        hidden = [*around(), *_beside(outputs, nodes)] if any(map(_hides, nodes)) else ()
         saved = [x for node in nodes if not _is_apart(node) for x in _saved_by(node)]
         self._counters = _counters_of((*saved, *hidden))
         self._of_units = _counters_of([x for node in nodes if _is_apart(node) for x in _saved_by(node)])
@@ -118,6 +119,14 @@ class _Look:
 
 def _hides(node: graph.Node) -> bool:
     return type(node).__name__ in _HIDE
+
+
+def _beside(outputs: Iterable[torch.Tensor], nodes: Iterable[graph.Node]) -> list[torch.Tensor]:
+    """The outputs that nodes which do not tell it may have saved: those that they made or took, and views of these."""
+    hiding = {node for node in nodes if _hides(node)}
+    near = hiding | {taken for node in hiding for taken, _ in node.next_functions if taken is not None}
+    made = [(x, x.grad_fn) for x in outputs if x.grad_fn is not None]
+    return [x for x, node in made if node in near or any(taken in hiding for taken, _ in node.next_functions)]
 
 
 def _is_apart(node: graph.Node) -> bool:

@@ -75,7 +75,7 @@ def _without_gaps(tree: Sharded) -> Sharded:
                 gap.zero_()
             cleaned[key] = torch.where(there, x, 0)
         elif gaps:
-            cleaned[key] = x if x.is_contiguous() else x.contiguous()
+            cleaned[key] = x if x.is_contiguous() and not x.is_inference() else x.clone()
             with torch.no_grad():
                 for gap in tree.layout.gaps(key, tree.rank_of(key), cleaned[key].detach()):
                     gap.zero_()

@@ -63,7 +63,8 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
         if found and whole:
             raise ValueError(
                 f"{who}: got an optimizer of your own{_named(member, trial)} in fz.whole that {found}. Its update is "
-                "called once for each leaf, on one rank: keep what it counts in its state."
+                "called once for each leaf, on one rank: keep what it counts in its state, and return what is to be "
+                "added to the param."
             )
         if found:
             raise ValueError(
@@ -245,16 +246,21 @@ class _Trial:
         return ""
 
     def _fault_of_leaves(self, member: GradientTransformation) -> str:
-        row = self.rows[0]
+        with torch.no_grad(), as_it_was((member.init, member.update)):
+            return next(filter(None, [self._fault_of_leaf(member, row) for row in self.rows]), "")
+
+    def _fault_of_leaf(self, member: GradientTransformation, row: Row) -> str:
         made = torch.Generator(device="cpu").manual_seed(0)
         p, g = torch.randn(2, *row.shape, generator=made, dtype=self.dtype, device="cpu").to(self.like.device).unbind()
-        with torch.no_grad(), as_it_was((member.init, member.update)):
-            found = list[torch.Tensor]()
-            for _ in range(2):
-                with seeded(Seeds(0).next()):
-                    state = member.init({row.path: p.clone()})
-                    updates, _ = member.update({row.path: g.clone()}, state, {row.path: p.clone()})
-                    found.append(updates[row.path])
+        found = list[torch.Tensor]()
+        for _ in range(2):
+            own = p.clone()
+            with seeded(Seeds(0).next()):
+                state = member.init({row.path: p.clone()})
+                updates, _ = member.update({row.path: g.clone()}, state, {row.path: own})
+            found.append(updates[row.path])
+            if not torch.equal(own, p):
+                return f"writes in place to a param such as {row.path!r}, of which it is given a copy"
         if torch.allclose(*found, rtol=_CLOSE[self.dtype], atol=0.0, equal_nan=True):
             return ""
         return f"makes another update of a leaf such as {row.path!r} where it is called once more with the same"

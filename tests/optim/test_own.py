@@ -582,7 +582,7 @@ class Counting(Base):
     def __call__(self, g: Any, s: Any, p: Any) -> Any:
         self.own += 1
         type(self).count += 1
-        type(self).new = getattr(type(self), "new", 0) + 1
+        type(self).new = getattr(type(self), "new", 0) + 1  # type: ignore[attr-defined]
         COUNTED[0] += 1
         self.sum.data += 1
         self.bytes[0] += 1
