@@ -170,13 +170,17 @@ def names_of(fn: types.FunctionType) -> set[str]:
     return set(_names(fn.__code__))
 
 
-def sends(value: object) -> bool:
-    """Tells whether functions among a value name torch.distributed, or something of it, or come to it."""
-    found = reached(value)
+def sends(found: Sequence[object]) -> bool:
+    """Tells whether functions, of which this was `reached`, name torch.distributed, or something of it, or hold it."""
     own = [x for x in found if isinstance(x, types.FunctionType) and not is_of_library(x.__module__)]
-    modules = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in found]
+    called = [
+        x for x in found if isinstance(x, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type))
+    ]
+    modules = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in called]
     names = {name for fn in own for name in names_of(fn)}
-    return "distributed" in names or any(str(name).startswith("torch.distributed") for name in (*modules, *names))
+    groups = [type(x).__module__ for x in found if not isinstance(x, torch.Tensor)]
+    every = (*modules, *names, *groups)
+    return "distributed" in names or any(str(name).startswith("torch.distributed") for name in every)
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:
@@ -243,6 +247,8 @@ def _children(value: object) -> Iterator[object]:
         yield value.__self__
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
     elif type(value) is dict:
         yield from value.values()
     elif isinstance(value, (tuple, list)):

@@ -99,7 +99,11 @@ def place_of(error: BaseException | None = None) -> str:
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
-_BY_TRACING = ("INTERNAL ASSERT", "TensorWrapper", "FakeTensor")  # where an operator's function closes over a tensor
+def _traces(error: Exception) -> bool:
+    """Tells whether torch fails to trace an operator's function, as where that closes over a tensor."""
+    return isinstance(error, (RuntimeError, AssertionError)) and any(
+        text in str(error) for text in ("INTERNAL ASSERT", "TensorWrapper", "FakeTensor")
+    )
 
 
 @contextlib.contextmanager
@@ -115,8 +119,11 @@ def of_higher_order(what: str) -> Iterator[None]:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         files = [file for file in files if file != "<string>"]  # which torch writes
         inside = [i for i, file in enumerate(files) if "_higher_order_ops" in Path(file).parts]
-        by_torch = (inside and all(map(is_of_library, files[inside[0] :]))) or any(x in str(error) for x in _BY_TRACING)
-        if isinstance(error, KeyError) or not inside or not by_torch:
+        if (
+            isinstance(error, KeyError)
+            or not inside
+            or not (all(map(is_of_library, files[inside[0] :])) or _traces(error))
+        ):
             raise  # a KeyError is functorch's, and dealt with elsewhere
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
 

@@ -9,7 +9,7 @@ import functools
 import io
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.random import GENERATORS, NUMPY, PYTHON, Replayed
-from fzero.base.rebound import is_of_library, names_of, reached
+from fzero.base.rebound import is_of_library, names_of
 
 _MOST = 1 << 22  # elements of a tensor that is put back
 Undo = Callable[[], object]
@@ -25,16 +25,12 @@ K = TypeVar("K")
 
 
 @contextlib.contextmanager
-def as_it_was(value: object) -> Iterator[None]:
-    """Puts back what calls of functions among a value change inside: a trial of them leaves nothing behind.
+def as_it_was(found: Sequence[object]) -> Iterator[None]:
+    """Puts back what calls of functions change inside: a trial of them leaves nothing behind.
 
-    Raises:
-        TypeError: they come to an iterator, which nothing can put back.
+    Args:
+        found: all that they come to, as `reached` finds it.
     """
-    found = reached(value)
-    for each in found:
-        if isinstance(each, Iterator) and not isinstance(each, io.IOBase):
-            raise TypeError(f"it takes from an iterator ({type(each).__name__}), which a trial cannot give back to")
     names = {name for each in found if isinstance(each, types.FunctionType) for name in names_of(each)}
     undo = [once for each in found for once in _undo(each, names)]
     with Replayed((*[each for each in found if isinstance(each, GENERATORS)], PYTHON, NUMPY)):
@@ -42,7 +38,14 @@ def as_it_was(value: object) -> Iterator[None]:
             yield
         finally:
             for once in undo:
-                once()
+                with contextlib.suppress(Exception):  # of a class that takes nothing back
+                    once()
+
+
+def cannot_be_put_back(found: Sequence[object]) -> str:
+    """What of it nothing can put back, in words."""
+    taken = [x for x in found if isinstance(x, Iterator) and not isinstance(x, io.IOBase)]
+    return f"it takes from an iterator ({type(taken[0]).__name__}), which a trial cannot give back to" if taken else ""
 
 
 def _undo(x: object, names: set[str]) -> Iterator[Undo]:
@@ -103,10 +106,10 @@ def _undo_object(x: object) -> Iterator[Undo]:
         yield _undo_dict(x)
     elif isinstance(x, (list, collections.deque)):
         items = list(x)
-        yield lambda: (x.clear(), x.extend(items))
+        yield lambda: (x.clear(), x.extend(items)) if not _are(x, items) else None
     elif isinstance(x, set):
         members = set(x)
-        yield lambda: (x.clear(), x.update(members))
+        yield lambda: (x.clear(), x.update(members)) if x != members else None
     elif isinstance(x, (bytearray, array.array)):
         content = x[:]
         yield lambda: operator.setitem(x, slice(None), content)
@@ -117,6 +120,10 @@ def _undo_object(x: object) -> Iterator[Undo]:
     for slot in [each for each in slots if isinstance(each, types.MemberDescriptorType)]:
         with contextlib.suppress(AttributeError):  # an empty one
             yield functools.partial(slot.__set__, x, slot.__get__(x))
+
+
+def _are(x: Collection[object], items: Sequence[object]) -> bool:
+    return len(x) == len(items) and all(map(operator.is_, x, items))
 
 
 def _undo_tensor(x: torch.Tensor) -> Undo:

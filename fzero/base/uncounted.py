@@ -131,4 +131,5 @@ def _kernel(op: Operator, written: Sequence[int]) -> Callable[..., object]:
                         region.of(op.name(), x)
         return op.redispatch(keyset & _BELOW, *args, **kwargs)
 
-    return kernel
+    # called in a part of compiled code that runs as it is written, it would be compiled, and what it calls
+    return torch.compiler.disable(kernel)  # type: ignore[no-any-return]

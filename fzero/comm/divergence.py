@@ -124,9 +124,10 @@ def failing(what: str, counts: Callable[[Exception], bool] = lambda _: True) -> 
     try:
         yield
     except Exception as error:
-        text = str(error).partition("\n")[0]
-        if counts(error) and not text.startswith(_OURS):  # which all ranks are told
-            happened(f"{what} failed with {type(error).__name__}: {text[:100]}")
+        with contextlib.suppress(Exception):  # of an error whose words fail
+            text = str(error).partition("\n")[0]
+            if counts(error) and not text.startswith(_OURS):  # which all ranks are told
+                happened(f"{what} failed with {type(error).__name__}: {text[:100]}")
         raise
 
 

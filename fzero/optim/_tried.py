@@ -14,8 +14,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private, pytree
 from fzero.base.random import Seeds, seeded
-from fzero.base.rebound import is_others, rebound, sends, tensors_hidden
-from fzero.base.restored import as_it_was
+from fzero.base.rebound import is_others, reached, rebound, sends, tensors_hidden
+from fzero.base.restored import as_it_was, cannot_be_put_back
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
@@ -40,9 +40,9 @@ Made = list[dict[str, torch.Tensor]]  # path -> a leaf's update, or what this ra
 def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) -> None:
     """Refuses an optimizer of the user's own that is not by elements where it meets buffers, or slices of them.
 
-    What the trial changes in what the optimizer comes to is put back. One that cannot be tried, as it needs other
-    leaves, or hides tensors of a transform of torch.func, is not refused, with a warning; nor is one that sends
-    something to other ranks by torch.distributed. A sum over all elements is right where no rank has slices.
+    What the trial changes in what the optimizer comes to is put back; where nothing can do so, it is not tried, with a
+    warning. Nor is one tried that needs other leaves, hides tensors of a transform of torch.func, or sends something to
+    other ranks by torch.distributed. A sum over all elements is right where no rank has slices.
 
     Raises:
         ValueError: it makes other updates of them than of leaves alone, on every rank.
@@ -56,7 +56,7 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     for member, whole in members if trial is not None else ():
         assert trial is not None
         with private.below_transforms():
-            found = "" if sends((member.init, member.update)) else trial.tried(who, member, whole)
+            found = trial.tried(who, member, whole)
         for axis in (params.axis, params.axis.tensor):  # a rank whose slices are right raises too
             if axis is not None and axis.ranks > 1:
                 found = next(filter(None, axis.exchange(found, "a trial of the optimizer")), "")
@@ -102,15 +102,11 @@ def _shape(like: Sequence[int], least: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _plain(member: GradientTransformation) -> GradientTransformation:
-    """The same with plain tensors in the place of those of torch.func's transforms.
-
-    Raises:
-        TypeError: it comes to some that it does not hold.
-    """
+def _plain(member: GradientTransformation) -> GradientTransformation | None:
+    """The same with plain tensors in the place of those of torch.func's transforms; None where it hides some."""
     own = member.init, member.update
     if any(map(private.is_wrapper, tensors_hidden(own))):
-        raise TypeError("it comes to tensors of a transform of torch.func that it does not close over")
+        return None
     init, update = rebound(own, _constant)
     return member._replace(init=init, update=update)
 
@@ -135,8 +131,8 @@ class _Still(dispatch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             for x in pytree.flatten(out)[0]:
-                if isinstance(x, torch.Tensor) and x.is_floating_point():
-                    x.fill_(0.5)
+                if isinstance(x, torch.Tensor):
+                    x.fill_(0.5 if x.is_floating_point() else 0)
         return out
 
 
@@ -201,52 +197,61 @@ class _Trial:
         return self.axis.size > 1 or any(row.slices for row in self.rows)
 
     def tried(self, who: str, member: GradientTransformation, whole: bool) -> str:
-        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried, with a warning.
+        """What it does otherwise, in words; nothing where it does nothing so, or cannot be tried.
 
         Args:
             whole: whether it is given whole leaves, each by itself.
         """
         try:
-            member = _plain(member)
-            if whole:
-                return self._fault_of_leaves(member)
-            found = self._fault(member)
-            return self._fault(_stilled(member)) if found else ""  # by what it draws, perhaps
-        except Exception as error:  # whatever it needs that a trial has not
-            if whole:  # and is as it was written for
-                return ""
+            found, why = self._found(member, whole)
+        except Exception:  # whatever it needs that a trial has not: its first update will say
+            return ""
+        if why:
             warnings.warn(
-                f"{who}: an optimizer of your own{_named(member, self)} could not be tried on small leaves "
-                f"({type(error).__name__}: {error}). It must treat every element of the buffers that it is given by "
-                "itself, in any slices; what treats leaves wants fz.whole(optimizer).",
+                f"{who}: an optimizer of your own{_named(member, self)} could not be tried on small leaves: {why}. "
+                "It must treat every element of the buffers that it is given by itself, in any slices; what treats "
+                "leaves wants fz.whole(optimizer).",
                 stacklevel=4,
             )
-            return ""
+        return found
 
-    def _fault(self, member: GradientTransformation) -> str:
+    def _found(self, member: GradientTransformation, whole: bool) -> tuple[str, str]:
+        """What it does otherwise, and why it cannot be tried, in words."""
+        plain = _plain(member)
+        own = reached((plain.init, plain.update)) if plain is not None else []
+        if plain is None or sends(own):
+            return "", ""
+        if why := cannot_be_put_back(own):
+            return "", why
+        if whole:
+            return self._fault_of_leaves(plain, own), ""
+        found = self._fault(plain, own)
+        return (self._fault(_stilled(plain), own) if found else ""), ""  # by what it draws, perhaps
+
+    def _fault(self, member: GradientTransformation, own: Sequence[object]) -> str:
         uncut = self.like.axis.uncut
         alone = [dataclasses.replace(row, cuts=(), slices=None) for row in self.rows]
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
         with torch.no_grad():
-            together = self._updates(member, Layout.build(apart if self.alone else alone, 1), uncut)
+            together = self._updates(member, own, Layout.build(apart if self.alone else alone, 1), uncut)
             try:
-                of_leaves = self._updates(member, Layout.build(apart, 1), uncut, in_shape=True)
+                of_leaves = self._updates(member, own, Layout.build(apart, 1), uncut, in_shape=True)
             except Exception:  # what takes buffers only, as fz.global_norm does
-                of_leaves = self._updates(member, Layout.build(apart, 1), uncut)
+                of_leaves = self._updates(member, own, Layout.build(apart, 1), uncut)
             if path := self._differs(together, of_leaves):
                 where = "in a buffer that it shares, or flat, than of it alone and in its shape"
                 return f"makes other updates of a leaf such as {path!r} {where}"
             if self.cut:
                 layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor)
-                cut = self._updates(member, layout, self.axis if self.axis.size > 1 else self.like.axis)
+                cut = self._updates(member, own, layout, self.axis if self.axis.size > 1 else self.like.axis)
                 if path := self._differs(together, cut, layout):
                     return (
                         f"makes other updates of a leaf such as {path!r} in slices, as ranks have it, than of it whole"
                     )
         return ""
 
-    def _fault_of_leaves(self, member: GradientTransformation) -> str:
-        with torch.no_grad(), as_it_was((member.init, member.update)):
+    def _fault_of_leaves(self, member: GradientTransformation, own: Sequence[object]) -> str:
+        with torch.no_grad(), as_it_was(own):
             return next(filter(None, [self._fault_of_leaf(member, row) for row in self.rows]), "")
 
     def _fault_of_leaf(self, member: GradientTransformation, row: Row) -> str:
@@ -286,8 +291,10 @@ class _Trial:
             return x
         return torch.cat([x.narrow(slices.dim, *own) for own in slices.ranges(ranks)[rank]], slices.dim)
 
-    def _updates(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool = False) -> Made:
-        with seeded(Seeds(0).next()), as_it_was((member.init, member.update)):
+    def _updates(
+        self, member: GradientTransformation, own: Sequence[object], layout: Layout, axis: Axis, in_shape: bool = False
+    ) -> Made:
+        with seeded(Seeds(0).next()), as_it_was(own):
             return self._made(member, layout, axis, in_shape)
 
     def _made(self, member: GradientTransformation, layout: Layout, axis: Axis, in_shape: bool) -> Made:

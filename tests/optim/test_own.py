@@ -271,7 +271,6 @@ def kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformatio
     )
 
 
-@pytest.mark.filterwarnings("ignore:step.init. an optimizer of your own could not be tried")
 @pytest.mark.parametrize("joined", ["alone", "before", "behind"])
 @pytest.mark.parametrize("make", [scaled, kept])
 @pytest.mark.parametrize("kind", sorted(UNLIKE))
@@ -301,7 +300,6 @@ def test_updates_in_other_dtypes_are_added_as_torch_does(dtype: torch.dtype) -> 
     assert_trees_equal(fz.gather(state.params), {k: p + (-grads[k]).to(dtype) for k, p in PARAMS.items()})
 
 
-@pytest.mark.filterwarnings("ignore:step.init. an optimizer of your own could not be tried")
 def test_what_is_no_pair_of_trees_is_refused() -> None:
     step = fz.train_step(loss, fz.GradientTransformation(lambda params: (), lambda g, s, p: g))
     with pytest.raises(TypeError, match="expected a pair: updates, state"):
@@ -537,17 +535,15 @@ def test_one_leaf_alone_in_its_buffer_is_whole() -> None:
     torch.testing.assert_close(fz.gather(state.params)["w"], torch.full((2, 2), 1.95))
 
 
-def test_what_cannot_be_tried_is_not_refused_with_a_warning() -> None:
+def test_what_cannot_be_tried_is_not_refused() -> None:
     mask = torch.ones(128, dtype=F64)
+    step = fz.train_step(loss, over_all(lambda g: g.map(lambda x: -x * mask)))
+    step(step.init(PARAMS), X)
     rates = iter([0.1] * 9)
-    for own, said in (
-        (over_all(lambda g: g.map(lambda x: -x * mask)), "RuntimeError: The size of tensor"),
-        (over_all(lambda g: g.map(lambda x: -x * next(rates))), "TypeError: it takes from an iterator"),
-    ):
-        step = fz.train_step(loss, own)
-        with pytest.warns(UserWarning, match=f"step.init: an optimizer of your own could not be tried .*{said}"):
-            state = step.init(PARAMS)
-        step(state, X)
+    step = fz.train_step(loss, over_all(lambda g: g.map(lambda x: -x * next(rates))))
+    with pytest.warns(UserWarning, match="step.init: an optimizer of your own could not be tried .*from an iterator"):
+        state = step.init(PARAMS)
+    step(state, X)
     assert len(list(rates)) == 8
 
 
