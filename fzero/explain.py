@@ -65,10 +65,9 @@ def explain(
         dtype: overflows are looked for of this one.
 
     Raises:
-        TypeError: no step or no state; a transform of torch.func around it; a unit that is called within
-            `torch.inference_mode()`. The replay runs the function under torch.func, so it refuses outside of units what
-            `step.vjp` does, and a step takes: an autograd.Function without setup_context, saved-tensor hooks and
-            torch.utils.checkpoint, NumPy on what depends on the params.
+        TypeError: no step or no state; a transform of torch.func around it. The replay runs the function under
+            torch.func, so it refuses outside of units what `step.vjp` does, and a step takes: an autograd.Function
+            without setup_context, saved-tensor hooks and torch.utils.checkpoint, NumPy on what depends on the params.
         Exception: what the function raises on a rank: on every one, each of which says which.
 
     Example:
@@ -88,7 +87,7 @@ def explain(
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
     with as_found(), private.of_normal_tensors(), torch.no_grad():
-        return _by_all(state.params.axis, lambda: _replayed(step, state, inputs, cotangent, rng, dtype))
+        return _by_all(state.params.axis, lambda: _explained(step, state, inputs, cotangent, rng, dtype))
 
 
 def _need_step(step: object) -> None:
@@ -98,20 +97,6 @@ def _need_step(step: object) -> None:
             "fz.train_step made. Explain its steps one by one, each with its state and what it is given."
         )
     need_step(step, "explain")
-
-
-def _replayed(
-    step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, dtype: torch.dtype
-) -> Explanation:
-    try:
-        return _explained(step, state, inputs, cotangent, rng, dtype)
-    except RuntimeError as error:
-        if "InferenceMode::is_enabled()" not in str(error):
-            raise
-        raise TypeError(
-            "explain: the function calls a unit within torch.inference_mode(), whose tensors nothing follows. Take "
-            "torch.no_grad() there, which gives the same numbers."
-        ) from error
 
 
 def _explained(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import warnings
@@ -112,8 +111,8 @@ def workers_die(where: str, folder: Path) -> tuple[str, int, int, list[str]]:
 
     def dies() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGTERM)
+        for child in given._workers:
+            os.kill(child.pid, signal.SIGTERM)
             child.join()
 
     def batches(number: int) -> Any:

@@ -198,6 +198,10 @@ class _Pool:
             del os.environ["OMP_NUM_THREADS"]
             os.environ.update(saved)
 
+    def lives(self) -> bool:
+        """Whether all of its processes wait: somebody may have killed one."""
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -249,7 +253,7 @@ _pools: list[_Pool] = []
 
 
 def _pool(size: int) -> _Pool:
-    while _pools and (not _pools[0].processes or _pools[0].size < size):
+    while _pools and (_pools[0].size < size or not _pools[0].lives()):
         _pools.pop().close()
     if not _pools:
         _pools.append(_Pool(size))
