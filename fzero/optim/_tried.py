@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private, pytree
 from fzero.base.random import Seeds, seeded
-from fzero.base.rebound import is_others, reached, rebound, sends, tensors_hidden
+from fzero.base.rebound import is_others, reached, rebound, sends, tensors_held
 from fzero.base.restored import as_it_was, cannot_be_put_back
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
@@ -105,7 +105,8 @@ def _shape(like: Sequence[int], least: int) -> tuple[int, ...]:
 def _plain(member: GradientTransformation) -> GradientTransformation | None:
     """The same with plain tensors in the place of those of torch.func's transforms; None where it hides some."""
     own = member.init, member.update
-    if any(map(private.is_wrapper, tensors_hidden(own))):
+    held = {id(x) for x in tensors_held(own)}
+    if any(isinstance(x, torch.Tensor) and private.is_wrapper(x) and id(x) not in held for x in reached(own)):
         return None
     init, update = rebound(own, _constant)
     return member._replace(init=init, update=update)
