@@ -244,7 +244,7 @@ class _Trial:
                 return f"makes other updates of a leaf such as {path!r} {where}"
             if self.cut:
                 layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor)
-                cut = self._updates(member, own, layout, self.axis if self.axis.size > 1 else self.like.axis)
+                cut = self._updates(member, own, layout, self.like.axis)
                 if path := self._differs(together, cut, layout):
                     return (
                         f"makes other updates of a leaf such as {path!r} in slices, as ranks have it, than of it whole"
@@ -277,7 +277,7 @@ class _Trial:
             for path, x in ours.items():
                 scale, y = x.abs().max(), theirs[path]
                 if layout is not None:
-                    (key, slot), rank = layout.key_of[path], self.axis.rank if self.axis.size > 1 else 0
+                    (key, slot), rank = layout.key_of[path], self.axis.rank
                     x = self._sliced(layout, slot.leaf, x.view(self.rows[slot.leaf].shape)).reshape(-1)
                     start = min(max(rank * layout.shard_numel(key) - slot.offset, 0), slot.numel)
                     x = x[start : start + y.numel()]
