@@ -128,22 +128,23 @@ def _run(
     try:
         torch.set_num_threads(settings.threads)
         with worlds.own_world():
-            backend.dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=host.rank,
-                world_size=settings.ranks,
-                timeout=datetime.timedelta(seconds=settings.timeout),
-            )
-            sys.excepthook = hook  # each group that begins wraps it once more
             try:
+                backend.dist.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=host.rank,
+                    world_size=settings.ranks,
+                    timeout=datetime.timedelta(seconds=settings.timeout),
+                )
+                sys.excepthook = hook  # each group that begins wraps it once more
                 if _has_built(build, settings, host):
                     host.run()
             except BaseException as left:
                 host.report(("died", f"has left by {said_of(left)}", trace_of(left)))
             finally:
-                with contextlib.suppress(RuntimeError):
-                    backend.dist.destroy_process_group()
+                if backend.dist.is_initialized():
+                    with contextlib.suppress(RuntimeError):
+                        backend.dist.destroy_process_group()
     finally:
         host.let_go()
         over()

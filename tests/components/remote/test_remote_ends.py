@@ -126,6 +126,19 @@ def test_what_is_no_exception_ends_a_component_on_threads(kind: str) -> None:
     assert time.monotonic() - begun < 5
 
 
+def test_a_thread_without_its_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its peer has left before they were connected: at once, and not by a traceback of its thread alone."""
+
+    def refused(*arguments: Any, **others: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refused)
+    begun = time.monotonic()
+    with pytest.raises(fz.ComponentDied, match="Connection closed by peer"):
+        fz.remote(built_leaving, 2, "threads", timeout=20)
+    assert time.monotonic() - begun < 5
+
+
 def test_all_ranks_are_waited_for_at_once() -> None:
     """Not one after the other, and who comes later does not wait as long again."""
     with fz.remote(functools.partial(builds.built_trouble, stage=0), 4, "threads", timeout=1) as own:
