@@ -36,6 +36,10 @@ class Checkpoints:
         folder: its path or URL, as of `fz.save`; it is made where it is missing.
         keep: how many stay; older ones go once a new one is whole.
 
+    Raises:
+        FileExistsError: by a save, where another run has saved into the folder since this one began there: each of two
+            would remove the other's checkpoints.
+
     Example:
         >>> import tempfile
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -55,6 +59,7 @@ class Checkpoints:
         self.folder = path_of(folder, "Checkpoints")
         self._there = folder_at(self.folder)
         self.keep = need_int(keep, "fz.Checkpoints", "keep", "a number of checkpoints", least=1)
+        self._known: set[str] | None = None  # the subfolders that were there as this run began, and its own
 
     def save(self, state: TrainState, extra: object = None) -> None:
         """Writes one more, as `fz.save` does, and removes those that are more than `keep`."""
@@ -121,8 +126,19 @@ class Checkpoints:
         return begin(who, functools.partial(self._next, state), state, extra, self.folder, beside, self._tidy)
 
     def _next(self, state: TrainState) -> str:
-        number = max((int(name.split("-")[0]) for name in self._names()), default=0) + 1
-        return f"{self.folder}/{number:06d}-update-{state.step}"
+        names = self._names()
+        number = max((int(name.split("-")[0]) for name in names), default=0) + 1
+        name = f"{number:06d}-update-{state.step}"
+        if Everyone(state.params.axis).leads:
+            known = set(names) if self._known is None else self._known
+            if others := [own for own in names if own not in known]:
+                raise FileExistsError(
+                    f"{self.folder}: got {others[0]}, of another run that has saved there since this one began, "
+                    "expected a folder for each run, as each would remove the other's checkpoints. Save elsewhere by "
+                    "another fz.Checkpoints; or, where the other run has ended, go on from what is there by restore()."
+                )
+            self._known = {*known, name}
+        return f"{self.folder}/{name}"
 
     def _names(self) -> list[str]:
         """The subfolders with a checkpoint, newest first."""
@@ -135,6 +151,7 @@ class Checkpoints:
         def look() -> str:
             self._need_folder()
             names = self._look(_GLANCES) if Everyone(axis).leads else {}
+            self._known = {*names}
             ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
             return json.dumps(ended)
 

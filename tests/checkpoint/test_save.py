@@ -91,11 +91,11 @@ def test_whatever_is_damaged_is_found_and_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_numbers_that_grow_longer(tmp_path: Path) -> None:
-    kept = fz.Checkpoints(tmp_path, keep=2)
-    kept.save(trained(step_of()))
+    fz.Checkpoints(tmp_path, keep=2).save(trained(step_of()))
     os.rename(tmp_path / "000001-update-1", tmp_path / "999998-update-1")
     for count in range(3):
         (tmp_path / f"{999999 + 2 * count:06d}-update-0").mkdir()  # a save that never ended
+        kept = fz.Checkpoints(tmp_path, keep=2)
         kept.save(trained(step_of(), count))
     assert sorted(os.listdir(tmp_path)) == ["1000002-update-1", "1000004-update-2"]
     found = kept.restore(step_of())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero.testing import run_ranks
 
 STEP = fz.train_step(lambda p, x: sum((leaf * x).sum() for leaf in p.values()), fz.adamw(0.1))
 
@@ -103,3 +104,25 @@ def test_a_tensor_with_the_negative_bit(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     assert load_file(tmp_path / "model.safetensors")["mask"].tolist() == [-1.0] * 3
+
+
+def _saves_twice(folder: str) -> None:
+    """Two runs on each rank, which take turns."""
+    step = fz.shard_zero1(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    state = step.init({"w": torch.ones(3)})
+    first, second = fz.Checkpoints(folder, keep=1), fz.Checkpoints(folder, keep=1)
+    first.save(state)
+    second.save(state)  # which goes on from what it finds
+    with pytest.raises(FileExistsError, match=r"000002-update-0, which is of another run"):
+        first.save(state)
+    second.save(state, extra="kept")
+    found = first.restore(step)
+    assert found is not None and found[1] == "kept"
+    first.save(state)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_runs_in_one_folder(tmp_path: Path, world: int) -> None:
+    """Each would remove the other's: the one that did not expect it is told, and may go on from what is there."""
+    run_ranks(lambda rank: _saves_twice(str(tmp_path / "run")), world, backend="threads")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["000004-update-0"]
