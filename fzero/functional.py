@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
+from fzero.base import private
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.context import during, variable
 from fzero.base.interrupts import as_found, passed
@@ -22,7 +23,7 @@ from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
-from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
+from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
 from fzero.modules.batch_norms import need_own_forwards, synchronise
 from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
@@ -155,6 +156,7 @@ class _Apply:
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)
+        params = leaves_below(params) if private.level() else params
         buffers, args = (args[0] if args else None, args[1:]) if self._carries else ({}, args)
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)

@@ -236,7 +236,7 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         return False
     while True:
         alive = is_wrapped(tensor)
-        if (alive or not is_wrapper(tensor)) and (tensor.requires_grad or _is_dual(tensor, max(level_of(tensor), 0))):
+        if (alive or not is_wrapper(tensor)) and (tensor.requires_grad or is_dual(tensor, max(level_of(tensor), 0))):
             return True
         if not is_wrapper(tensor):
             return False
@@ -275,13 +275,13 @@ def transform_of(tensor: torch.Tensor) -> str | None:
         key = keys.get(own)
         if key == _functorch.TransformType.Grad and tensor.requires_grad and records[own]:
             return "torch.func.grad"
-        if key == _functorch.TransformType.Jvp and _is_dual(tensor, own):
+        if key == _functorch.TransformType.Jvp and is_dual(tensor, own):
             return "torch.func.jvp"
         tensor = _functorch.get_unwrapped(tensor)
-    return "torch.autograd.forward_ad" if _is_dual(tensor, 0) else None
+    return "torch.autograd.forward_ad" if is_dual(tensor, 0) else None
 
 
-def _is_dual(tensor: torch.Tensor, at: int) -> bool:
+def is_dual(tensor: torch.Tensor, at: int) -> bool:
     """Tells whether a tensor of a level has a tangent; as the innermost level is asked, those inside are set aside."""
     if torch.autograd.forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
         return False

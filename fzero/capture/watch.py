@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -57,6 +57,7 @@ def strict_capture(enabled: bool = True) -> Iterator[None]:
 
 
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -66,13 +67,20 @@ class Watch(torch.overrides.TorchFunctionMode):
     Args:
         protected: storage -> what names the leaf that a view of it belongs to.
         own: ids of what the unit made, or made a leaf of a graph, itself.
+        given: gives the ids of the tensors that it is given.
     """
 
-    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        unit: str | None,
+        protected: Mapping[int, LeafOf],
+        own: Iterable[int] = (),
+        given: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         super().__init__()
         self.unit, self.protected = unit, protected
         self.seen = seen.get()
-        self.own = {*own}
+        self.own, self.given = {*own}, given
 
     def __enter__(self) -> Watch:
         as_written.begin(self)  # Dynamo takes wrong steps under such modes
@@ -96,6 +104,15 @@ class Watch(torch.overrides.TorchFunctionMode):
             _refuse_writes(func, args, kwargs, self.protected)
         if func in _ASKS:
             _refuse_parts(func, args, kwargs or {})
+        if func in _HOOKS and id(args[0]) in self.given():
+            raise noted(
+                ValueError(
+                    f"Unit {self.unit!r} calls {name_of(func)!r} of a tensor that it is given{place_of()}, of shape "
+                    f"{tuple(operands[0].shape)}: a hook is for the whole gradient of a tensor, and a unit's call sees "
+                    "its own part alone. Call it where the tensor is computed, or compute another one here "
+                    "(x = x.view_as(x)) whose gradient is this call's."
+                )
+            )
         out = func(*args, **(kwargs or {}))
         if self.unit is not None:
             results = pytree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
@@ -145,7 +162,46 @@ class _Backward(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-for _mode in (Watch, _Guard, _Backward):  # torch.compile in the function must not compile these
+class OneLevel(torch.overrides.TorchFunctionMode):
+    """Refuses, in a unit that more than one derivative goes through, what acts on the one alone that sees it.
+
+    A hook of a tensor, or what `x.data` leaves out, belongs to the derivative that is the innermost as the unit runs.
+    A unit runs again for each of them by itself, and would have it in all, or in others.
+    """
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def __enter__(self) -> OneLevel:
+        as_written.begin(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        as_written.end(self)
+
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+            raise noted(
+                ValueError(
+                    f"Unit {self.unit!r} takes {name_of(func)!r} of a tensor that is differentiated{place_of()}, where "
+                    "more than one derivative goes through it (torch.func.grad around it, fz.hvp, create_graph=True). "
+                    "That acts on one of them alone, and a unit runs again for each. Compute the same by operations "
+                    "(detach() for .data, an autograd.Function for a hook), or do it outside of units."
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_OF_ONE_LEVEL = {
+    *_HOOKS,
+    *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined] # whose hooks are no operations
+}
+
+
+for _mode in (Watch, _Guard, _Backward, OneLevel):  # torch.compile in the function must not compile these
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
@@ -192,7 +248,7 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
 
 def is_watch(mode: object) -> bool:
     """Tells whether a torch function mode is one of this file's."""
-    return isinstance(mode, (Watch, _Guard, _Backward))
+    return isinstance(mode, (Watch, _Guard, _Backward, OneLevel))
 
 
 def refuse_leaks(tree: object) -> None:

@@ -59,7 +59,7 @@ class Call:
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
-        self._derived = True
+        self._derived, self.given = True, set[int]()  # ids of the tensors that the function is given
         self._forget()
 
     def _forget(self) -> None:
@@ -219,6 +219,7 @@ class Call:
         if self._notes is not None:
             self._notes.note_cut(leaves, self._traversal.layout.rows)
         mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
+        self.given = {*map(id, leaves.values()), *map(id, tensors)}
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
         before = self.reach.clear() if again else None

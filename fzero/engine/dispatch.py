@@ -22,7 +22,7 @@ from fzero.comm.divergence import happened
 from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
-from fzero.engine.traversal import Traversal, current, here, inside
+from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 from fzero.table.rows import Row
@@ -60,6 +60,8 @@ def call_unit(
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
     traversal, around_it = current.get(), surroundings or Surroundings(fn)
+    if private.level() > 1 and traversal is not None and traversal.acts:
+        args, kwargs = leaves_below((args, dict(kwargs)))
     plainly = functools.partial(
         plain_call,
         lambda: fn(*args, **kwargs),

@@ -22,7 +22,7 @@ from fzero.base.pytree import is_real
 from fzero.capture.again import Again
 from fzero.capture.handle import Seen, seen
 from fzero.capture.second_run import refusing_twice
-from fzero.capture.watch import Watch, is_strict, leaf_of
+from fzero.capture.watch import OneLevel, Watch, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.call import Call
@@ -34,6 +34,8 @@ from fzero.engine.written import Memories, named, refusing_uncounted, unit_pulle
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES, Names
+
+_NESTED = "saved tensor hooks in a derivative's derivative"
 
 
 @dataclass(eq=False)
@@ -62,27 +64,30 @@ class UnitOp(Op):
         names: Names = NO_NAMES,
     ) -> None:
         keys = list(call.primals)
+        unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
 
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
             for key, primal in zip(keys, tensors, strict=False):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
             # what they would run again later is not surrounded by what this run finds
-            with torch.autograd.graph.disable_saved_tensors_hooks("saved tensor hooks in a derivative's derivative"):
-                return call.body(leaves, tensors[len(keys) :])
+            one_level = OneLevel(unit) if private.level() else contextlib.nullcontext()
+            with torch.autograd.graph.disable_saved_tensors_hooks(_NESTED):
+                return call.body(leaves, tensors[len(keys) :], one_level)
 
         super().__init__(pure, seed, traversal.device)
         self.reduced = len(keys) if any(traversal.uses[key].axis.ranks > 1 for key in keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it
-        self.recompute = call.recomputes = remat or private.level() > 1
+        self._nested = private.level() > 1
+        self.recompute = call.recomputes = remat or self._nested
         # then its graph is kept, and of what that saved what has a name
         self._names, self._gives_names = names, names != NO_NAMES
-        if private.level() > 1 or call.compiles or call.facts.whole:
+        if self._nested or call.compiles or call.facts.whole:
             self._names = NO_NAMES
         elif self._gives_names:
             self.recompute = False
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
-        self.unit = call.unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
+        self.unit = call.unit = unit
         self.name = f"unit {self.unit!r}"
         self._memory = memory
         self._pull: _Pull | None = None
@@ -282,13 +287,15 @@ class UnitOp(Op):
         constants = self.call.reach.constants if derived and self.call.recomputes else ()
         refusing = refusing_uncounted(lambda: named(memories)), refusing_twice(self.unit, constants)
         with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode, refusing[0], refusing[1]:
-            watch = None
-            if thorough and not self.call.compiles:
-                watch = Watch(self.unit, named(memories), map(id, begin))
+            watch, call = None, self.call
+            if thorough and not call.compiles:
+                watch = Watch(self.unit, named(memories), map(id, begin), lambda: call.given)
             self._watched = watch is not None
-            looks = [x for x in (watch, recorded and recorded.noting(self.call.first or is_strict())) if x is not None]
+            one_level = OneLevel(self.unit) if self._nested and derived and not self.call.compiles else None
+            noting = recorded and recorded.noting(self.call.first or is_strict())
+            looks = [x for x in (watch, one_level, noting) if x is not None]
             try:
-                out = self.call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
+                out = call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
             except Again:  # with what is gathered: the other ranks need not run again
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)

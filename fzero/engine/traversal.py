@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, in_function, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
@@ -31,6 +33,7 @@ running: contextvars.ContextVar[Layout | None] = variable("running", None)
 current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
 # where no run is current, in a unit, whose leaves are full tensors there: the run, and id of a leaf -> its index
 known: contextvars.ContextVar[tuple[Traversal, Mapping[int, int]] | None] = variable("known_leaves", None)
+T = TypeVar("T")
 Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
 # the leaves that the unit that is running has; None outside of units
 here: contextvars.ContextVar[Present | None] = variable("here", None)
@@ -176,6 +179,31 @@ def _run_of(values: Sequence[object]) -> tuple[Traversal | None, Mapping[int, in
     """The run whose leaves are among some values, and id of a full leaf -> its index."""
     owner = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
     return (owner, owner.origins) if owner is not None else known.get() or (None, {})
+
+
+def leaf_below(x: torch.Tensor) -> torch.Tensor:
+    """The leaf that functorch has wrapped here, as `torch.func.grad` does with all that its function is given.
+
+    What it differentiates is none, and what is no leaf stays as it is.
+    """
+    own, numbers = x, _run_of(())[1]
+    has_values = not isinstance(private.unwrapped(x), Handle)  # a tangent would have been refused as it was made
+    while not isinstance(own, Handle) and id(own) not in numbers:
+        if not private.is_wrapper(own) or own.requires_grad:
+            return x
+        below = private.inner(own)
+        is_mapped = below.ndim != own.ndim
+        if is_mapped or (has_values and private.is_dual(own, private.level_of(own))):
+            return x
+        own = below
+    return own
+
+
+def leaves_below(tree: T) -> T:
+    """A tree with its leaves as of `leaf_below`; the same one where there are none."""
+    leaves, spec = pytree.flatten(tree)
+    below = [leaf_below(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.unflatten(spec, below) if any(map(operator.is_not, below, leaves)) else tree
 
 
 def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]]:
