@@ -56,6 +56,8 @@ class Run(Outcome):
         super().__init__(state, inputs, argnums, scale)
         self.partial, self._pulling, self._overwrites = partial, threading.RLock(), fused and step.donates
         flat, spec = pytree.flatten(tuple(inputs))
+        # no graph takes tensors of inference mode
+        flat = [x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for x in flat]
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
         self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
@@ -155,6 +157,8 @@ class Run(Outcome):
                     delivery.finish()
         except BaseException:
             private.forget_failed_backward()
+            if not again and not create_graph:
+                self.drop()  # some of its graph is gone
             raise
         finally:
             traversal.delivery = None
@@ -166,13 +170,14 @@ class Run(Outcome):
 
     def _begun(self, cotangent: object, runs_again: bool = False) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
-        self.need_graph()
-        assert self.traversal is not None and self._saves is not None
-        self._saves.check(runs_again)
-        if self._ends is not None:
-            self._saves.look_on(self._ends.outputs, runs_again)
-        self._rest = None  # of an earlier pullback, to which this one may not leave the graph
-        return self.traversal, self.scaled(cotangent)
+        with failing("a pullback"):
+            self.need_graph()
+            assert self.traversal is not None and self._saves is not None
+            self._saves.check(runs_again)
+            if self._ends is not None:
+                self._saves.look_on(self._ends.outputs, runs_again)
+            self._rest = None  # of an earlier pullback, to which this one may not leave the graph
+            return self.traversal, self.scaled(cotangent)
 
     def is_used_up(self) -> bool:
         return self._pull is None
@@ -213,8 +218,13 @@ class Run(Outcome):
         if not retain_graph:
             assert self._saves is not None
             self._saves.let_go()
-        with self._half(pending):
-            wanted = pending.inputs(self._ends, cotangents)
+        try:
+            with self._half(pending):
+                wanted = pending.inputs(self._ends, cotangents)
+        except BaseException:
+            if not retain_graph:
+                self.drop()
+            raise
         self._rest = pending
         if not retain_graph:
             self._pull = self._ends = None

@@ -46,7 +46,9 @@ class Saves:
         self._acts = acts or any(is_users(kind) and kind.__name__ != "CopySlices" for kind in kinds)  # torch's own
         hidden = [*around(), *_beside(outputs, nodes)] if any(map(_hides, nodes)) else ()
         saved = [x for node in nodes if not _is_apart(node) for x in _saved_by(node)]
-        self._counters = _counters_of((*saved, *hidden))
+        self._counters = _counters_of(saved)
+        known = {id(x) for x, *_ in self._counters}
+        self._counters += [each for each in _counters_of(hidden, _HIDDEN) if id(each[0]) not in known]
         self._of_units = _counters_of([x for node in nodes if _is_apart(node) for x in _saved_by(node)])
 
     def check(self, runs_again: bool = False) -> None:
@@ -84,25 +86,31 @@ class Saves:
         self._counters, self._of_units = _without_memory(self._counters), []
 
 
-Counter = tuple[torch.Tensor, int, torch.Size]  # what counts the writes to a tensor, how many are right, its shape
+_NEEDED = "the values that this pullback needs"
+_HIDDEN = (
+    "the values that a write to a view (x[...] = y) or torch._foreach_* in the function may have kept (they do not "
+    "tell, so that all that it is given and gives is looked at)"
+)
+# what counts the writes to a tensor, how many are right, its shape, and of what it is one
+Counter = tuple[torch.Tensor, int, torch.Size, str]
 
 
-def _counters_of(tensors: Iterable[torch.Tensor]) -> list[Counter]:
+def _counters_of(tensors: Iterable[torch.Tensor], what: str = _NEEDED) -> list[Counter]:
     found = {id(x): x for x in map(private.unwrapped, tensors)}
-    return [(x, private.version(x), x.shape) for x in found.values()]
+    return [(x, private.version(x), x.shape, what) for x in found.values()]
 
 
 def _without_memory(counters: Iterable[Counter]) -> list[Counter]:
     return [
-        (private.counted(x.new_empty(0), x) if x.layout == torch.strided else x, version, shape)
-        for x, version, shape in counters
+        (private.counted(x.new_empty(0), x) if x.layout == torch.strided else x, version, shape, what)
+        for x, version, shape, what in counters
     ]
 
 
 def _check(counters: Iterable[Counter]) -> None:
-    for x, version, shape in counters:
+    for x, version, shape, what in counters:
         if private.version(x) != version:
-            refuse_writes(private.version(x), version, shape, "the values that this pullback needs")
+            refuse_writes(private.version(x), version, shape, what)
 
 
 class _Look:
