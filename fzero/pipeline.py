@@ -112,13 +112,13 @@ class Pipeline:
         Raises:
             TypeError, ValueError: another number of params than of components; and as `step.init` does.
         """
-        seed = need_int(seed, "pipeline.init", "seed")
-        given: object = [None] * len(self.steps) if params is None else params
-        if not isinstance(given, (tuple, list)) or len(given) != len(self.steps):
-            got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(params).__name__
-            raise wrong("pipeline.init", "params", got, f"a list of {len(self.steps)} trees, one for each component")
-        own = {c: self._stages[c].init(given[c], seed + SEEDS * c, sync) for c in self._here}
-        return PipelineState([own.get(c) for c in range(len(self.steps))], self._places)
+        own, places, error = dict[int, Any](), self._places, None
+        try:
+            own = self._begun(params, seed, sync)
+        except Exception as caught:
+            error = caught
+        places.all_well(error)
+        return PipelineState([own.get(c) for c in range(len(self.steps))], places)
 
     def vjp(
         self, state: PipelineState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
@@ -247,6 +247,14 @@ class Pipeline:
         return PipelineState(parts, self._places)
 
     # ---- what they are made of
+
+    def _begun(self, params: Sequence[Any] | None, seed: int, sync: bool) -> dict[int, Any]:
+        seed = need_int(seed, "pipeline.init", "seed")
+        given: object = [None] * len(self.steps) if params is None else params
+        if not isinstance(given, (tuple, list)) or len(given) != len(self.steps):
+            got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(params).__name__
+            raise wrong("pipeline.init", "params", got, f"a list of {len(self.steps)} trees, one for each component")
+        return {c: self._stages[c].init(given[c], seed + SEEDS * c, sync) for c in self._here}
 
     @property
     def _has_aux(self) -> bool:

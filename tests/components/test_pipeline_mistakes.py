@@ -45,6 +45,12 @@ def pipe_of(
 
 def wrong(name: str, pipe: Any, state: Any, mine: bool) -> Any:
     """A call of which one rank's arguments are wrong."""
+    if name == "params":
+        return pipe.init(PARAMS[:2] if mine else PARAMS)
+    if name == "leaf":
+        return pipe.init([{"w": torch.ones(3, 3, dtype=torch.int64)}] * 3 if mine else PARAMS)
+    if name == "seed":
+        return pipe.init(PARAMS, seed="x" if mine else 0)
     if name == "argnums":
         return pipe.vjp(state, X, Y, argnums=7 if mine else 0)
     if name == "state":
@@ -67,7 +73,8 @@ def wrong(name: str, pipe: Any, state: Any, mine: bool) -> Any:
     return pipe.update(state, grads, grad_norm=-1.0 if mine else None)
 
 
-NAMES = "argnums state requires_grad rng retain_graph cotangent grads grad_norm".split() + ["rng of a step"]
+NAMES = "params leaf seed argnums state requires_grad rng retain_graph cotangent grads grad_norm".split()
+NAMES += ["rng of a step"]
 
 
 def one_is_wrong(rank: int, who: int) -> None:
