@@ -13,7 +13,7 @@ from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
 from fzero.optim.base import call_update, kept, taken, values, write_values
-from fzero.state.moments import apart
+from fzero.state.moments import apart, begun
 from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_optimizer
@@ -72,7 +72,7 @@ class _Chain:
     members: tuple[GradientTransformation, ...]
 
     def init(self, params: object) -> States:
-        return tuple(member.init(params) for member in self.members)
+        return tuple(begun(member, params) for member in self.members)
 
     def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
         new = list[object]()
@@ -251,7 +251,7 @@ class _Partition:
         for pattern in table:
             if pattern not in used:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
-        return {pattern: member.init(self._part(params, pattern)) for pattern, member in table.items()}
+        return {pattern: begun(member, self._part(params, pattern)) for pattern, member in table.items()}
 
     def update(
         self, updates: object, states: Mapping[str, object], params: object = None, **extra: object

@@ -9,6 +9,7 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import named
 from fzero.base.follow import is_transformed
+from fzero.state.moments import need_dtype
 from fzero.state.sharded import Sharded, map_trees, trees_of
 from fzero.table.layout import Key
 
@@ -37,6 +38,10 @@ def returned(found: object, updates: object, state: object) -> tuple[object, obj
     trees, given = trees_of(after), trees_of(state)
     for tree, old in zip(trees, given, strict=True) if len(trees) == len(given) else ():
         _need_buffers("the optimizer's next state", tree, old)
+        for key in tree.groups:
+            row = tree.layout.groups[key].row
+            if isinstance(row.policy.moment, torch.dtype):
+                need_dtype(f"step.update: params[{row.path!r}]: the optimizer's next state is", tree.local(key), row)
     return map_trees(_without_gaps, (new, after))
 
 
