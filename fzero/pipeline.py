@@ -112,7 +112,7 @@ class Pipeline:
         Raises:
             TypeError, ValueError: another number of params than of components; and as `step.init` does.
         """
-        own, places, error = dict[int, Any](), self._places, None
+        own, places, error = dict[int, object](), self._places, None
         try:
             own = self._begun(params, seed, sync)
         except Exception as caught:
@@ -248,7 +248,7 @@ class Pipeline:
 
     # ---- what they are made of
 
-    def _begun(self, params: Sequence[Any] | None, seed: int, sync: bool) -> dict[int, Any]:
+    def _begun(self, params: object, seed: int, sync: bool) -> dict[int, object]:
         seed = need_int(seed, "pipeline.init", "seed")
         given: object = [None] * len(self.steps) if params is None else params
         if not isinstance(given, (tuple, list)) or len(given) != len(self.steps):

@@ -44,6 +44,7 @@ def _scaled(
     *,
     grad_norm: object = None,
     joint_norm: object = None,
+    **extra: object,
 ) -> tuple[object, object]:
     norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
     norm = as_float64(norm)
@@ -82,7 +83,9 @@ def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     )
 
 
-def _scaled_by_leaf(max_norm: Number, grads: object, state: object, params: object = None) -> tuple[object, object]:
+def _scaled_by_leaf(
+    max_norm: Number, grads: object, state: object, params: object = None, **extra: object
+) -> tuple[object, object]:
     norms = norms_of(grads)
     factors = [torch.where(n == 0, 1.0, max_norm / torch.where(n == 0, 1.0, n)).clamp(max=1.0) for n in norms]
     return multiplied(grads, factors), state
@@ -140,7 +143,9 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True, blank=True)
 
 
-def _clamped(max_value: Number, grads: object, state: object, params: object = None) -> tuple[object, object]:
+def _clamped(
+    max_value: Number, grads: object, state: object, params: object = None, **extra: object
+) -> tuple[object, object]:
     if isinstance(grads, Sharded) and isinstance(max_value, torch.Tensor) and follows(max_value):
         bounds = {key: entered(grads, key, max_value) for key in grads.groups}
         own = {key: _within(grads.local(key), bound) for key, bound in bounds.items()}

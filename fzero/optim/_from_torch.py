@@ -264,7 +264,7 @@ class _Torch:
         }
         return TorchState(pytree.Count(0), {name: zeros_of(params) for name in self.names}, others)
 
-    def update(self, grads: object, old: TorchState, params: object) -> tuple[object, TorchState]:
+    def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
         now = known(rate(self.lr, old.count.value))
         new = pytree.Count(old.count.value + 1)
         if isinstance(grads, Sharded) and isinstance(params, Sharded):

@@ -54,7 +54,7 @@ class _Lamb:
     lr: Number | Schedule
     direction: GradientTransformation  # of a rate of one
 
-    def update(self, grads: object, old: AdamState, params: object) -> tuple[object, AdamState]:
+    def update(self, grads: object, old: AdamState, params: object, **extra: object) -> tuple[object, AdamState]:
         now = rate(self.lr, old.count.value)
         updates, new = self.direction.update(grads, old, params)
         pairs = zip(norms_of(params), norms_of(updates), strict=True)

@@ -161,7 +161,7 @@ class _Muon:
                 )
         return MuonState(pytree.Count(0), zeros_like(params))
 
-    def update(self, grads: object, old: MuonState, params: object) -> tuple[object, MuonState]:
+    def update(self, grads: object, old: MuonState, params: object, **extra: object) -> tuple[object, MuonState]:
         now, new = rate(self.lr, old.count.value), pytree.Count(old.count.value + 1)
         of_leaf = functools.partial(self._of_leaf, now)
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):

@@ -64,7 +64,7 @@ def _begun(params: object) -> NoiseState:
 
 
 def _noisy(
-    eta: Number, gamma: Number, seed: int, grads: object, state: NoiseState, params: object = None
+    eta: Number, gamma: Number, seed: int, grads: object, state: NoiseState, params: object = None, **extra: object
 ) -> tuple[object, NoiseState]:
     count = state.count.value
     size, new = _deviation(eta, gamma, count), NoiseState(pytree.Count(count + 1))

@@ -237,7 +237,7 @@ class _Whole:
 
     # ---- all leaves
 
-    def update(self, grads: object, old: WholeState, params: object) -> tuple[object, WholeState]:
+    def update(self, grads: object, old: WholeState, params: object, **extra: object) -> tuple[object, WholeState]:
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
             names, _, spec = pytree.named_leaves(grads)
             own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to

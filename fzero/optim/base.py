@@ -141,7 +141,7 @@ class Elementwise:
     def init(self, params: object) -> Kept:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
 
-    def update(self, grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
+    def update(self, grads: object, old: Kept, params: object = None, **extra: object) -> tuple[object, Kept]:
         now = rate(self.lr, old[0].value)
         if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
             return self._update(grads, old, params)

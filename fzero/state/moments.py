@@ -47,7 +47,7 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
     return placed_moments(to_moment_dtype(moments))
 
 
-def begun(optimizer: GradientTransformation, params: object) -> Any:
+def begun(optimizer: GradientTransformation, params: object) -> object:
     """What an optimizer's init makes of a tree. A user's own keeps what is like leaves in trees like that.
 
     Other tensors would be kept and loaded as they are, by buffers, which are other ones in another layout.

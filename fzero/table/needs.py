@@ -9,8 +9,11 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import need_number, wrong
 from fzero.base.context import in_differentiated
+from fzero.base.rebound import is_others
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
+
+_OF_UPDATE = ("fused", "paused", "paused_update", "combine", "sends")  # what a step runs for an update
 
 
 def is_component(value: object) -> bool:
@@ -70,3 +73,12 @@ def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> 
     for name in ("init", "update"):
         if not callable(getattr(optimizer, name)):
             raise wrong(who, f"{argument}.{name}", getattr(optimizer, name), "a function")
+    for name in _OF_UPDATE:
+        fn = getattr(optimizer, name)
+        if fn is None or is_others(fn) or getattr(fn, "__self__", fn) is getattr(optimizer.update, "__self__", None):
+            continue
+        raise ValueError(
+            f"{who}: got {argument}={optimizer.label('w') if optimizer.label else 'one'} with another update than its "
+            f"own, which {argument}.{name} would run in its place. Expected both of one: say "
+            "fz.GradientTransformation(init, update), with what is taken over of the other."
+        )

@@ -40,7 +40,8 @@ class GradientTransformation(NamedTuple):
 
     Attributes:
         init: `init(params) -> state`.
-        update: `update(updates, state, params) -> (updates, state)`; may take keywords (`grad_norm`) too.
+        update: `update(updates, state, params) -> (updates, state)`; may take keywords (`grad_norm`) too. Those of this
+            library take any, so that a wrapper passes on all that it is given.
         fused: `fused(params, grads, state) -> state`, equal to update and apply, writing params and moments in place
             (the step passes buffers that nobody else holds).
         label: `label(path) -> str`, which optimizer a leaf gets: a column of the table.
