@@ -144,6 +144,7 @@ class Step(Spec):
         """
         check_state(self, state)
         check_optimizer(self, state)
+        need_elements("step", self.optimizer, state.params)
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
         inputs, cotangent = here((inputs, cotangent))
@@ -181,6 +182,7 @@ class Step(Spec):
         grads = of_trained(grads)
         check_grads(self, state, grads)
         check_optimizer(self, state)
+        need_elements("step.update", self.optimizer, state.params)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
         if not (follows := follows_step(self, state, "step.update", grads=grads, grad_norm=grad_norm)):

@@ -22,6 +22,7 @@ Lift = Callable[[torch.Tensor], object]
 
 _OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
 _LIBRARIES = sys.stdlib_module_names | _OURS | {"einops"}
+_CONTAINERS = {"builtins", "collections", "functools", "types", "argparse"}  # of classes whose objects hold a user's
 _EMPTY = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator})
 _OF_TORCH = torch.nn.Module, torch.optim.Optimizer, torch.distributions.Distribution, torch.utils.data.Dataset
 
@@ -121,17 +122,23 @@ def tensors_inside(value: object) -> list[torch.Tensor]:
     return _tensors(_walked(value, lambda each: iter(()) if callable(each) else _reached(each))[0])
 
 
-def reached(value: object) -> list[object]:
+def reached(value: object, most: int | None = None) -> list[object]:
     """All that functions among a value hold and come to in their author's code: classes and generators too.
 
     Objects of libraries are found, and not looked into; so are those of packages that are installed, but for their own.
+
+    Args:
+        most: how many objects are looked at.
+
+    Raises:
+        OverflowError: they are more than that.
     """
-    functions = [x for x in _walked(value, _children)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
+    functions = [x for x in _walked(value, _children, most)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
     roots = {_root(x.__module__) for x in functions} | {_root(type(value).__module__)}
     children = lambda x: _reached(x) if _is_own(x, roots) else iter(())
     kinds = list[type]()
     while True:
-        found = _walked([value, kinds], children)[0]
+        found = _walked([value, kinds], children, most)[0]
         every = {kind for x in found for kind in type(x).__mro__}
         more = {kind for kind in every if _is_own(kind, roots) and kind.__module__ != "builtins"} - {*kinds}
         if not more:
@@ -147,7 +154,7 @@ def _is_own(x: object, roots: Set[str]) -> bool:
     if isinstance(x, types.ModuleType):
         return _is_written(x.__name__, roots)
     kind = type(x).__module__
-    return kind in ("builtins", "collections", "functools") or isinstance(x, _OF_TORCH) or _is_written(kind, roots)
+    return kind in _CONTAINERS or isinstance(x, _OF_TORCH) or _is_written(kind, roots)
 
 
 def _is_written(module: object, roots: Set[str]) -> bool:
@@ -168,19 +175,6 @@ def _root(module: object) -> str:
 def names_of(fn: types.FunctionType) -> set[str]:
     """The names that a function, and those made in it, take from elsewhere."""
     return set(_names(fn.__code__))
-
-
-def sends(found: Sequence[object]) -> bool:
-    """Tells whether functions, of which this was `reached`, name torch.distributed, or something of it, or hold it."""
-    own = [x for x in found if isinstance(x, types.FunctionType) and not is_of_library(x.__module__)]
-    called = [
-        x for x in found if isinstance(x, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type))
-    ]
-    modules = [x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "") for x in called]
-    names = {name for fn in own for name in names_of(fn)}
-    groups = [type(x).__module__ for x in found if not isinstance(x, torch.Tensor)]
-    every = (*modules, *names, *groups)
-    return "distributed" in names or any(str(name).startswith("torch.distributed") for name in every)
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:
@@ -220,12 +214,17 @@ def _library_of(fn: object) -> str | None:
     return name if name in ("torch", "fzero", "builtins", "functools") else None
 
 
-def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:
+def _walked(
+    value: object, children: Callable[[object], Iterator[object]], most: int | None = None
+) -> tuple[list[object], dict[int, list[int]]]:
     """All that a value leads to, each once, and for each one's id those of what leads to it."""
     parents: dict[int, list[int]] = {}
-    todo, seen = [value], {id(value): value}
+    todo, seen, count = [value], {id(value): value}, 0
     for each in todo:  # which grows
         for child in children(each) if not isinstance(each, torch.Tensor) else ():
+            count += 1
+            if most is not None and count > most:
+                raise OverflowError(f"it comes to more than {most:,} objects, which are not looked at")
             if type(child) in _EMPTY:
                 continue
             parents.setdefault(id(child), []).append(id(each))
@@ -262,11 +261,15 @@ def _reached(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
         names = list(_names(value.__code__))
         found = [value.__globals__[name] for name in names if name in value.__globals__]
+        seen = {id(x) for x in found}
+        for each in found:  # which grows: of a module it names what it takes
+            if isinstance(each, types.ModuleType) and not is_of_library(each.__name__):
+                more = [vars(each)[name] for name in names if name in vars(each)]
+                found += [x for x in more if id(x) not in seen]
+                seen.update(map(id, more))
         yield from found
-        for module in found:  # of which it names what it takes
-            if isinstance(module, types.ModuleType) and not is_of_library(module.__name__):
-                yield from [vars(module)[name] for name in names if name in vars(module)]
     elif isinstance(value, Mapping):
+        yield from value
         yield from value.values()
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from value

@@ -45,7 +45,20 @@ def as_it_was(found: Sequence[object]) -> Iterator[None]:
 def cannot_be_put_back(found: Sequence[object]) -> str:
     """What of it nothing can put back, in words."""
     taken = [x for x in found if isinstance(x, Iterator) and not isinstance(x, io.IOBase)]
-    return f"it takes from an iterator ({type(taken[0]).__name__}), which a trial cannot give back to" if taken else ""
+    if taken:
+        return f"it takes from an iterator ({type(taken[0]).__name__}), which a trial cannot give back to"
+    large = [x for x in found if isinstance(x, np.ndarray) and _is_kept(x) and x.size > _MOST]
+    return f"it comes to an array of shape {large[0].shape}, which a trial would have to copy" if large else ""
+
+
+def _is_kept(x: np.ndarray) -> bool:
+    """Tells whether an array is put back: one that may be written to, and is in no file."""
+    base: object = x
+    while isinstance(base, np.ndarray):
+        if isinstance(base, np.memmap):
+            return False
+        base = base.base
+    return x.flags.writeable
 
 
 def _undo(x: object, names: set[str]) -> Iterator[Undo]:
@@ -60,8 +73,9 @@ def _undo(x: object, names: set[str]) -> Iterator[Undo]:
         if x.numel() <= _MOST and not private.is_wrapper(x):
             yield _undo_tensor(x)
     elif isinstance(x, np.ndarray):
-        values = x.copy()
-        yield lambda: np.copyto(x, values) if x.flags.writeable else None
+        if _is_kept(x):
+            values = x.copy()
+            yield lambda: np.copyto(x, values)
     elif isinstance(x, types.FunctionType):
         for cell in x.__closure__ or ():
             yield _undo_cell(cell)
@@ -118,8 +132,10 @@ def _undo_object(x: object) -> Iterator[Undo]:
         yield _undo_dict(attributes)
     slots = [each for kind in type(x).__mro__ if not is_of_library(kind.__module__) for each in vars(kind).values()]
     for slot in [each for each in slots if isinstance(each, types.MemberDescriptorType)]:
-        with contextlib.suppress(AttributeError):  # an empty one
+        try:
             yield functools.partial(slot.__set__, x, slot.__get__(x))
+        except AttributeError:  # an empty one
+            yield functools.partial(slot.__delete__, x)
 
 
 def _are(x: Collection[object], items: Sequence[object]) -> bool:

@@ -67,6 +67,17 @@ def members_of(optimizer: GradientTransformation) -> list[GradientTransformation
     return [optimizer] if joined is None else [each for member in joined for each in members_of(member)]
 
 
+def members_with(optimizer: GradientTransformation, params: Sharded) -> list[tuple[GradientTransformation, Sharded]]:
+    """Those, each with the params that it is given."""
+    own = getattr(optimizer.update, "__self__", None)
+    if isinstance(own, _Chain):
+        return [each for member in own.members for each in members_with(member, params)]
+    if isinstance(own, _Partition):
+        parts = [(member, own._part(params, pattern)) for pattern, member in own.table.items()]
+        return [each for member, part in parts for each in members_with(member, part)]
+    return [(optimizer, params)]
+
+
 @dataclass(frozen=True)
 class _Chain:
     members: tuple[GradientTransformation, ...]

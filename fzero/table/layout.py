@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,6 +150,8 @@ class Layout:
     tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
     # as far as asked for: name of an optimizer -> leaf -> the rank that has it whole in an update
     owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
+    # updates of the optimizers that were tried on such leaves, the last ones
+    tried: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -82,6 +82,7 @@ def test_values_are_asked_for_once_and_not_where_shapes_do() -> None:
     assert seen.count(("w", "meta")) == 1 and seen.count(("b", "meta")) > 8
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 def test_what_fails_of_zeros_too_is_named() -> None:
     own = fz.whole(
         fz.GradientTransformation(lambda p: {k: 1 / float(x.norm()) for k, x in p.items()}, lambda g, s, p: s)

@@ -324,6 +324,7 @@ JOINED: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 @pytest.mark.parametrize("joined", JOINED)
 @pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update])
 def test_an_error_keeps_nothing_once_it_is_dropped(wrap: Any, joined: str) -> None:
@@ -411,6 +412,7 @@ def test_one_that_writes_to_what_it_is_given(wrap: Any) -> None:
             assert_trees_close(optree.tree_leaves(got), leaves, rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 def test_what_a_leaf_keeps_is_checked() -> None:
     cases = {
         "keeps the structure": lambda g, s, p: (g, (s, s)),
@@ -594,6 +596,7 @@ def test_moments_in_8_bits_are_refused() -> None:
         step.init([{"0": torch.ones(4, 4)}])
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 def test_an_error_on_one_rank_of_a_tensor_axis_is_every_ranks() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
