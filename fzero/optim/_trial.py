@@ -79,8 +79,8 @@ def _constant(x: torch.Tensor) -> torch.Tensor:
     return private.unwrapped(x).detach().reshape(-1)[: x.numel()].reshape(x.shape)
 
 
-class _Watch(dispatch.TorchDispatchMode):
-    """Notes what an optimizer draws, and in which dtypes it computes, while functions of it run inside.
+class _Noted:
+    """What a mode notes, apart from it: torch imports its compiler, for a second, where a mode has this itself.
 
     Attributes:
         drawn: the operators that have drawn random numbers for elements, or from torch's default generators.
@@ -110,6 +110,10 @@ class _Watch(dispatch.TorchDispatchMode):
             if not own or any(x.ndim for x in found):  # a number is the same on every rank, by a generator of its own
                 self.drawn.append(str(func))
         return out
+
+
+class _Watch(_Noted, dispatch.TorchDispatchMode):
+    """Notes what an optimizer draws, and in which dtypes it computes, while functions of it run inside."""
 
     def around(self, fn: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(fn)
@@ -221,7 +225,7 @@ class Trial:
         member = member._replace(init=watch.around(member.init), update=watch.around(member.update))
         alone = [dataclasses.replace(row, cuts=(), slices=None) for row in self.rows]
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
-        made = functools.partial(self._updates, member, own, dtype)
+        made = functools.partial(self._updates, member, own, [self._leaves(dtype, some) for some in (False, True)])
         with torch.no_grad():
             together = made(Layout.build(apart if self.alone else alone, 1), uncut)
             if watch.drawn:
@@ -299,7 +303,7 @@ class Trial:
         self,
         member: GradientTransformation,
         own: Sequence[object],
-        dtype: torch.dtype,
+        given: Sequence[Sequence[Sequence[torch.Tensor]]],
         layout: Layout,
         axis: Axis,
         in_shape: bool = False,
@@ -308,6 +312,7 @@ class Trial:
         """The updates that it makes of the small leaves.
 
         Args:
+            given: some times the params, and the grads of each update.
             in_shape: give it leaves in their shapes in the place of buffers, each of which has one.
             named: in a dict of their paths.
         """
@@ -323,15 +328,14 @@ class Trial:
             return empty.with_buffers({key: self._slice(layout, key, own, empty.rank_of(key)) for key in layout.groups})
 
         with seeded(Seeds(0).next()), as_it_was(own):
-            for some in (False, True):
-                first, *grads = self._leaves(dtype, some)
+            for first, *grads in given:
                 params = tree(first)
                 state = member.init(copied(params))
                 for leaves in grads:
                     norm = torch.stack([x.double().norm() for x in leaves]).norm()
-                    given = map_trees(values, copied(state))
+                    kept = map_trees(values, copied(state))
                     extra = taken(member.update, {"grad_norm": norm})
-                    updates, state = member.update(tree(leaves), given, copied(params), **extra)
+                    updates, state = member.update(tree(leaves), kept, copied(params), **extra)
                     out.append(_by_path(params, updates))
                     params = _added(params, updates)
         return out
