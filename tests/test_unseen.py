@@ -156,6 +156,7 @@ def test_a_forward_on_ranks_is_refused_too() -> None:
         run_ranks(rank_main, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 def test_a_learned_optimizer_on_ranks_is_refused_however_it_holds_its_weights() -> None:
     def rank_main(rank: int) -> None:
         def loss_of(rate: torch.Tensor) -> Any:
@@ -281,6 +282,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 @pytest.mark.parametrize("kind", sorted(GRADS))
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_an_optimizer_of_any_make(optimizer: str, kind: str) -> None:
