@@ -335,16 +335,18 @@ def _keywords(fn: Any) -> tuple[str, ...] | None:
 
     What is noted holds no function, which may hold tensors, and these a graph.
     """
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = inspect.unwrap(fn)
+    while isinstance(fn, functools.partial) or (hasattr(fn, "__wrapped__") and _takes_any(fn)):  # which passes them on
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn  # whose __call__ takes anything
     fn = getattr(fn, "__func__", fn)
     with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly
         return _known[fn]
-    parameters = inspect.signature(fn).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    names = None if takes_any else tuple(parameters)
+    names = None if _takes_any(fn) else tuple(inspect.signature(fn, follow_wrapped=False).parameters)
     with contextlib.suppress(TypeError):
         _known[fn] = names
     return names
+
+
+def _takes_any(fn: Callable[..., object]) -> bool:
+    own = inspect.signature(fn, follow_wrapped=False).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own)
