@@ -39,8 +39,9 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: in
     if name == "energy to forces":  # asks whether its input is differentiated, which a forward without gradient is not
         forms = forms[:2]
     units = ("emb", "mid") if name == "an embedding tied to a head" else None
+    by_turns = forms[len(name) % 2 :: 2] if world > 1 else forms
     for stage in stages:
-        for form, remat in forms if NIGHTLY or stage == 3 else forms[1:3] if stage == 0 else forms[::3]:
+        for form, remat in forms if NIGHTLY else by_turns if stage == 3 else forms[1:3] if stage == 0 else forms[::3]:
             step = SHARDS[stage](fz.train_step(fn, fz.sgd(0.1), units=units))
             step = fz.remat(step) if remat else step
             state, x = step.init(params), batches[rank]
