@@ -311,3 +311,21 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert SPACE.seen == NAMESPACE.seen == package.inner.log == []
     assert not SPACE.count and not package.inner.count and not hasattr(SLOTS, "first")
     assert [key.count for key in KEYS] == [0]
+
+
+def test_what_is_compiled_is_compiled_for_steps() -> None:
+    compiled = list[Any]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    one = torch.compile(lambda x: -0.1 * x, backend=backend)
+    step = fz.train_step(loss, of(lambda g, s, p: (optree.tree_map(one, g), s)))
+    state = step.init(PARAMS)
+    assert not compiled
+    step(state, ONE)
+    assert compiled
+    norm = torch.compile(by_norm, backend=backend)
+    with pytest.raises(ValueError, match=REFUSED):
+        begun(each(lambda g, p: norm(g)))
