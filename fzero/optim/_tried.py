@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterator
 
 from fzero.base import private
+from fzero.base.as_written import as_written
 from fzero.base.rebound import is_others
-from fzero.base.uncompiled import uncompiled
 from fzero.optim._join import members_with
 from fzero.optim._trial import Trial
 from fzero.optim._whole import inside
@@ -47,7 +47,7 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     for member, own, whole in _members(optimizer, trained, False):
         if (trial := Trial.of(own)) is None:
             continue
-        with private.below_transforms(), uncompiled():
+        with private.below_transforms(), as_written():
             found, why = trial.tried(member, whole)
         for axis in (params.axis, params.axis.tensor):  # a rank whose slices are right raises too
             if axis is not None and axis.ranks > 1:
