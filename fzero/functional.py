@@ -7,7 +7,7 @@ import contextvars
 import functools
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -28,10 +28,11 @@ from fzero.modules.batch_norms import need_own_forwards, synchronise
 from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
-from fzero.modules.hints import called_below, hints_of_module
+from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.shown import Shown
+from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
 from fzero.parallel import maps, varying
 from fzero.parallel.piece import Pieces
@@ -43,6 +44,7 @@ Apply = Callable[..., Any]
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
+_calls: contextvars.ContextVar[tuple[_Copy, ...]] = variable("module_calls", ())  # copies on which calls run
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
 _outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable("module_leaves", {})
 
@@ -165,7 +167,7 @@ class _Apply:
             rows, named = layout.rows if layout else (), list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
             handles = {name for name, number in named if number < 0}
-            paths = _module_units(origins, handles, self._aliases, self._pristine)
+            paths = module_units(origins, handles, self._aliases, self._pristine)
             cut = cut_leaves(origins, self._aliases, self._pristine) if layout and layout.tensor[1] > 1 else ()
             structure = self._structures[key] = _Structure(paths, origins, cut)
         paths, origins, cut = structure
@@ -178,8 +180,9 @@ class _Apply:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with as_found(), own.untouched.around_call(), during(_units, units), own.carrying(buffers) as new:
-            out = self._run(own, units, params, args, kwargs)
+        with as_found(), own.untouched.around_call(), during(_units, units), during(_calls, (*_calls.get(), own)):
+            with own.carrying(buffers) as new:
+                out = self._run(own, units, params, args, kwargs)
         return (out, new) if self._carries else out
 
     def _run(
@@ -200,12 +203,13 @@ class _Apply:
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, converted for what is cut."""
         copies: dict[Cuts | None, _Copy] = vars(self._threads).setdefault("copies", {})
-        own = copies.pop(cuts, None)
-        if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
+        own = copies.get(cuts)
+        if own is None:
             with without_dispatch_modes():  # others run on it later
-                own = _Copy(self._pristine, cuts, self._carries, self._synchronises)
-        copies[cuts] = own  # the last one
-        for other in list(copies)[:-COPIES]:
+                own = copies[cuts] = _Copy(self._pristine, cuts, self._carries, self._synchronises)
+        own.put_right()
+        own.used = 1 + max(each.used for each in copies.values())
+        for other in sorted(copies, key=lambda cuts: copies[cuts].used)[:-COPIES]:
             if not copies[other].untouched.depth:
                 del copies[other]
         return own
@@ -240,11 +244,28 @@ class _Copy:
         self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
         self.looks = synchronises or compiles  # at what compiled units do
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
-        self.interrupts = passed()  # one more may have left others' leaves in it
+        self._interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
+        self._forwards: dict[int, Function] = {}  # of those, as they were
         self.untouched = Untouched(module, holdings, sources, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
+
+    def put_right(self) -> None:
+        """Puts back what calls have left that an interrupt has ended; what its forward keeps in attributes stays."""
+        self.untouched.put_back()
+        if self._interrupts == passed():
+            return
+        if self in _calls.get():
+            raise RuntimeError(
+                "apply: a call of the module calls it again, after an interrupt (Ctrl-C, SystemExit) within that call "
+                "was caught there. Let the interrupt end the whole call."
+            )
+        self.untouched.depth = 0
+        self.root.places.put_back()
+        if self.carried is not None:
+            self.carried.put_back()
+        self._interrupts = passed()
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
@@ -281,12 +302,11 @@ class _Copy:
         return out if self.pieces is None else self.pieces.whole(out)
 
     def patch(self, path: str) -> None:
-        self.paths.add(path)
         own = self.module.get_submodule(path)
         if id(own) in self._patched:  # one module at two paths is one unit, called twice
+            self.paths.add(path)
             return
-        self._patched.add(id(own))
-        run_forward = own.forward
+        run_forward = self._forwards.setdefault(id(own), own.forward)
         unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward)
 
         @functools.wraps(run_forward)
@@ -315,6 +335,8 @@ class _Copy:
             return plain_call(own, node, (args, kwargs), unit.surroundings)
 
         own.forward = forward
+        self._patched.add(id(own))
+        self.paths.add(path)
 
     def _node(
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
@@ -350,44 +372,3 @@ def _as_one(call: Function) -> Function:
             return call(*args)
 
     return run
-
-
-def _module_units(
-    origins: Mapping[str, Row | None], handles: Container[str], aliases: Mapping[str, str], module: nn.Module
-) -> dict[str, dict[str, str]]:
-    """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
-
-    A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        handles: those that are handles.
-    """
-    modules = {name for name, _ in module.named_modules()}
-    paths: dict[str, str] = {}
-    for name, row in origins.items():
-        if row is None or row.unit == ROOT:
-            continue
-        full, unit = row.path, row.unit
-        prefix = full.removesuffix(name)
-        named = full.endswith(name)
-        path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
-        if named and path in modules:
-            paths[unit] = path
-        elif name in handles:
-            if path in modules:
-                raise ValueError(
-                    f"apply: leaf {full!r} of unit {unit!r} stands for the module's param {name!r}, which is not that "
-                    "unit's. Give each param under its own name; to exchange layers, exchange their tensors before "
-                    "init, or what the module calls."
-                )
-            raise ValueError(
-                f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
-                f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "
-                "or keep the module's names in the params, and their type, which dict(params) does not."
-            )
-    out: dict[str, dict[str, str]] = {}
-    for path in [called for unit in paths.values() for called in called_below(module, unit)]:
-        below = path + "." if path else ""
-        out[path] = {name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
-    return out

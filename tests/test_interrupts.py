@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -193,3 +194,89 @@ def test_an_interrupt_that_torch_trips_over_is_raised_itself() -> None:
     finally:
         sys.setprofile(None)
     assert points == [1] and isinstance(caught.value.__cause__, RuntimeError)
+
+
+class Counts(nn.Module):
+    """Keeps a counter, a generator and a hidden state from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(6, 6, dtype=torch.float64)
+        self.inner, self.held = nn.ModuleList([first]), [first.weight]
+        self.calls, self.hidden = 0, torch.zeros((), dtype=torch.float64)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor, end: Callable[[], None] | None = None) -> torch.Tensor:
+        self.calls += 1
+        self.hidden = self.hidden / 2 + self.calls
+        drawn = torch.rand(6, dtype=torch.float64, generator=self.noise)
+        for inner in self.inner:
+            x = inner(x + drawn)
+        if end is not None:
+            end()
+        return (x * self.hidden).mean() + self.held[0].mean()
+
+
+def _counts() -> Counts:
+    torch.manual_seed(0)
+    return Counts()
+
+
+def _interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+def _leaves_the_grad_mode() -> None:
+    torch.set_grad_enabled(False)
+    raise ValueError("of the user's")
+
+
+@pytest.mark.parametrize("end", [_interrupts, _leaves_the_grad_mode])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_module_keeps_from_call_to_call_goes_on_after_an_interrupt(
+    end: Callable[[], None], remat: bool, own: bool
+) -> None:
+    module = _counts()
+    apply, params = fz.functional(_counts())
+    other, _ = fz.functional(_counts())
+
+    def loss(params: Any, x: torch.Tensor, end: Callable[[], None] | None = None) -> torch.Tensor:
+        return apply(params, x, end) if own or end is None else other(params, x, end)
+
+    step = fz.train_step(loss, fz.sgd(0.0))
+    step = fz.remat(step) if remat else step
+    state = step.init(params)
+    losses = list[float]()
+    for number in range(4):
+        losses.append(step(state, X)[1]["loss"].item())
+        if number == 1:
+            with pytest.raises((KeyboardInterrupt, ValueError)):
+                step(state, X, end)
+    expected = [module(X).item() for _ in range(4 + own)]
+    assert losses == pytest.approx(expected[:2] + expected[2 + own :], rel=1e-12)
+
+
+def _counting() -> tuple[nn.Module, fz.Step, fz.TrainState]:
+    apply, params = fz.functional(_counts())
+    step = fz.remat(fz.train_step(apply, fz.sgd(0.0)))
+    return _counts(), step, step.init(params)
+
+
+def test_a_module_goes_on_whose_call_an_interrupt_ends_anywhere() -> None:
+    """It has counted that call or has not; its params stand in their places, and its units are units."""
+    module, step, state = _counting()
+    expected, whole = [module(X).item() for _ in range(2)], Points()
+    whole.during(lambda: step(state, X))
+
+    @by_day(6)
+    @given(st.integers(1, whole.count) | st.sampled_from(whole.tender))
+    def interrupted(at: int) -> None:
+        _, step, state = _counting()
+        points = Points(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            points.during(lambda: step(state, X))
+        after = step(state, X)[1]["loss"].item()
+        assert any(after == pytest.approx(one, rel=1e-12) for one in expected), (after, expected, points.place)
+
+    interrupted()

@@ -74,6 +74,7 @@ class Carried:
         self._owners = {name: id(registry) for name, (registry, _) in self._places.of.items()}
         self._placeholders = {id(x): name for name, x in every.items()}
         self.others: list[str] = []
+        self.put_back = self._places.put_back
         alike = others_in(module) if synchronises else ()
         self._alike = [name for name in self.names if name in alike]
 

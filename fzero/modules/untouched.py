@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fzero.base import private, texts
+from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.containers import Container
 from fzero.capture.found import Snapshot
 from fzero.modules.holdings import REGISTRIES, Holdings
 from fzero.modules.private_copy import Stale
 
 
-class _Constant(NamedTuple):
+class _Constant:
     """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
 
-    label: str
-    tensor: torch.Tensor
-    source: torch.Tensor
-    state: tuple[int, int]
+    def __init__(self, label: str, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        self.label, self.tensor, self.source, self.state = label, tensor, source, _state(tensor)
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if _address(self.tensor):
+                self.tensor.data = self.source.detach().clone()
+            else:
+                self.tensor.copy_(self.source)
+        self.state = _state(self.tensor)
 
     def changed(self, thoroughly: bool) -> bool:
         return _state(self.tensor) != self.state or (thoroughly and not _same(self.tensor, self.source))
@@ -68,7 +74,7 @@ class Untouched:
         self.module, self._carries = module, carries
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
-        self.broken = False  # whether a tensor was written to: the copy is then made anew
+        self._written: list[_Constant] = []  # to which calls have written
         self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
@@ -89,7 +95,7 @@ class Untouched:
                 if carries and own is not None and x.layout not in texts.COMPRESSED:
                     continue
                 label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
-                self._constants.append(_Constant(label, x, sources[number], _state(x)))
+                self._constants.append(_Constant(label, x, sources[number]))
 
     def around(self, run: Callable[..., object]) -> Callable[..., object]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
@@ -118,11 +124,18 @@ class Untouched:
         _refuse_changes(changed)
         self.thorough = False
 
+    def put_back(self) -> None:
+        """Between calls, gives the tensors that calls have written to their values again."""
+        if self._written and not self.depth:
+            with private.below_transforms(), without_dispatch_modes():
+                while self._written:
+                    self._written[-1].put_back()
+                    self._written.pop()
+
     def restore(self) -> list[str]:
-        said = [
-            _changed(constant.label, self._carries) for constant in self._constants if constant.changed(self.thorough)
-        ]
-        self.broken = self.broken or bool(said)
+        """Puts back what a call has changed but for values of tensors; returns what is to be said of all of it."""
+        self._written = [constant for constant in self._constants if constant.changed(self.thorough)]
+        said = [_changed(constant.label, self._carries) for constant in self._written]
         for registry, module, what, prefix in () if self._snapshot.holds() else self._registries:
             before, now = registry.found, registry.differs(registry.found)
             if now is not None:
