@@ -7,6 +7,7 @@ import contextvars
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from fzero.base import private
 from fzero.base.arguments import need_bool, wrong
-from fzero.base.context import during, variable
+from fzero.base.context import during, own_copies, variable
 from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.base.thread_state import without_dispatch_modes
@@ -201,8 +202,10 @@ class _Apply:
             return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
-        """This thread's copy of the module, converted for what is cut."""
-        copies: dict[Cuts | None, _Copy] = vars(self._threads).setdefault("copies", {})
+        """This thread's copy of the module, or that of a trial on it, converted for what is cut."""
+        trial = own_copies.get()
+        where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
+        copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
         own = copies.get(cuts)
         if own is None:
             with without_dispatch_modes():  # others run on it later

@@ -36,6 +36,8 @@ beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside"
 over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("over_means", None)
 # the same axes, where examples are differentiated one by one, which are others on each rank
 one_by_one: contextvars.ContextVar[tuple[Members, ...]] = variable("one_by_one", ())
+# copies of modules, by their functions, that only the run has which goes on: it leaves nothing in those of other runs
+own_copies: contextvars.ContextVar[dict[object, object] | None] = variable("own_copies", None)
 
 
 def in_differentiated() -> bool:

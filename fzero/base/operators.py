@@ -129,4 +129,9 @@ def is_plain(x: torch.Tensor) -> bool:
         return False
     if type(x) not in (torch.Tensor, torch.nn.Parameter) and not private.is_fake(x):
         return False
-    return not torch._is_zerotensor(x)  # type: ignore[attr-defined]
+    return not is_zero(x)
+
+
+def is_zero(x: torch.Tensor) -> bool:
+    """Tells whether a tensor is zero and has no memory, as tangents of what does not depend on the input."""
+    return bool(torch._is_zerotensor(x))  # type: ignore[attr-defined]

@@ -105,7 +105,7 @@ def forget_failed_backward() -> None:
 def is_fake(tensor: object) -> bool:
     """Tells whether a tensor of FakeTensorMode: a shape and no values."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded where nobody made one
-    return module is not None and isinstance(tensor, module.FakeTensor)
+    return module is not None and isinstance(tensor, torch.Tensor) and isinstance(unwrapped(tensor), module.FakeTensor)
 
 
 def single_level() -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.operators import is_zero
 
 Operator = Callable[..., object]
 
@@ -29,6 +30,8 @@ class Operand(NamedTuple):
 def is_plain(x: torch.Tensor) -> bool:
     """Tells whether a tensor's values can be looked at: real or complex numbers in memory of its own."""
     if not (x.is_floating_point() or x.is_complex()) or x.layout != torch.strided or x.is_quantized:
+        return False
+    if is_zero(x):
         return False
     return x.device.type != "meta" and not private.is_fake(x) and not private.is_dispatched(type(x))
 

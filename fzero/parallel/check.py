@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
-from fzero.base.context import during
+from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
-from fzero.base.refusals import of_higher_order
+from fzero.base.refusals import first_words, of_higher_order
 from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
 from fzero.engine.carry import refuse_carry
@@ -171,7 +170,7 @@ def check(
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
     watch = Watch(run.where, run.ignored)
-    with torch.enable_grad(), _modes(values), watch, during(running, run), recorded_collectives() as unseen:
+    with torch.enable_grad(), _apart(values), watch, during(running, run), recorded_collectives() as unseen:
         given = leaves.typed()
         try:
             with of_higher_order(f"{WHO}: the function"):
@@ -182,6 +181,8 @@ def check(
         except RuntimeError as error:
             if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
                 raise ReadsValues(place_of(error)) from error
+            if type(error).__name__ == "FakeTensorDeviceMismatchError":
+                raise TypeError(_MISMATCH.format(first_words(error))) from error
             error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
             raise
     if unseen:
@@ -210,6 +211,10 @@ def sent_by(step: Spec, params: object, batch: Sequence[object]) -> Report:
         ) from error
 
 
+_MISMATCH = (
+    WHO + ": torch does not run the function on shapes alone ({}), as it does not with forward mode (jvp, hessian) "
+    "under torch.vmap. If a step runs it, take fz.parallel.check(..., values=True), or leave inputs= of fz.plan out."
+)
 _READS = ("DataDependentOutputException", "DynamicOutputShapeException")
 _INSTEAD = "an operator that needs none (torch.where, a mask in place of an index)"
 
@@ -230,8 +235,11 @@ class ReadsValues(TypeError):
         )
 
 
-def _modes(values: bool) -> AbstractContextManager[object]:
-    return contextlib.nullcontext() if values else thread_state.without_values()
+@contextlib.contextmanager
+def _apart(values: bool) -> Iterator[None]:
+    """Inside, the run has copies of modules of its own, and tensors have values or not."""
+    with during(own_copies, {}), contextlib.nullcontext() if values else thread_state.without_values():
+        yield
 
 
 def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import during, own_copies
 from fzero.base.random import seeded
 from fzero.comm.playing import Parted, play
 from fzero.parallel.declared import Dims, Input, Inputs, dims_of
@@ -172,7 +173,7 @@ def _run(
         shapes: of the whole outputs; None where this is the one rank that has them.
     """
     tracked: dict[str, torch.Tensor] = {}
-    with torch.enable_grad(), seeded(0):
+    with during(own_copies, {}), torch.enable_grad(), seeded(0):
         given: list[Any] = []
         for each, x in zip(inputs.leaves, wholes, strict=True):
             if isinstance(x, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 
 from fzero.base import pytree, thread_state
-from fzero.base.context import during
+from fzero.base.context import during, own_copies
 from fzero.base.flops import Flops, flops_of
 from fzero.base.program import Operation, Value, map_views
 from fzero.engine.recorded import Unit, looking
@@ -74,7 +74,7 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
     plain = dataclasses.replace(plain, optimizer=optimizer)
     looks = cast(_Verbs, plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)"))
     found: list[Unit] = []
-    with thread_state.without_values():
+    with during(own_copies, {}), thread_state.without_values():
         batch = step.microbatches.split(tuple(inputs))[0]
         state = looks.init(pytree.map_leaves(_without_value, params))
         fake = [pytree.map_leaves(_without_value, each) for each in batch]

@@ -280,7 +280,9 @@ def plan(
             the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. A step
             with a tensor axis is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts
             for. Attention counts by its formula; not counted is what `fz.remat` and a second pullback send once more.
-            What units keep, and what it costs to compute some of it again, is in `activations`.
+            What units keep, and what it costs to compute some of it again, is in `activations`, but of those that
+            the function differentiates itself. Modules of `fz.functional` keep nothing of it; other objects, as a
+            dict in which the function keeps tables, do.
 
     Raises:
         ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.

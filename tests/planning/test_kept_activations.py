@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,68 @@ def test_a_function_that_reads_values_is_refused_in_words_of_plan(reads: Any, de
     with pytest.raises(TypeError, match=r"^plan: .*test_kept_activations.py:\d+, in .*shapes alone.*torch.where"):
         fz.plan(step, params, world_size=2, inputs=(torch.ones(2, 3),))
     assert fz.plan(step, params, world_size=2).params
+
+
+class Keeps(torch.nn.Module):
+    """Has a counter, a table that it makes when it is first needed, and what it has given last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = torch.nn.Linear(4, 4), 0
+        self.tables, self.last = dict[int, torch.Tensor](), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x))[:, None] / len(x)
+        out = self.inner(x) * self.calls + self.tables[len(x)] + self.last
+        self.last = out.detach().mean()
+        return out
+
+
+def test_a_plan_and_a_check_leave_nothing_in_a_module() -> None:
+    def losses(trials: bool) -> list[float]:
+        torch.manual_seed(0)
+        apply, params = fz.functional(Keeps())
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        state, x, found = step.init(params), torch.ones(3, 4), list[float]()
+        for _ in range(2):
+            if trials:
+                fz.plan(step, params, world_size=2, inputs=(x,))
+                fz.parallel.check(step, params, x)
+                fz.parallel.check(step, params, x, values=True)
+            state, metrics = step(state, x)
+            found.append(metrics["loss"].item())
+        return found
+
+    assert losses(trials=True) == losses(trials=False)
+
+
+DERIVATIVES: dict[str, Callable[[Callable[..., Any], Any], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones(5, 1))[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda x: f(x).sum(0))(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(lambda x: f(x).sum(0))(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_of_functions_that_differentiate_their_units(name: str) -> None:
+    apply, params = fz.functional(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    step = fz.train_step(lambda p, x: DERIVATIVES[name](lambda x: apply(p, x), x).square().mean(), fz.sgd(0.1))
+    x = torch.linspace(0, 1, 20).reshape(5, 4)
+    assert fz.plan(step, params, world_size=2, inputs=(x,)).flops > 0
+    assert fz.explain(step, step.init(params), x).fault is None
+
+
+def test_what_torch_does_not_run_on_shapes_is_refused() -> None:
+    apply, params = fz.functional(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.func.hessian(lambda x: apply(p, x[None])[0, 0]))(x).square().mean()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    with pytest.raises(TypeError, match=r"torch does not run the function on shapes alone .*, or leave inputs= of fz"):
+        fz.plan(step, params, world_size=2, inputs=(torch.ones(5, 4),))
