@@ -85,6 +85,9 @@ def _others() -> int:
         return RemovableHandle.next_id - _registered
 
 
+_OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a unit."
+
+
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
@@ -98,7 +101,25 @@ def allowed() -> Iterator[None]:
         end_checkpoints([error])
         raise
     finally:
-        _C._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
+        _C._saved_tensors_hooks_disable(_OUTSIDE)
+
+
+class refused:
+    """Inside, saved-tensor hooks (torch.utils.checkpoint) are refused, as torch.func refuses them.
+
+    Where some surround it, they stay at work: to refuse others would suspend them.
+    """
+
+    __slots__ = ("_refuses",)
+
+    def __enter__(self) -> None:
+        self._refuses = _C._saved_tensors_hooks_is_enabled() and _C._top_saved_tensors_default_hooks(True) is None
+        if self._refuses:
+            _C._saved_tensors_hooks_disable(_OUTSIDE)
+
+    def __exit__(self, *_: object) -> None:
+        if self._refuses:
+            _C._saved_tensors_hooks_enable()
 
 
 def in_checkpoint() -> bool:

@@ -185,6 +185,11 @@ class _Undo:
         self._second.rewind()
 
 
+def _as_in_torch_func(surroundings: Surroundings) -> contextlib.AbstractContextManager[object]:
+    """Of a module torch.utils.checkpoint runs parts again in the pullback, when its params are not there."""
+    return hooks.refused() if isinstance(surroundings.of, torch.nn.Module) else contextlib.nullcontext()
+
+
 def plain_call(
     fn: Callable[[], object], node: Callable[[int], object], arguments: Sequence[object], surroundings: Surroundings
 ) -> object:
@@ -213,7 +218,7 @@ def plain_call(
                 undo = _Undo(arguments, surroundings)
             record.may_be[code] = undo.may_be
         try:
-            with seeded(seed), inside(None):
+            with seeded(seed), inside(None), _as_in_torch_func(surroundings):
                 return fn()
         except (RuntimeError, KeyError) as error:
             if not texts.says(error, *texts.REFUSED):

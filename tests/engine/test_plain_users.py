@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_pipelines import Copied
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -355,3 +355,39 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_detached(name: str, det
     found = {name: PARAMS[name] - leaf for name, leaf in fz.gather(step(state, X)[0].params).items()}
     kept.clear()
     torch.testing.assert_close(found, expected(fn, 2)[0], rtol=1e-10, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    """Runs a part of itself again in the pullback, as many models' blocks do."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.inner, self.calls, self.again = nn.Linear(4, 4, dtype=torch.float64), 0, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x))
+
+        return x / self.calls + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
+
+
+@pytest.mark.parametrize("taped", [False, True])
+def test_a_checkpoint_inside_a_unit_of_a_module(taped: bool) -> None:
+    def trained(again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        apply, params = fz.functional(nn.Sequential(Checkpointed(again), Checkpointed(again)))
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        state, x = step.init(params), torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)
+        for _ in range(2):
+            if taped:
+                with fz.tape(step, state) as model:
+                    model(x).backward()
+                    state, _ = step.update(state, model.grads())
+            else:
+                state, _ = step(state, x)
+        return list(fz.gather(state.params).values())
+
+    for found, expected in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
