@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -212,3 +213,17 @@ def test_ranks_on_threads_leave_no_hook() -> None:
     before = sys.excepthook
     t.run_ranks(lambda rank: None, 2)
     assert sys.excepthook is before
+
+
+def _warned(rank: int) -> int:
+    warnings.warn("of the caller's code", FutureWarning, stacklevel=1)
+    return rank
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_ranks_treat_warnings_as_their_caller_does(backend: str) -> None:
+    with pytest.raises(t.RankError, match="FutureWarning: of the caller's code"):  # pytest's filters
+        t.run_ranks(_warned, 2, backend=backend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "of the caller's", FutureWarning)
+        assert t.run_ranks(_warned, 2, backend=backend) == [0, 1]

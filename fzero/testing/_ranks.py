@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -219,10 +219,11 @@ class _Pool:
                 f"run_ranks(backend='processes'): {fn!r} cannot be pickled ({error}). Define it at the top of a "
                 "module, or use functools.partial of such a function."
             ) from error
+        filters = _filters()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
-                self.pipes[rank].send((job, rank, world_size, store, timeout, around))
+                self.pipes[rank].send((job, rank, world_size, store, timeout, around, filters))
             results: list[object] = [None] * world_size
             failed: list[tuple[int, str]] = []
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
@@ -260,17 +261,32 @@ def _pool(size: int) -> _Pool:
     return _pools[0]
 
 
+def _filters() -> list[bytes]:
+    """What is done here of which warnings; without those of a kind that another process does not know."""
+    found = []
+    for each in warnings.filters:
+        with contextlib.suppress(Exception):
+            found.append(pickle.dumps(each))
+    return found
+
+
+@contextlib.contextmanager
+def _filtered(filters: Sequence[bytes]) -> Iterator[None]:
+    """Inside, warnings are treated as where `_filters` was called."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for each in filters:
+            with contextlib.suppress(Exception):
+                cast("list[object]", warnings.filters).append(pickle.loads(each))
+        yield
+
+
 def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:
     sys.path[:] = path
-    warnings.simplefilter("error")
-    # torch's own, when its forward-mode decompositions are first imported; since 2.15 a FutureWarning
-    warnings.filterwarnings("ignore", message="`torch.jit.script.*` is deprecated")
-    warnings.filterwarnings("ignore", message="Slow in torch", category=UserWarning)  # true of some machines
-    warnings.filterwarnings("ignore", message="fz.offload to 'host': this step computes", category=UserWarning)
     torch.set_num_threads(1)
     while True:
         try:
-            job, rank, world_size, store, timeout, around = pipe.recv()
+            job, rank, world_size, store, timeout, around, filters = pipe.recv()
         except EOFError:
             return
         try:
@@ -282,7 +298,7 @@ def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> Non
                 timeout=datetime.timedelta(seconds=timeout),
             )
             try:
-                with around.of(rank):
+                with _filtered(filters), around.of(rank):
                     answer = (True, pickle.dumps(pickle.loads(job)(rank)))
                 with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
                     dist.barrier()
