@@ -21,7 +21,7 @@ from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.checks import check_buffers
-from fzero.state.items import CARRY, Item, entry_of, items_of
+from fzero.state.items import Item, items_of
 from fzero.state.sharded import is_sharded
 from fzero.state.sliced import sliced_in
 from fzero.state.train_state import TrainState, being_saved
@@ -139,14 +139,12 @@ class Snapshot:
             self.kept.append(Kept(name, kind, forms, scale, value))
 
     def shared(self) -> dict[str, str]:
-        """What all ranks must hold alike, by its name: numbers, and checksums of tensors."""
+        """What all ranks must hold alike, but for a carry, by its name: numbers, and checksums of tensors."""
         said = {kept.name: f"{kept.kind} {kept.value} {kept.scale}" for kept in self.kept}
         table = [(leaf.path, leaf.shape, leaf.dtype, leaf.row, leaf.sliced) for leaf in self.leaves()]
         formats = [sorted(kept.formats.items()) for kept in self.kept]
         said["layout"] = f"a table with SHA-256 {digest(repr((table, formats)).encode())[:12]}"
         for number, tensor in self.tensors.items():
-            if entry_of(self.kept[number].name) == CARRY:  # which is each rank's own
-                continue
             said[self.kept[number].name] += f" with SHA-256 {digest(bytes_of(on_host(tensor).reshape(-1)))[:12]}"
         return said
 

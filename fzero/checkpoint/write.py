@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.folder import NAME, Folder
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
+from fzero.state.items import CARRY, entry_of
 
 _FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"(\.[0-9a-f]{12})?\.new")
 _WELL = "well"
@@ -169,11 +171,20 @@ def _look(folder: Folder, written: list[_Written]) -> None:
             )
 
 
+_OTHERS_CARRY = (
+    "fz.save: the ranks' carries (fz.carry) differ, and a checkpoint keeps rank 0's: a run that goes on from it begins "
+    "with that one on all ranks, and gives other numbers than one that never ended. Batch norms have the same on all "
+    "by fz.functional(module, sync_batch_norm=True); of others save each rank's own beside it, if they matter."
+)
+
+
 def _compare(folder: Folder, shared: dict[str, str], rank: int, theirs: dict[str, str]) -> None:
     """Refuses what only rank 0's would be kept of."""
     for name in {**shared, **theirs}:
         ours, other = shared.get(name, "none"), theirs.get(name, "none")
-        if ours != other:
+        if ours != other and entry_of(name) == CARRY:
+            warnings.warn(_OTHERS_CARRY, stacklevel=2)
+        elif ours != other:
             raise OSError(
                 f"{folder.path}: the ranks hold different values of state.{name}: rank 0 has {ours}, rank {rank} has "
                 f"{other}; expected the same, as one of them is kept. Keep what differs by rank in a tree like the "

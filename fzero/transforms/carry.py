@@ -29,7 +29,7 @@ def carry(step: S, value: object) -> S:
     hands the new one out as an aux, with which `state.replace(extra={"carry": new})` goes on; `step.forward` leaves it
     alone. With `has_aux` the function returns `((outputs, aux), new_carry)`, and the aux of `vjp` is
     `(aux, new_carry)`. No gradient flows into the carry. Each rank has its own; `fz.save` and `fz.convert` keep rank
-    0's (those of `sync_batch_norm=True` are the same on all).
+    0's, and a save warns where others differ (those of `sync_batch_norm=True` are the same on all).
 
     Args:
         step: a step of such a function.

@@ -309,6 +309,7 @@ def turned(rank: int, folder: str) -> dict[str, torch.Tensor]:
     return {name: x.resolve_conj() for name, x in loaded.extra["carry"].items()}
 
 
+@pytest.mark.filterwarnings("ignore:fz.save. the ranks' carries")
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_complex_buffers(tmp_path: Path, backend: str) -> None:
     first, *others = run_ranks(functools.partial(turned, folder=str(tmp_path)), 2, backend=backend)

@@ -214,6 +214,7 @@ def test_vjp_hands_the_new_one_out_and_forward_leaves_it(wrap: Any) -> None:
     run_ranks(on, 1)
 
 
+@pytest.mark.filterwarnings("ignore:fz.save. the ranks' carries")
 def test_saved_loaded_converted_scanned_and_mapped(tmp_path: Any) -> None:
     def on(rank: int) -> Any:
         apply, params, buffers = fz.functional(made("net"), buffers=True)
@@ -729,3 +730,15 @@ def test_a_unit_that_reaches_what_cannot_be_looked_through_has_its_own_buffers()
     state, _ = step(step.init(params), data()[0][0])
     want(data()[0][0])
     assert_trees_close(state.extra["carry"], dict(want.named_buffers()), rtol=1e-12)
+
+
+def test_a_save_warns_where_it_keeps_one_of_several_carries(tmp_path: Any) -> None:
+    def on(rank: int, own: bool) -> None:
+        step = fz.carry(fz.train_step(lambda p, c, x: ((p["w"] * x).sum(), c + x), fz.sgd(0.1)), torch.zeros(2))
+        step = fz.shard_zero3(step)
+        state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2) * (rank if own else 1))
+        fz.save(tmp_path, state)
+
+    run_ranks(functools.partial(on, own=False), 2)
+    with pytest.warns(UserWarning, match=r"carries \(fz.carry\) differ, and a checkpoint keeps rank 0's"):
+        run_ranks(functools.partial(on, own=True), 2)
