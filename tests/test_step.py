@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,3 +39,16 @@ def test_grads_add_up_and_another_function_takes_the_same_state() -> None:
     assert other.forward(state, X) == 2.0
     with pytest.raises(TypeError, match=r"train_step: got policy="):
         fz.train_step(loss, fz.sgd(0.1), "bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["step", "vjp", "forward"])
+def test_a_function_that_takes_from_an_empty_iterator_is_named(verb: str) -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (p["w"] * next(iter([]))).sum()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(2)})
+    call = step if verb == "step" else getattr(step, verb)
+    with pytest.raises(RuntimeError, match=r"step: the function raised StopIteration \(in 'loss', test_step") as caught:
+        call(state, torch.ones(2))
+    assert isinstance(caught.value.__cause__, StopIteration)

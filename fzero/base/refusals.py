@@ -191,6 +191,11 @@ writes_leaf = (
     "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
     "(w = w.clone()), or use the operation that is not in place."
 ).format
+writes_param = (  # called with the leaf, the operator and its place
+    "{} is written to in place, by {}{}. Params change in step.update only: compute with a copy (w = w.clone()), or "
+    "use the operation that is not in place; cast a module (module.to(dtype)) before fz.functional. What follows "
+    "another param slowly (a momentum encoder) is computed from a state's params between steps."
+).format
 freed = (  # called with what reads
     "{} reads a leaf of a unit whose memory was given back when that unit ended: it was kept in a way that cannot be "
     "seen (a lazy iterator, a cache, an object of another library). Return what is computed of it, or keep a copy "
@@ -237,6 +242,8 @@ _OUTSIDE = {
     texts.HIGHER_ORDER: "calls a higher-order operator (torch.cond, while_loop) outside of units{place}, which "
     "torch.func does not take. Make what calls it a unit (fz.unit), or take Python's own `if` and `while`, or "
     "torch.where.",
+    texts.IN_INFERENCE: "computes in torch.inference_mode outside of units{place}, which torch.func does not support. "
+    "Take torch.no_grad(), which is the same to the rest of the function.",
     texts.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
     "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
     "checkpoint out: fz.remat(step) recomputes units.",

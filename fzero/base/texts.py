@@ -15,6 +15,7 @@ NO_STORAGE = "Cannot access storage of TensorWrapper"
 NO_NUMPY = ".numpy() is not supported for tensor subclasses"  # of a fake tensor
 NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
 INFERENCE = "Inference tensors cannot be saved for backward"
+IN_INFERENCE = "Cannot set version_counter for inference tensor"  # of what inference mode makes under functorch
 SETS_DATA = "mutating directly with `.data` inside functorch"
 RETAIN_GRAD = "retain_grad() inside of a function being transformed"
 NOT_USED = "appears to not have been used in the graph"
@@ -28,7 +29,7 @@ WRITES_SAVED = "modified by an inplace operation"
 # what functorch refuses, and plain autograd does
 REFUSED = (
     *(SAVED_HOOKS, OLD_FUNCTION, REQUIRES_GRAD, NO_LEAF, BACKWARD),
-    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA, HIGHER_ORDER),
+    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA, HIGHER_ORDER, IN_INFERENCE),
 )
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
 

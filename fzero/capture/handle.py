@@ -12,7 +12,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
-from fzero.base.refusals import noted
+from fzero.base.refusals import noted, place_of, writes_param
 from fzero.table.rows import Row
 
 Function = Callable[..., object]
@@ -177,7 +177,7 @@ class Handle(Valueless):
             raise noted(cls.first(args, kwargs)._refuse(f"got torch function {name_of(func)!r}"))
         leaves, spec = pytree.flatten((args, kwargs or {}))
         if writes(func, kwargs) and isinstance(leaves[0], Handle):
-            raise noted(leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it"))
+            raise noted(ValueError(writes_param(f"Leaf {leaves[0].path!r}", name_of(func), place_of())))
         full = [read(x) if isinstance(x, Handle) else x for x in leaves]
         if func is torch.Tensor.__deepcopy__:  # of a result of operations torch makes none
             return full[0].detach().clone()

@@ -17,7 +17,7 @@ from fzero.base.context import during, variable
 from fzero.base.edges import is_users
 from fzero.base.hooks import register
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
-from fzero.base.refusals import noted, place_of
+from fzero.base.refusals import noted, place_of, writes_param
 from fzero.capture.handle import (
     SET_DATA,
     Function,
@@ -214,14 +214,7 @@ def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Map
         leaf_of, leaf = protected.get(storage_of(target)), copy_of(target)
         what = leaf_of(target) if leaf_of is not None else None if leaf is None else f"Leaf {leaf.path!r}"
         if what is not None:
-            raise noted(
-                ValueError(
-                    f"{what} is written to in place, by {name_of(func)}{place_of()}. Params change in step.update "
-                    "only: compute with a copy (w = w.clone()), or use the operation that is not in place; cast a "
-                    "module (module.to(dtype)) before fz.functional. What follows another param slowly (a momentum "
-                    "encoder) is computed from a state's params between steps."
-                )
-            )
+            raise noted(ValueError(writes_param(what, name_of(func), place_of())))
 
 
 def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
-from fzero.base.refusals import heard, of_higher_order, refuse_outside
+from fzero.base.refusals import heard, of_higher_order, place_of, refuse_outside
 from fzero.base.uncounted import look_for_more
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
@@ -260,6 +260,8 @@ def call_function(
         except (RuntimeError, KeyError) as error:
             refuse_outside(error)
             raise
+        except StopIteration as error:  # which would end an iterator around the call as if all was well
+            raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error
         out = pytree.map_leaves(_given_out, out)
         if not traversal.schedule.ran_before:
             _need_names(traversal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,3 +52,48 @@ def test_leaves_of_two_units_that_autocast_has_in_two_dtypes(shard: Any) -> None
             step(step.init(params), X.float())
 
     run_ranks(rank_main, 1)
+
+
+class Twice(torch.nn.Module):
+    """Has a target of another unit, computed in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            target = self.blocks[1](x)
+        return (self.blocks[0](x) - target.clone()).square().mean()
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, fz.fuse_update, fz.shard_zero1, fz.remat])
+def test_a_unit_of_a_module_in_inference_mode(transform: Callable[[fz.Step], fz.Step]) -> None:
+    module, x = Twice(), torch.linspace(0, 1, 12).reshape(3, 4)
+    expected = module(x)
+    expected.backward()
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> tuple[float, torch.Tensor]:
+        step = transform(fz.train_step(apply, fz.sgd(1.0)))
+        state = step.init(params)
+        new, metrics = step(state, x)
+        old, name = step.init(params), "blocks.0.weight"
+        return metrics["loss"].item(), fz.gather(old.params)[name] - fz.gather(new.params)[name]
+
+    for loss, change in run_ranks(rank_main, 2 if transform is fz.shard_zero1 else 1):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(change, module.blocks[0].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_mode_outside_of_units_under_torch_func_is_refused_by_name() -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            target = torch.nn.functional.linear(x, p["w"], p["b"])
+        return (x @ p["w"] - target.clone()).square().mean()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(3, 3), "b": torch.ones(3)})
+    assert step(state, torch.ones(2, 3))[1]["loss"] == 1.0
+    with pytest.raises(TypeError, match=r"in torch.inference_mode outside of units \(in 'loss', .*torch.no_grad"):
+        step.vjp(state, torch.ones(2, 3))
