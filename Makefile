@@ -10,10 +10,10 @@ demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
 	@$(BIN)/python examples/train_lm.py --resume
 
-# what is compiled is kept wherever one runs: four workers and more than a hundred processes import it
+# what is compiled is kept wherever one runs: three workers and more than a hundred processes import it
 test: .venv/.installed
 	@echo "== tests"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/.installed
 	@echo "== ruff and pyright"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from fzero.base.context import during, variable
 from fzero.base.edges import is_users
 from fzero.base.hooks import register
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
+from fzero.base.rebound import is_of_library
 from fzero.base.refusals import noted, place_of, writes_param
 from fzero.capture.handle import (
     SET_DATA,
@@ -182,7 +184,9 @@ class OneLevel(torch.overrides.TorchFunctionMode):
         as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+        differentiated = func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad
+        # what only reads may be a library, such as a step within the unit
+        if differentiated and (func in _HOOKS or not is_of_library(sys._getframe(1).f_globals.get("__name__"))):
             raise noted(
                 ValueError(
                     f"Unit {self.unit!r} takes {name_of(func)!r} of a tensor that is differentiated{place_of()}, where "
