@@ -47,7 +47,7 @@ def run_ranks(
         fn: called with the rank; under "processes" it must be picklable (defined at the top of a module).
         world_size: number of ranks.
         backend: "threads" runs in this process (torch's threaded group); "processes" on real gloo ranks, whose
-            processes are kept for the next call.
+            processes are kept for the next call, and treat warnings as the caller's filters say.
         timeout: seconds that the ranks, and any one collective, may take.
         checked: run inside `checked_collectives()`.
 
