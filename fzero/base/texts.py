@@ -16,6 +16,7 @@ NO_NUMPY = ".numpy() is not supported for tensor subclasses"  # of a fake tensor
 NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
 INFERENCE = "Inference tensors cannot be saved for backward"
 IN_INFERENCE = "Cannot set version_counter for inference tensor"  # of what inference mode makes under functorch
+FAKE_DEVICES = ("found at least two devices", "found two different devices")  # of fake tensors; the second until 2.11
 SETS_DATA = "mutating directly with `.data` inside functorch"
 RETAIN_GRAD = "retain_grad() inside of a function being transformed"
 NOT_USED = "appears to not have been used in the graph"

@@ -181,7 +181,7 @@ def check(
         except RuntimeError as error:
             if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
                 raise ReadsValues(place_of(error)) from error
-            if type(error).__name__ == "FakeTensorDeviceMismatchError":
+            if texts.says(error, *texts.FAKE_DEVICES):
                 raise TypeError(_MISMATCH.format(first_words(error))) from error
             error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
             raise
