@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 
@@ -63,7 +64,19 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.reg
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class Watch(torch.overrides.TorchFunctionMode):
+class _AsWritten(torch.overrides.TorchFunctionMode):
+    """A mode under which nothing compiled runs: Dynamo takes wrong steps under those that look at operations."""
+
+    def __enter__(self) -> Self:
+        as_written.begin(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        as_written.end(self)
+
+
+class Watch(_AsWritten):
     """Looks at every operation of a unit or, if that is None, of the function around the units.
 
     Args:
@@ -83,14 +96,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.unit, self.protected = unit, protected
         self.seen = seen.get()
         self.own, self.given = {*own}, given
-
-    def __enter__(self) -> Watch:
-        as_written.begin(self)  # Dynamo takes wrong steps under such modes
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():
@@ -164,7 +169,7 @@ class _Backward(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class OneLevel(torch.overrides.TorchFunctionMode):
+class OneLevel(_AsWritten):
     """Refuses, in a unit that more than one derivative goes through, what acts on the one alone that sees it.
 
     A hook of a tensor, or what `x.data` leaves out, belongs to the derivative that is the innermost as the unit runs.
@@ -174,14 +179,6 @@ class OneLevel(torch.overrides.TorchFunctionMode):
     def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
-
-    def __enter__(self) -> OneLevel:
-        as_written.begin(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         differentiated = func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad

@@ -181,12 +181,9 @@ def _run_of(values: Sequence[object]) -> tuple[Traversal | None, Mapping[int, in
     return (owner, owner.origins) if owner is not None else known.get() or (None, {})
 
 
-def leaf_below(x: torch.Tensor) -> torch.Tensor:
-    """The leaf that functorch has wrapped here, as `torch.func.grad` does with all that its function is given.
-
-    What it differentiates is none, and what is no leaf stays as it is.
-    """
-    own, numbers = x, _run_of(())[1]
+def _leaf_below(x: torch.Tensor, numbers: Mapping[int, int]) -> torch.Tensor:
+    """The leaf that functorch has wrapped here; x itself where there is none, or where it is differentiated."""
+    own = x
     has_values = not isinstance(private.unwrapped(x), Handle)  # a tangent would have been refused as it was made
     while not isinstance(own, Handle) and id(own) not in numbers:
         if not private.is_wrapper(own) or own.requires_grad:
@@ -200,9 +197,12 @@ def leaf_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_below(tree: T) -> T:
-    """A tree with its leaves as of `leaf_below`; the same one where there are none."""
-    leaves, spec = pytree.flatten(tree)
-    below = [leaf_below(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    """A tree with a run's leaves in the place of what functorch has wrapped of them and does not differentiate.
+
+    So does `torch.func.grad` with all that its function is given. The same tree where there is nothing of the kind.
+    """
+    (leaves, spec), numbers = pytree.flatten(tree), _run_of(())[1]
+    below = [_leaf_below(x, numbers) if isinstance(x, torch.Tensor) and private.is_wrapper(x) else x for x in leaves]
     return pytree.unflatten(spec, below) if any(map(operator.is_not, below, leaves)) else tree
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_pipelines import Copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import by_turns
@@ -367,18 +368,10 @@ def test_what_a_hidden_node_may_have_kept_is_named_so() -> None:
         pull(torch.ones_like(out))
 
 
-class Fails(torch.autograd.Function):
+class Fails(Copied):
     """Whose backward fails where it is told to."""
 
     fails = True
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: object, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

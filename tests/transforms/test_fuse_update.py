@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from drawn_pipelines import Copied
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,18 +241,10 @@ def test_what_cannot_be_fused_is_refused() -> None:
         fz.fuse_update(fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3))), "held")
 
 
-class _Fails(torch.autograd.Function):
+class _Fails(Copied):
     """The identity, which cannot be pulled back."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
