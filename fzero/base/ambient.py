@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.utils.deterministic
@@ -196,3 +197,8 @@ def without_fast_attention() -> Iterator[None]:
                 _slow.discard(own)
                 if not _slow:
                     fast.set_fastpath_enabled(True)
+
+
+def forward_derivatives() -> AbstractContextManager[object]:
+    """Inside, torch.autograd.forward_ad pushes tangents through operations, as it does where nobody turned that off."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
-from fzero.base.ambient import default_dtype, functions_seen
+from fzero.base.ambient import default_dtype, forward_derivatives, functions_seen
 from fzero.base.context import averaged, during
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
@@ -190,7 +190,9 @@ class Node(torch.autograd.Function):
     @staticmethod
     def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
         # detached, or enable_grad inside would record into the outer graph
-        return op.run(tuple(tensor.detach() for tensor in tensors), wanted)
+        plain = tuple(tensor.detach() for tensor in tensors)
+        with forward_derivatives():  # which a Function's forward is without
+            return op.run(plain, wanted)
 
     @staticmethod
     def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:

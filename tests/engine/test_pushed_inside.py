@@ -1,0 +1,79 @@
+"""A unit that pushes tangents of its own by torch.autograd.forward_ad: torch turns that off in a Function's forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import fzero as fz
+from fzero.testing import run_ranks
+
+F64 = torch.float64
+W = torch.randn(3, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(2, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def by_levels(p: Any, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(torch.tanh(forward_ad.make_dual(x, torch.ones_like(x)) @ p["w"]))
+        assert tangent is not None
+        return out + tangent
+
+
+def by_functional(p: Any, x: torch.Tensor) -> torch.Tensor:
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"]).sum()
+
+    jacobian: Any = torch.autograd.functional.jacobian
+    return x + jacobian(summed, x, strategy="forward-mode", vectorize=True)
+
+
+def steps(body: Any, wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+    block = fz.unit(body)
+    step = wrap(fz.train_step(lambda p, x: (block(p["blocks"][0], x) ** 2).sum(), fz.sgd(1.0)))
+    state = step.init({"blocks": [{"w": W}]})
+    found = [step.forward(state, X)]
+    for _ in range(2):
+        state, metrics = step(state, X)
+        found += [metrics["loss"], fz.gather(state.params)["blocks"][0]["w"]]
+    return found
+
+
+def by_torch(body: Any) -> list[torch.Tensor]:
+    w, found = W, list[torch.Tensor]()
+    for _ in range(2):
+        w = w.detach().requires_grad_()
+        loss = (body({"w": w}, X) ** 2).sum()
+        (grad,) = torch.autograd.grad(loss, w)
+        found += [loss.detach(), w := (w - grad).detach()]
+    return [found[0], *found]
+
+
+WRAPS: dict[str, Any] = {
+    "remat": fz.remat,
+    "offload": lambda step: fz.offload(step, params="host"),
+    "both": lambda step: fz.remat(fz.offload(step, params="host")),
+}
+
+
+@pytest.mark.parametrize("body", [by_levels, by_functional])
+@pytest.mark.parametrize("how", list(WRAPS))
+def test_as_in_torch(body: Any, how: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that offload saves nothing on a CPU
+        found = steps(body, WRAPS[how])
+    torch.testing.assert_close(found, by_torch(body))
+
+
+def sharded(_: int) -> list[torch.Tensor]:
+    return steps(by_levels, fz.shard_zero3)
+
+
+def test_on_real_processes() -> None:
+    for found in run_ranks(sharded, 2, backend="processes"):
+        torch.testing.assert_close(found, by_torch(by_levels))
