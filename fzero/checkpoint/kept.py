@@ -59,7 +59,8 @@ class Checkpoints:
         self.folder = path_of(folder, "Checkpoints")
         self._there = folder_at(self.folder)
         self.keep = need_int(keep, "fz.Checkpoints", "keep", "a number of checkpoints", least=1)
-        self._known: set[str] | None = None  # the subfolders that were there as this run began, and its own
+        self._known: set[str] | None = None  # the subfolders that were there as this run began
+        self._own = set[str]()  # those that it has begun to save, of which some may not be there yet
 
     def save(self, state: TrainState, extra: object = None) -> None:
         """Writes one more, as `fz.save` does, and removes those that are more than `keep`."""
@@ -131,13 +132,14 @@ class Checkpoints:
         name = f"{number:06d}-update-{state.step}"
         if Everyone(state.params.axis).leads:
             known = set(names) if self._known is None else self._known
-            if others := [own for own in names if own not in known]:
+            if others := [other for other in names if other not in known | self._own]:
                 raise FileExistsError(
                     f"{self.folder}: got {others[0]}, of another run that has saved there since this one began, "
                     "expected a folder for each run, as each would remove the other's checkpoints. Save elsewhere by "
                     "another fz.Checkpoints; or, where the other run has ended, go on from what is there by restore()."
                 )
-            self._known = {*known, name}
+            self._known = known
+            self._own.add(name)
         return f"{self.folder}/{name}"
 
     def _names(self) -> list[str]:

@@ -23,7 +23,7 @@ from fzero.table.layout import Key
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
-_RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients
+_RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients, other leaves' next
 _BESIDE = "of which a leaf's update differs beside other leaves, or draws for them otherwise than one after the other"
 # leaves and steps of each try, and what their shapes may be: many leaves, as rates may go by their places
 _TRIES = (
@@ -165,7 +165,7 @@ class _Torch:
             taken = itertools.cycle([shape for shape in shapes if own is self or own._takes(shape)])
             drawn = [draw(steps + 1, *next(taken)) for _ in range(count)]
             leaves = [p for p, *_ in drawn]
-            grads = [[g * size for g, size in zip(x[1:], itertools.cycle(_SIZES), strict=False)] for x in drawn]
+            grads = [[g * _SIZES[(i + j) % 3] for i, g in enumerate(x[1:])] for j, x in enumerate(drawn)]
             try:
                 once, flags = self._once(leaves, grads)
                 own = dataclasses.replace(self, flags=flags) if own is self else own

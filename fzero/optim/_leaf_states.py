@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -73,13 +74,16 @@ def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
     return [i for i, x in found if x.shape == leaf.shape]
 
 
+_NUMBERS = (bool, int, float, pytree.Count)
+
+
 def form(entry: object) -> object:
     """What an update keeps of an entry."""
     if isinstance(entry, torch.Tensor):
         return tuple(entry.shape), entry.dtype
     if isinstance(entry, Place):
         return f"in slices, {entry.number}, {entry.dtype}"
-    return type(entry) if isinstance(entry, (int, float, pytree.Count)) else entry
+    return next((kind for kind in _NUMBERS if isinstance(entry, kind)), entry)  # a number of NumPy's is loaded as one
 
 
 def changed(old: object, new: object) -> str:
@@ -103,6 +107,8 @@ def _is_alike(x: object, y: object) -> bool:
 
 def _otherwise(name: str, old: object, new: object) -> str:
     who, before, after = repr(name) if name else "it", *map(_words, (old, new))
+    if before == after and isinstance(new, numbers.Number):
+        return f"{who} is a number {after} with another value; one that changes is an int, a float or a 0-d tensor"
     return f"{who} is {after}, and was {before if before != after else 'another one'}"
 
 

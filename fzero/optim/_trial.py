@@ -20,6 +20,7 @@ from fzero.base.sending import sends
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
+from fzero.optim._small_leaves import small_leaves
 from fzero.optim.base import taken, values
 from fzero.state.moments import copied
 from fzero.state.sharded import Sharded, map_trees
@@ -27,7 +28,6 @@ from fzero.table.layout import Key, Layout, Slot
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import Row
 
-_SIZES = (1.0, 30.0, 0.1)  # of the grads, one update after the other
 _WIDE = 160  # elements of a dim that no optimizer takes for few
 _MOST = 1 << 15  # elements of a leaf
 _OBJECTS = 1 << 17  # that are looked at, of what an optimizer comes to
@@ -225,7 +225,9 @@ class Trial:
         member = member._replace(init=watch.around(member.init), update=watch.around(member.update))
         alone = [dataclasses.replace(row, cuts=(), slices=None) for row in self.rows]
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
-        made = functools.partial(self._updates, member, own, [self._leaves(dtype, some) for some in (False, True)])
+        shapes, device = [row.shape for row in self.rows], self.like.device
+        given = [small_leaves(shapes, dtype, device, some) for some in (False, True)]
+        made = functools.partial(self._updates, member, own, given)
         with torch.no_grad():
             together = made(Layout.build(apart if self.alone else alone, 1), uncut)
             if watch.drawn:
@@ -338,23 +340,6 @@ class Trial:
                     updates, state = member.update(tree(leaves), kept, copied(params), **extra)
                     out.append(_by_path(params, updates))
                     params = _added(params, updates)
-        return out
-
-    def _leaves(self, dtype: torch.dtype, some: bool) -> list[list[torch.Tensor]]:
-        """The params, and the grads of each update.
-
-        Args:
-            some: the first grads are zero but at the end of the first leaf, and those of the second one are zero in
-                every update.
-        """
-        made = torch.Generator(device="cpu").manual_seed(0)
-        out: list[list[torch.Tensor]] = [[] for _ in range(len(_SIZES) + 1)]
-        for place, row in enumerate(self.rows):
-            drawn = torch.randn((len(out), *row.shape), generator=made, dtype=dtype, device="cpu") * 30.0**place
-            for number, (own, x, size) in enumerate(zip(out, drawn, (1.0, *_SIZES), strict=True)):
-                if some and number and (number == 1 or place == 1):
-                    x.reshape(-1)[: -5 if place == 0 else None] = 0.0
-                own.append((x * size).to(self.like.device))
         return out
 
     def _slice(self, layout: Layout, key: Key, leaves: Mapping[int, torch.Tensor], rank: int) -> torch.Tensor:

@@ -126,3 +126,14 @@ def test_two_runs_in_one_folder(tmp_path: Path, world: int) -> None:
     """Each would remove the other's: the one that did not expect it is told, and may go on from what is there."""
     run_ranks(lambda rank: _saves_twice(str(tmp_path / "run")), world, backend="threads")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["000004-update-0"]
+
+
+@pytest.mark.parametrize("times", range(5))
+def test_going_back_while_a_save_is_under_way(tmp_path: Path, times: int) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+    state, kept = step.init({"w": torch.ones(3)}), fz.Checkpoints(tmp_path)
+    kept.save(state)
+    saving = kept.save_async(step(state, torch.ones(3))[0])
+    assert kept.restore(step) is not None  # which finds that one, or does not yet
+    saving.wait()
+    kept.save(state)

@@ -379,6 +379,17 @@ class ByLayers(Own):
         return p.grad * 0.9 ** (_place(group, p) // 12)
 
 
+class Grows(Own):
+    """Half a step for all where the norm of all gradients has grown."""
+
+    def direction(self, group: Any, p: Any, state: Any) -> Any:
+        now, old = _joint_norm(group["params"]), self.state[group["params"][0]].get("joint", 0.0)
+        if p is group["params"][-1]:
+            for each in group["params"]:
+                self.state[each]["joint"] = now
+        return p.grad * (0.5 if now > old else 1.0)
+
+
 class ByCount(Own):
     def direction(self, group: Any, p: Any, state: Any) -> Any:
         return p.grad / len(group["params"])
@@ -410,6 +421,9 @@ def test_those_that_draw_are_the_same_on_any_ranks(kind: Any) -> None:
         assert_trees_close(got, one, rtol=1e-10, atol=1e-12)
 
 
+DRAWN = (NoisyByPlace, NoisyJoint)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -422,7 +436,17 @@ def test_those_that_draw_are_the_same_on_any_ranks(kind: Any) -> None:
         (CountsInside, "changes the items of its attribute 'counts' in a step"),
         *[
             (kind, "a leaf's update differs beside other leaves, or draws")
-            for kind in (Joint, JointSoFar, JointVectors, FirstTwice, ByLayers, ByCount, NoisyByPlace, NoisyJoint)
+            for kind in (
+                Joint,
+                JointSoFar,
+                JointVectors,
+                FirstTwice,
+                ByLayers,
+                Grows,
+                ByCount,
+                NoisyByPlace,
+                NoisyJoint,
+            )
         ],
     ],
     ids=lambda x: getattr(x, "__name__", ""),

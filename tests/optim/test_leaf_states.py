@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from nightly import by_day
 
 import fzero as fz
-from fzero.testing import assert_trees_close, hazards, run_ranks
+from fzero.testing import assert_trees_close, assert_trees_equal, hazards, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 SHAPES = {"w": (5, 7), "b": (7,), "s": (), "u": (2, 3, 4)}
@@ -236,3 +238,24 @@ def test_an_object_that_is_written_to_is_another_one_and_old_states_stay() -> No
     with pytest.raises(ValueError, match="'seen' is of type set, and was another one"):
         step(state, torch.tensor(1.0))
     assert state.moments.rest["w"]["seen"] == set()
+
+
+def scaled_by(number: Any) -> fz.Step:
+    def update(grads: Any, state: Any, given: Any) -> Any:
+        return {k: -0.1 * float(state["scale"]) * x for k, x in grads.items()}, {"scale": state["scale"] * number}
+
+    return fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda p: {"scale": number}, update)))
+
+
+def test_a_number_of_numpys_is_loaded_as_one_of_pythons(tmp_path: Path) -> None:
+    step = scaled_by(np.float64(0.5))
+    state, _ = step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))
+    fz.save(tmp_path, state)
+    loaded = fz.load(tmp_path, step)
+    assert_trees_equal(step(loaded, torch.tensor(1.0))[0].params, step(state, torch.tensor(1.0))[0].params)
+
+
+def test_numbers_that_may_not_change_are_told_so() -> None:
+    step = scaled_by(np.float32(0.5))
+    with pytest.raises(ValueError, match="'scale' is a number of type float32 with another value; one that changes is"):
+        step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))

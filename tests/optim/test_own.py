@@ -358,7 +358,28 @@ def kept_moment(fn: Callable[..., torch.Tensor]) -> fz.GradientTransformation:
     return fz.GradientTransformation(lambda p: p.map(torch.zeros_like), update)
 
 
+def beside_the_last(fn: Callable[..., torch.Tensor]) -> fz.GradientTransformation:
+    """By a gradient and the one before."""
+
+    def update(g: Any, s: Any, p: Any) -> Any:
+        return optree.tree_map(lambda x, old: -0.1 * x * fn(x, old), g, s), g
+
+    return fz.GradientTransformation(lambda p: optree.tree_map(torch.zeros_like, p), update)
+
+
+def restarted(g: Any, s: Any, p: Any) -> Any:
+    """Momentum, which a leaf forgets where it points uphill."""
+    kept = optree.tree_map(lambda m, x: torch.where((m * x).sum() > 0, m, torch.zeros_like(m)) * 0.9 + x, s, g)
+    return optree.tree_map(lambda m: -0.1 * m, kept), kept
+
+
 BY_LEAVES = {
+    "a norm that has grown": beside_the_last(lambda g, old: torch.where(g.norm() > old.norm(), 0.5, 1.0)),
+    "a spike": beside_the_last(lambda g, old: torch.where(g.norm() > 10 * old.norm(), 0.0, 1.0)),
+    "restarts": fz.GradientTransformation(lambda p: optree.tree_map(torch.zeros_like, p), restarted),
+    "a bound of 1": each(lambda g, p: -0.1 * g * torch.where(g.norm() > 1, 0.5, 1.0)),
+    "a bound of 1e-3": each(lambda g, p: -0.1 * g * (g.norm() > 1e-3)),
+    "a sign": each(lambda g, p: -0.1 * g * (1 + 0.5 * g.sum().sign())),
     "norm": each(lambda g, p: -0.1 * g / g.norm()),
     "mean": each(lambda g, p: -0.1 * (g - g.mean())),
     "trust ratio": each(lambda g, p: -0.1 * g * p.norm() / g.norm()),
@@ -473,7 +494,7 @@ def test_and_is_right_on_whole_leaves(stage: int, kind: str) -> None:
         step = SHARDS[stage](fz.train_step(loss, fz.whole(own)))
         state, _ = step(step.init(PARAMS), X)
         grads = torch.func.grad(loss)(PARAMS, X)
-        updates, _ = own.update(grads, (), PARAMS)
+        updates, _ = own.update(grads, own.init(PARAMS), PARAMS)
         assert_trees_close(fz.gather(state.params), {k: p + updates[k] for k, p in PARAMS.items()}, rtol=1e-12)
 
     run_ranks(rank_main, 2) if stage else rank_main(0)
