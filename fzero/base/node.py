@@ -9,6 +9,7 @@ are `Node.apply(Op(transformed function))`: any order and nesting of derivatives
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,12 @@ import torch
 
 from fzero.base import private, refusals, texts
 from fzero.base.ambient import default_dtype, forward_derivatives, functions_seen
-from fzero.base.context import averaged, during
+from fzero.base.context import averaged, during, variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
 
 Tensors = tuple[torch.Tensor, ...]
+depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run here, one inside of the other
 
 
 def first_order() -> bool:
@@ -191,7 +193,7 @@ class Node(torch.autograd.Function):
     def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
         # detached, or enable_grad inside would record into the outer graph
         plain = tuple(tensor.detach() for tensor in tensors)
-        with forward_derivatives():  # which a Function's forward is without
+        with during(depth, depth.get() + 1), forward_derivatives():  # which a Function's forward is without
             return op.run(plain, wanted)
 
     @staticmethod
@@ -328,9 +330,9 @@ def refuse_foreign_leaves(
         text: what is said of one.
     """
     ours = {id(leaf) for leaf in leaves}
-    for variable in leaves_of(out):
-        if id(variable) not in ours and is_foreign(variable):
-            raise ValueError((text or closed_over)(variable))
+    for leaf in leaves_of(out):
+        if id(leaf) not in ours and is_foreign(leaf):
+            raise ValueError((text or closed_over)(leaf))
 
 
 def leaves_of(out: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

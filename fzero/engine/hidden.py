@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
+from fzero.base.node import depth
 from fzero.capture.handle import writes
 from fzero.engine.traversal import here
 
@@ -32,14 +33,14 @@ class Hidden(TorchFunctionMode):
     def __init__(self, known: Iterable[torch.Tensor], refusal: Refusal, mapped: bool) -> None:
         super().__init__()
         self._known, self._refusal, self._mapped = {id(x): x for x in known}, refusal, mapped
-        self._level, self._here = private.level(), here.get()
+        self._level, self._here, self._depth = private.level(), here.get(), depth.get()
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
         named: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
         out = func(*args, **named)
-        if private.level() < self._level or here.get() is not self._here:
+        if private.level() < self._level or here.get() is not self._here or depth.get() != self._depth:
             return out  # within a node, whose levels are others; a unit's operands are looked at where it is called
         if not pytree.tensors_in(out) and not writes(func, named):
             return out  # a look at a tensor, from which nothing goes on

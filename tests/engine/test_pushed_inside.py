@@ -77,3 +77,33 @@ def sharded(_: int) -> list[torch.Tensor]:
 def test_on_real_processes() -> None:
     for found in run_ranks(sharded, 2, backend="processes"):
         torch.testing.assert_close(found, by_torch(by_levels))
+
+
+# ---- torch.func.jvp around a step on ranks whose function has transforms over units
+
+
+def through(kind: str, wrapped: Callable[[Any], Any]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    block = wrapped(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = lambda x: block(p["blocks"][0], x).pow(2).sum()
+        if kind == "vmap":
+            return torch.func.vmap(inner)(x).pow(2).sum()
+        if kind == "hessian":
+            return torch.func.vmap(torch.func.hessian(inner))(x).pow(2).sum()
+        return torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]
+
+    return fn
+
+
+@pytest.mark.parametrize("kind", ["vmap", "hessian", "jvp"])
+def test_params_are_pushed_through_transforms_over_units(kind: str) -> None:
+    def rank_main(_: int) -> torch.Tensor:
+        step = fz.shard_zero3(fz.train_step(through(kind, fz.unit), fz.sgd(0.1)))
+        loss = lambda w: step.forward(step.init({"blocks": [{"w": w}]}), X)
+        return torch.func.jvp(loss, (W,), (torch.ones_like(W),))[1]
+
+    loss = lambda w: through(kind, lambda fn: fn)({"blocks": [{"w": w}]}, X)
+    want = torch.func.jvp(loss, (W,), (torch.ones_like(W),))[1]
+    for found in run_ranks(rank_main, 2):
+        torch.testing.assert_close(found, want)
