@@ -125,7 +125,12 @@ class refused:
 def in_checkpoint() -> bool:
     """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
     hooks = _C._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and _home(hooks[0]) == "torch.utils.checkpoint"
+
+
+def _home(fn: Callable[..., object]) -> str:
+    """The module that a function says it is of; a method of a class in C, or a partial one, says none."""
+    return str(getattr(fn, "__module__", None))
 
 
 def end_checkpoints(errors: Iterable[BaseException]) -> None:
@@ -142,11 +147,23 @@ def end_checkpoints(errors: Iterable[BaseException]) -> None:
 
 
 @contextlib.contextmanager
-def putting_away(pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def putting_away(
+    what: str, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
     """Inside, these hooks are at work; but not within torch.func's transforms, which refuse to begin where any are.
 
     Somebody's own hooks are refused as ever, also in here.
+
+    Raises:
+        ValueError: somebody's own surround them, which would do nothing. Those of torch change no value, and may.
     """
+    around = _C._top_saved_tensors_default_hooks(True)
+    if around is not None and around[0] not in _own and not _home(around[0]).startswith("torch."):
+        raise ValueError(
+            f"{what}: got torch.autograd.graph.saved_tensors_hooks around the unit, of {around[0]!r}, which would see "
+            "nothing of what is put away; expected none. Use them within the unit's function, or leave out fz.remat's "
+            "save= and fz.offload's activations=."
+        )
     try:
         with _lock:
             _own.add(pack)

@@ -198,6 +198,7 @@ class OneLevel(_AsWritten):
 _OF_ONE_LEVEL = {
     *_HOOKS,
     *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(torch.Tensor.detach_, torch.detach_),
     torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined] # whose hooks are no operations
 }
 

@@ -140,7 +140,7 @@ class Saved(Activations):
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, _Views] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
-        return hooks.putting_away(self._pack, _unpacked)
+        return hooks.putting_away(self._what, self._pack, _unpacked)
 
     def _pack(self, tensor: torch.Tensor) -> _Stays | Kept:
         # or an output that its own operation saves would keep itself alive

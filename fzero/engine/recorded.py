@@ -87,7 +87,7 @@ class Recorded(Activations):
         self._inputs: Sequence[torch.Tensor] = ()
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
-        return hooks.putting_away(self._pack, self._unpacked)
+        return hooks.putting_away(self._what, self._pack, self._unpacked)
 
     @contextlib.contextmanager
     def noting(self, first: bool) -> Iterator[None]:

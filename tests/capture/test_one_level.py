@@ -42,12 +42,17 @@ def scaled(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.sin(h / h.data.abs().mean())
 
 
+def detached_in_place(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x @ p["w"]
+    return torch.tanh(h) + torch.sin(h.detach_())
+
+
 def harmless(p: Any, x: torch.Tensor) -> torch.Tensor:
     h = x @ p["w"]
     return torch.sin(h / h.detach().abs().mean()) + torch.ones(2, dtype=F64).data
 
 
-KINDS = (hooked, by_a_node, clamped, scaled, harmless)
+KINDS = (hooked, by_a_node, clamped, scaled, detached_in_place, harmless)
 HOW = {"zero3": fz.shard_zero3, "remat": fz.remat, "kept": lambda step: fz.remat(step, save=("out",))}
 
 

@@ -201,3 +201,21 @@ def test_derivatives_inside_a_unit(memory: Any) -> None:
 
     run_ranks(compare, 2)
     assert torch.autograd.graph.disable_saved_tensors_hooks is before
+
+
+def test_hooks_around_units_that_would_see_nothing_are_refused() -> None:
+    block = fz.unit(lambda p, x: fz.name(torch.tanh(x @ p["w"]), "out"))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float):
+            return a_chain(block, p, x)
+
+    plain = fz.train_step(fn, fz.sgd(0.1))
+    for step in (fz.remat(plain, save=("out",)), fz.offload(plain, activations=HOST)):
+        with (
+            pytest.raises(ValueError, match=r"unit '.*': got .*saved_tensors_hooks around the unit"),
+            fz.tape(step, step.init(W)) as taped,
+        ):
+            taped(X)
+    with fz.tape(plain, plain.init(W)) as taped:
+        taped(X).sum().backward()
