@@ -34,9 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.set_threshold(10_000)  # garbage of tests is soon all there is, and to look for it takes a twentieth of the time
-    gc.freeze()  # what is imported is no garbage: tests that collect it look at half a million objects less
+    _leave_alone_what_stays()
+
+
+def pytest_runtest_logstart() -> None:
+    if len(gc.get_objects(generation=2)) > 20_000:
+        _leave_alone_what_stays()
+
+
+def _leave_alone_what_stays() -> None:
+    """What is imported or cached between tests is no garbage: tests that collect it look at a million objects less."""
+    gc.collect()
+    gc.freeze()
 
 
 _IN_VAIN = "InvalidCxxCompiler: No working C++ compiler found"
