@@ -34,7 +34,7 @@ def averaged(decay: float, value: Any, params: fz.Sharded, applied: bool) -> Any
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer", "scaled"), by_turns(range(4), ["momentum", "clipped", "partition"], [False, True])
+    ("stage", "optimizer", "scaled"), by_turns(range(4), ["momentum", "clipped", "partition"], [False, True], of=3)
 )
 def test_a_member_whose_gradient_is_not_finite_keeps_its_values(stage: int, optimizer: str, scaled: bool) -> None:
     """And shares the counts of the others; where it is none's, nothing changes at all."""

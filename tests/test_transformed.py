@@ -9,6 +9,7 @@ import pytest
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_day
 
 import fzero as fz
 from fzero.testing import run_ranks, strategies
@@ -28,6 +29,7 @@ def check(scenario: str, optimizer: str, steps: int, ranks: int, chosen: Any, ho
     whole_runs.assert_found(run_ranks(case, ranks, **run), want, name)
 
 
+@by_day(6)
 @given(
     chosen=strategies.transforms(),
     world=st.integers(1, 3),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import by_turns
 from state.test_checks import AROUND, NESTED, PARAMS, STATE, STEP, X, put, summed
 
 import fzero as fz
@@ -210,8 +211,7 @@ def test_every_public_function_is_in_a_table() -> None:
     assert not RIGHT.keys() & REFUSED.keys()
 
 
-@pytest.mark.parametrize("transform", sorted(AROUND))
-@pytest.mark.parametrize("name", sorted(RIGHT))
+@pytest.mark.parametrize(("name", "transform"), by_turns(sorted(RIGHT), sorted(AROUND)))
 def test_it_is_right(name: str, transform: str) -> None:
     fn, x = RIGHT[name]
     value, h, low = torch.as_tensor(fn(x)), 1e-5, 1e-6

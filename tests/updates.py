@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch
+from nightly import by_turns
 
 import fzero as fz
 
@@ -73,13 +74,11 @@ def updated(optimizer: str, policy: fz.Policy, numel: int, scaled: bool) -> list
 def digests(optimizer: str) -> dict[str, str]:
     """SHA-256 of all buffers, for every policy and size."""
     out = {}
-    for name, policy in POLICIES.items():
-        for size, numel in SIZES.items():
-            for scaled in (False, True):
-                digest = hashlib.sha256()
-                for buffer in updated(optimizer, policy, numel, scaled):
-                    digest.update(buffer.view(torch.uint8).numpy().tobytes())
-                out[f"{name}; {size}{'; scaled' if scaled else ''}"] = digest.hexdigest()
+    for (name, policy), (size, numel), scaled in by_turns(POLICIES.items(), SIZES.items(), (False, True)):
+        digest = hashlib.sha256()
+        for buffer in updated(optimizer, policy, numel, scaled):
+            digest.update(buffer.view(torch.uint8).numpy().tobytes())
+        out[f"{name}; {size}{'; scaled' if scaled else ''}"] = digest.hexdigest()
     return out
 
 

@@ -14,6 +14,7 @@ import sliced_states as sliced
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_turns
 
 import fzero as fz
 from fzero.checkpoint import manifest
@@ -115,8 +116,7 @@ def copies_that_differ(rank: int, folder: str, over: sliced.Over, odd: int, swap
     return differs, said
 
 
-@pytest.mark.parametrize("over", OVERS)
-@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize(("swaps", "over"), by_turns([False, True], OVERS))
 def test_copies_that_differ_over_the_tensor_axis_are_refused_on_every_rank(
     tmp_path: Path, over: sliced.Over, swaps: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from compat.over import (
     several,
     value_of,
 )
+from nightly import NIGHTLY
 from safetensors.torch import load_file
 
 from fzero.checkpoint import files
@@ -71,10 +73,10 @@ def shown(folder: Path) -> set[str]:
 def test_any_operation_of_an_export_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, save: Save, ranks: int
 ) -> None:
-    at, told = 0, 0
+    tried, told = 0, 0
     before(tmp_path / "before", kind, ranks)
-    while True:
-        at += 1
+    for at in itertools.count(1, 1 if NIGHTLY else 2):
+        tried += 1
         folder = Path(shutil.copytree(tmp_path / "before", tmp_path / str(at)))
         failing = Failing(at)
         with monkeypatch.context() as patch:
@@ -94,7 +96,7 @@ def test_any_operation_of_an_export_that_fails(
         saved(folder, ranks, 3.0, several)
         assert by_us(folder) == as_transformers(folder) == 3.0
         assert len(os.listdir(folder)) == (5 if kind == "loose" else 3)
-    assert told > at / 2
+    assert told > tried / 2
 
 
 def test_names_go_to_and_fro(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS[:1])
 EACH = [*[(shard, F64) for shard in SHARDS], *[(shard, torch.float32) for shard in ("remat", "ZeRO-3")]]
 
 
-@pytest.mark.parametrize(("own", "name"), by_turns(EACH, FUNCTIONS))
+@pytest.mark.parametrize(("own", "name"), by_turns(EACH, FUNCTIONS, of=4))
 def test_both_halves_are_the_whole(own: tuple[str, torch.dtype], name: str) -> None:
     shard, dtype = own
     x, world = torch.randn(2, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1)).to(dtype), 2

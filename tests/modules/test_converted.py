@@ -217,7 +217,7 @@ def batches_of(name: str, count: int) -> list[Any]:
 OVER = [((1, 3), 0, False, True), ((2, 2), 3, True, False), ((2, 2), 3, True, True), ((1, 4), 3, False, False)]
 
 
-@pytest.mark.parametrize(("over", "name"), by_turns(OVER, MODELS))
+@pytest.mark.parametrize(("over", "name"), by_turns(OVER, MODELS, of=3))
 def test_models_of_hugging_face(over: tuple[tuple[int, int], int, bool, bool], name: str) -> None:
     sizes, stage, remat, sequence = over
     near = 1e-10 if name == "vit" else 1e-6  # the others' norms and routers compute in float32

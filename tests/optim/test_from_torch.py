@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import NIGHTLY, at_length
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -69,7 +69,8 @@ def on_rank(name: str, wrap: Any, rank: int) -> Any:
 def test_as_in_torch(name: str) -> None:
     want = by_torch(name)
     assert_trees_close(on_rank(name, lambda step: step, 0), want, rtol=1e-12, atol=1e-14)
-    for wrap in (fz.shard_zero1, fz.shard_zero3):
+    wraps = fz.shard_zero1, fz.shard_zero3
+    for wrap in wraps if NIGHTLY else (wraps[len(name) % 2],):
         for got in run_ranks(functools.partial(on_rank, name, wrap), 3):
             assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
 

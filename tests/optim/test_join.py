@@ -145,12 +145,12 @@ WHOLE: dict[str, chains.Spec] = {
 }
 
 
-@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS, of=4))
 def test_a_chain(case: str, stage: int, way: str | None) -> None:
     check(CASES[case], stage, way, 2)
 
 
-@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=3))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=5))
 def test_whole_leaves(case: str, stage: int, way: str | None) -> None:
     check(WHOLE[case], stage, way, 3)
 

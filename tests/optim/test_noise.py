@@ -13,7 +13,7 @@ import torch
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, by_turns
 from torch.utils import _pytree as pytree
 
 import fzero as fz
@@ -249,9 +249,9 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 3)])
-def test_transforms_go_on_through_it(name: str, stage: int, world: int) -> None:
+@pytest.mark.parametrize(("name", "on"), by_turns(TRANSFORMS, [(0, 1), (1, 2), (3, 3)]))
+def test_transforms_go_on_through_it(name: str, on: tuple[int, int]) -> None:
+    stage, world = on
     _, params = scenarios.stack(blocks=2, width=3)
     batches = scenarios.vector_batches(world, width=3)
     want = TRANSFORMS[name](functools.partial(run_by_hand, batches), params)

@@ -81,9 +81,9 @@ def tensors(*trees: Any) -> list[torch.Tensor]:
     return [x.clone() for x in optree.tree_leaves(trees) if isinstance(x, torch.Tensor)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("joined", ["alone", "before", "behind"])
-@pytest.mark.parametrize("kind", sorted(IN_PLACE))
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "kind", "joined"), nightly.by_turns(range(4), sorted(IN_PLACE), ["alone", "before", "behind"])
+)
 def test_an_optimizer_that_writes_in_place_leaves_the_old_state(stage: int, kind: str, joined: str) -> None:
     own = IN_PLACE[kind]
     same = fz.clip_by_value(1e9)
@@ -274,10 +274,10 @@ def kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformatio
 
 
 @NOT_TRIED
-@pytest.mark.parametrize("joined", ["alone", "before", "behind"])
-@pytest.mark.parametrize("make", [scaled, kept])
-@pytest.mark.parametrize("kind", sorted(UNLIKE))
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "kind", "make", "joined"),
+    nightly.by_turns([0, 3], sorted(UNLIKE), [scaled, kept], ["alone", "before", "behind"]),
+)
 def test_what_is_not_like_a_leaf_is_refused(stage: int, kind: str, make: Any, joined: str) -> None:
     own = make(UNLIKE[kind])
     same = fz.clip_by_value(1e9)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_turns
 
 import fzero as fz
 from fzero.optim._paused import Running, finished, run_all, together
@@ -148,9 +149,8 @@ def test_as_many_units_wait_as_an_optimizer_says(optimizer: str, fuse: bool, mon
     assert most == 1 + step.optimizer.exchanges and not opened
 
 
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_go_while_units_are_pulled_back(optimizer: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "optimizer"), by_turns([1, 3], sorted(OPTIMIZERS)))
+def test_gradients_go_while_units_are_pulled_back(ranks: int, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit that is delivered, of one whose slices are on their way, and of none more."""
     delivered = {rank: list[weakref.ref[torch.UntypedStorage]]() for rank in range(ranks)}
     most, of = dict.fromkeys(delivered, 0), _Grads.of

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_turns
 
 import fzero as fz
 from fzero.kernels import build
@@ -64,7 +63,7 @@ def test_a_step_takes_no_more_than_is_planned(optimizer: str, policy: Any) -> No
     params = [{"w": torch.ones(256, 256) / 256} for _ in range(9)]
     spare = 2.6 if build.compiler() else 5.7  # an eager update has ten temporaries of a chunk, half a unit
     unit, x = 256 * 256 * 4, torch.ones(4, 256, dtype=torch.bfloat16 if policy else torch.float32)
-    for donates, fused, count in itertools.product((False, True), (None, "twice", "held"), (1, 2, 4)):
+    for donates, fused, count in by_turns((False, True), (None, "twice", "held"), (1, 4, 2)):
         if (fused is not None and OPTIMIZERS[optimizer].fused is None) or (donates and count == 2):
             continue
         step = fz.accumulate(fz.train_step(loss, OPTIMIZERS[optimizer], policy), count)
@@ -93,9 +92,8 @@ WHOLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", sorted(WHOLE))
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_waits_for_whole_leaves_is_of_few_units(optimizer: str, fused: bool) -> None:
+@pytest.mark.parametrize(("fused", "optimizer"), by_turns([False, True], sorted(WHOLE)))
+def test_what_waits_for_whole_leaves_is_of_few_units(fused: bool, optimizer: str) -> None:
     """Beyond what is planned a step takes as much for many units as for few."""
     beyond, unit = list[int](), 64 * 64 * 4
     for count in (9, 27):

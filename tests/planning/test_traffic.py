@@ -91,7 +91,9 @@ def test_every_scheme(scheme: str, stage: int) -> None:
     for row, optimizer in enumerate((fz.adamw(1e-2), fz.sgd(0.1))):
         step = exactness.SHARDS[stage](fz.train_step(LOSS, optimizer, SCHEMES[scheme]))
         for column, one in enumerate((step, fz.fuse_update(step))):
-            for memory in MEMORIES if NIGHTLY else (MEMORIES[(row + column + stage) % 2],):
+            if not NIGHTLY and (row + column + len(scheme)) % 2:
+                continue
+            for memory in MEMORIES if NIGHTLY else (MEMORIES[(column + stage) % 2],):
                 holds(fz.offload(one, params=memory, grads=memory, moments=memory), world=2 if stage else 1)
 
 

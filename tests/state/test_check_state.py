@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from nightly import by_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -97,10 +98,12 @@ def test_what_is_mapped_into_something_else_goes_nowhere(tmp_path: Path, change:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "saving"]
 
 
-@pytest.mark.parametrize("policy", [fz.Policy(compute=torch.bfloat16), fz.Policy.compact24(), fz.Policy.exact()])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("remat", "policy"),
+    by_turns([False, True], [fz.Policy(compute=torch.bfloat16), fz.Policy.compact24(), fz.Policy.exact()]),
+)
 def test_what_is_mapped_is_the_same_at_every_stage_and_from_every_file(
-    tmp_path: Path, policy: fz.Policy, remat: bool
+    tmp_path: Path, remat: bool, policy: fz.Policy
 ) -> None:
     """Also where ranks keep slices, and beside them full copies that a function is mapped over, too."""
 

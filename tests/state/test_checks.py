@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from nightly import by_turns
 from torch.autograd import forward_ad
 
 import fzero as fz
@@ -181,11 +182,16 @@ def test_constants_inside_a_transform(verb: str) -> None:
     assert_trees_close(twice, 2 * want, rtol=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("where", ["in fn", "in a unit", "under no_grad"])
-@pytest.mark.parametrize("transform", [lambda step: step, fz.remat, lambda step: fz.accumulate(step, 2)])
-def test_a_frozen_teacher(where: str, stage: int, world: int, transform: Any) -> None:
+@pytest.mark.parametrize(
+    ("transform", "where", "stage", "world"),
+    by_turns(
+        [lambda step: step, fz.remat, lambda step: fz.accumulate(step, 2)],
+        ["in fn", "in a unit", "under no_grad"],
+        [0, 1, 2, 3],
+        [1, 2],
+    ),
+)
+def test_a_frozen_teacher(transform: Any, where: str, stage: int, world: int) -> None:
     """Another step's forward inside a step's fn, on detached activations."""
     world = world if stage else 1
     _, params = scenarios.stack(0)

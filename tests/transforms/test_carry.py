@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, by_turns
 from torch import nn
 
 import fzero as fz
@@ -151,8 +151,7 @@ WRAPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(NETS))
-@pytest.mark.parametrize("wrap", sorted(WRAPS))
+@pytest.mark.parametrize(("wrap", "kind"), by_turns(sorted(WRAPS), sorted(NETS)))
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_as_the_module_trains(wrap: str, kind: str) -> None:
     for parts, aux in ((1, False), (2, True), (4, False)):

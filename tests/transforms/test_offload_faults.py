@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from failing import CALLS, FUSED, Faults, X, at_rest, begun, bits, model, steps, wanted
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -51,22 +51,25 @@ def check_names(error: BaseException) -> None:
     assert "make room" in str(error) or "read anew" in str(error)
 
 
-@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize(
-    ("call", "number", "donate"),
-    [
-        ("preadv", errno.EIO, False),
-        ("preadv", errno.EIO, True),
-        ("pwritev", errno.ENOSPC, False),
-        ("pwritev", errno.ENOSPC, True),
-        ("open", errno.EMFILE, True),
-        ("rename", errno.EIO, False),
-    ],
+    ("fault", "fused"),
+    by_turns(
+        [
+            ("preadv", errno.EIO, False),
+            ("pwritev", errno.ENOSPC, True),
+            ("pwritev", errno.ENOSPC, False),
+            ("preadv", errno.EIO, True),
+            ("open", errno.EMFILE, True),
+            ("rename", errno.EIO, False),
+        ],
+        FUSED,
+    ),
 )
 def test_a_disk_that_fails_in_the_middle_of_a_step(
-    disk: Disk, faults: Faults, call: str, number: int, fused: str, donate: bool
+    disk: Disk, faults: Faults, fault: tuple[str, int, bool], fused: str
 ) -> None:
     """Somewhere in the forward, the pullback or the update: then it works again, and the step is taken once more."""
+    call, number, donate = fault
     step, want = steps(disk, fused, donate)[0], wanted(fused)
     state = begun(step)
     faults.stop()

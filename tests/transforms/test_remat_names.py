@@ -225,7 +225,7 @@ orders = st.lists(st.sampled_from(sorted(TRANSFORMS)), unique=True, max_size=3).
 
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
-@by_day(40)
+@by_day(20)
 @given(st.lists(programs(), min_size=1, max_size=2), orders, keeps, st.integers(1, 3))
 def test_whatever_is_kept_bits_are_the_same(
     drawn: Sequence[Program], transforms: Sequence[str], keep: Keep, ranks: int

@@ -70,9 +70,10 @@ def trained(step: fz.Step, steps: int = 3) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:fz.offload")
-@pytest.mark.parametrize("memory", ["host", "disk"], indirect=True)
 @pytest.mark.parametrize(
-    ("how", "donates"), by_turns([(None, True), ("auto", False), ("held", True), ("twice", True)], [False, True])
+    ("how", "donates", "memory"),
+    by_turns([(None, True), ("auto", False), ("held", True), ("twice", True)], [False, True], ["host", "disk"], of=3),
+    indirect=["memory"],
 )
 def test_the_bits_are_those_of_updates_in_turn(memory: Any, how: tuple[str | None, bool], donates: bool) -> None:
     fuse, clip = how
