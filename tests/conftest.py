@@ -18,7 +18,7 @@ pytest_plugins = ["fzero.testing.plugin"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
 settings.register_profile(
-    "ci", max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -152,7 +152,7 @@ def test_a_run_in_parts_on_processes(ranks: int, stage: int, seed: int, parts: A
 # ---- all ranks take the same number of steps
 
 
-@by_day(15)
+@by_day(10)
 @given(counts=st.lists(st.integers(0, 4), min_size=2, max_size=4), form=st.sampled_from(["list", "generator"]))
 def test_batches_that_end_on_one_rank_end_all(counts: list[int], form: str) -> None:
     ranks = len(counts)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from nightly import at_length
 
 PROGRAM = """
 import torch
@@ -34,7 +35,9 @@ with fz.remote(build, 2, "threads") as own:
 }
 
 
-@pytest.mark.parametrize("name", ON_THREADS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=at_length if name == "ranks that fz plays" else ()) for name in ON_THREADS]
+)
 def test_fakes_are_made_after_threads_that_made_some_have_ended(name: str) -> None:
     program = PROGRAM.format(on_threads=ON_THREADS[name])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)

@@ -147,7 +147,7 @@ CONFIGS = [
 ]
 
 
-@by_day(12)
+@by_day(8)
 @given(config=drawn(), world=st.integers(1, 4))
 @pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_a_state_is_saved_loaded_and_converted(tmp_path_factory: Any, config: Drawn, world: int) -> None:
@@ -185,7 +185,8 @@ def test_matrices_are_orthogonalised_once_over_the_exchanges_of_a_plan(
 
     orthogonal = _muon.orthogonal
     monkeypatch.setattr(_muon, "orthogonal", counted)
-    for world, stage in ((2, 3), (3, 1), (4, 2)):
+    worlds = (2, 3), (3, 1), (4, 2)
+    for world, stage in worlds if NIGHTLY else (worlds[sorted(OTHERS).index(other) % 3],):
         config = Drawn(("muon", other, joined, "float64", stage, False))
         params = drawn_params()
 

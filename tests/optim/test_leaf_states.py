@@ -75,7 +75,7 @@ def on_rank(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, how: str, rank:
     return fz.gather(state.params)
 
 
-@by_day(20)
+@by_day(12)
 @given(
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3).map(tuple),
     dtype=st.sampled_from([torch.float64, torch.float32]),

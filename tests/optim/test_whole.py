@@ -122,7 +122,7 @@ def by_hand(most: float, shapes: Any, units: int, ranks: int) -> Any:
     return optree.tree_unflatten(spec, leaves), states
 
 
-@by_day(20)
+@by_day(12)
 @given(
     how=st.sampled_from(sorted(SHARDS)),
     most=st.sampled_from([3.0, torch.inf]),

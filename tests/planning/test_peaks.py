@@ -99,7 +99,7 @@ def taken(make: Any, params: Any, world: int) -> int:
 
 @pytest.mark.filterwarnings("ignore:Slow in torch")
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
-@by_day(4)
+@by_day(2)
 @example(optimizer="adafactor", stage=3, world=2, donate=True, fused="auto", away=None, units=6, width=120)
 @example(optimizer="whole lamb", stage=3, world=4, donate=True, fused="twice", away=None, units=5, width=96)
 @example(optimizer="own", stage=2, world=3, donate=False, fused=None, away=None, units=4, width=120)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import at_length
 
 from fzero.comm import hazards
 from fzero.stores.disk import Disk
@@ -163,7 +164,10 @@ def _links() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "for file in files: file.written()", "del folder, files"])
+@pytest.mark.parametrize(
+    "ending",
+    ["", pytest.param("sys.exit(0)", marks=at_length), "for file in files: file.written()", "del folder, files"],
+)
 def test_the_interpreter_ends(tmp_path: Path, ending: str) -> None:
     (tmp_path / "mine").write_text("mine")
     run_python(

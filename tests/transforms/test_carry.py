@@ -160,7 +160,7 @@ def test_as_the_module_trains(wrap: str, kind: str) -> None:
         assert_trees_close(got, (losses, params, buffers), rtol=1e-12, atol=1e-14)
 
 
-@by_day(10)
+@by_day(6)
 @given(chosen=strategies.transforms(), ranks=st.integers(1, 2), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_each_rank_has_its_own(chosen: Any, ranks: int, parts: int, seed: int) -> None:

@@ -233,7 +233,7 @@ def test_whatever_is_kept_bits_are_the_same(
     run_ranks(lambda rank: run(rank, drawn, transforms, keep, None if ranks == 1 else ranks), ranks)
 
 
-@by_day(25)
+@by_day(12)
 @given(st.lists(programs(), min_size=1, max_size=2), keeps)
 def test_numbers_are_those_of_plain_torch(drawn: Sequence[Program], keep: Keep) -> None:
     drawn = [[("gated" if name in DRAWS else name, place, kept) for name, place, kept in each] for each in drawn]
