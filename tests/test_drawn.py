@@ -18,8 +18,8 @@ from drawn.remedies import remedy
 from drawn.running import run, run_on_processes, run_plain
 from drawn.verdicts import Verdict, difference
 from drawn.write import written
-from hypothesis import given, settings
-from nightly import NIGHTLY
+from hypothesis import given
+from nightly import NIGHTLY, by_day
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
@@ -31,7 +31,7 @@ def check(program: Program, verdict: Verdict) -> None:
 
 
 @pytest.mark.timeout(900)  # a failing one is made smaller, which takes minutes
-@settings(max_examples=max(12, settings().max_examples))
+@by_day(8)
 @given(program=drawn.programs())
 def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) -> None:
     check(program, run(program))

@@ -7,8 +7,9 @@ from typing import Any
 
 import programs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_day
 from programs import Spec
 
 import fzero as fz
@@ -42,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[Spec], list[Any]]:
     )
 
 
-@settings(max_examples=max(12, settings().max_examples))
+@by_day(8)
 @given(case=cases())
 def test_programs(case: tuple[int, list[Spec], list[Any]]) -> None:
     world, specs, operations = case

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_day
 
 import fzero as fz
 from fzero.checkpoint import chunks, files
@@ -151,7 +151,7 @@ def check(
     assert_trees_equal(after, before)
 
 
-@settings(max_examples=max(12, settings().max_examples))
+@by_day(8)
 @given(
     first=st.sampled_from(OVER),
     second=st.sampled_from(OVER),

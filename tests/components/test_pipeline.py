@@ -10,8 +10,9 @@ import optree
 import pytest
 import torch
 from drawn_pipelines import Case, Copied, cases, piped
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_day
 
 import fzero as fz
 from fzero.schedules import Schedule
@@ -43,7 +44,7 @@ def pair(case: Case, schedule: Schedule, dtype: torch.dtype) -> tuple[Any, Any, 
     return pipe, whole, pipe.init(params), whole.init(params), case.batch(2 * schedule.microbatches, dtype)
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@by_day(30)
 @given(drawn(), st.booleans())
 def test_vjp_and_forward(one: Any, retain: bool) -> None:
     case, schedule, dtype = one
@@ -62,7 +63,7 @@ def test_vjp_and_forward(one: Any, retain: bool) -> None:
         pullback(cotangent)
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@by_day(30)
 @given(drawn(), st.data())
 def test_steps(one: Any, data: Any) -> None:
     case, schedule, dtype = one
@@ -78,7 +79,7 @@ def test_steps(one: Any, data: Any) -> None:
     assert state.step == other.step == 2
 
 
-@settings(max_examples=max(25, settings().max_examples))
+@by_day(15)
 @given(drawn(), st.data())
 def test_argnums(one: Any, data: Any) -> None:
     case, schedule, dtype = one

@@ -6,12 +6,13 @@ import random
 
 import between
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_day
 
 
 @pytest.mark.filterwarnings("ignore:std..:UserWarning", "ignore:Tensor.mT is deprecated:UserWarning")
-@settings(max_examples=max(40, settings().max_examples))  # `make soak` draws more
+@by_day(25)  # `make soak` draws more
 @given(st.integers(0, 10**9))
 def test_programs_are_equal_to_one_process_or_refused(seed: int) -> None:
     rng = random.Random(seed)

@@ -11,9 +11,9 @@ import torch
 import zoo
 from checked import CASES, CHANGING, Case, Maps, Tree, changed, whole
 from huggingface_models import VIT, llama, mixtral, vit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_day
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,7 +73,7 @@ drawn = {
 }
 
 
-@settings(max_examples=max(30, settings().max_examples))
+@by_day(20)
 @given(**drawn)
 def test_drawn_models(
     blocks: Any,
