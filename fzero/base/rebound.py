@@ -34,13 +34,13 @@ def rebound(value: T, lift: Lift) -> T:
     its object holds, which is a dataclass. Objects of other classes are left alone. Copied is what leads to a tensor
     that changes, and nothing else: a list, a dict or a variable that a function writes to stays the same one.
     """
-    found, parents = _walked(value, _children)
+    found, parents = _walked(value, parts_of)
     return _copies(found, parents, lift).of(value)  # type: ignore[return-value]
 
 
 def rebound_for_a_call(value: T, lift: Lift) -> tuple[T, Callable[[], None]]:
     """The same, and what writes to the value what a call of it has written to the copies of its parts."""
-    found, parents = _walked(value, _children)
+    found, parents = _walked(value, parts_of)
     copies = _copies(found, parents, lift)
     new = copies.of(value)
     before = [(*pair, _content(pair[1])) for pair in copies.pairs()]
@@ -109,7 +109,7 @@ def _replace(found: Sequence[object], own: Mapping[int, object]) -> None:
 
 def tensors_held(value: object) -> list[torch.Tensor]:
     """The tensors that `rebound` finds, each once."""
-    return _tensors(_walked(value, _children)[0])
+    return _tensors(_walked(value, parts_of)[0])
 
 
 def tensors_reached(value: object) -> list[torch.Tensor]:
@@ -133,7 +133,7 @@ def reached(value: object, most: int | None = None) -> list[object]:
     Raises:
         OverflowError: they are more than that.
     """
-    functions = [x for x in _walked(value, _children, most)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
+    functions = [x for x in _walked(value, parts_of, most)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
     roots = {_root(x.__module__) for x in functions} | {_root(type(value).__module__)}
     children = lambda x: _reached(x) if _is_own(x, roots) else iter(())
     kinds = list[type]()
@@ -185,7 +185,7 @@ def tensors_hidden(value: object) -> list[torch.Tensor]:
 
 def holds_others(value: object) -> bool:
     """Tells whether a value leads to something to call that is neither this library's nor torch's."""
-    return any(is_others(x) for x in _walked(value, _children)[0] if callable(x) and not isinstance(x, type))
+    return any(is_others(x) for x in _walked(value, parts_of)[0] if callable(x) and not isinstance(x, type))
 
 
 def is_others(fn: object) -> bool:
@@ -198,7 +198,7 @@ def is_others(fn: object) -> bool:
         library = _library_of(each)
         if library is None:
             return True
-        own = [] if library == "fzero" else [*_children(each), getattr(each, "__wrapped__", None)]
+        own = [] if library == "fzero" else [*parts_of(each), getattr(each, "__wrapped__", None)]
         own = [x for x in own if callable(x) and not isinstance(x, type) and id(x) not in seen]
         seen.update(map(id, own))
         todo += own
@@ -238,7 +238,8 @@ def _tensors(values: list[object]) -> list[torch.Tensor]:
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 
-def _children(value: object) -> Iterator[object]:
+def parts_of(value: object) -> Iterator[object]:
+    """What a value holds itself: what `rebound` looks into."""
     if isinstance(value, types.FunctionType):
         yield from [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
         yield from (value.__defaults__, value.__kwdefaults__, *vars(value).values())
@@ -257,7 +258,7 @@ def _children(value: object) -> Iterator[object]:
 
 
 def _reached(value: object) -> Iterator[object]:
-    yield from _children(value)
+    yield from parts_of(value)
     if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
         names = list(_names(value.__code__))
         found = [value.__globals__[name] for name in names if name in value.__globals__]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -30,3 +32,41 @@ def test_ranks_with_other_params_are_told_or_take_those_of_rank_0() -> None:
 
     for found in run_ranks(rank_main, 2):
         assert not found.any()
+
+
+OPTIMIZERS: dict[str, Callable[[int], fz.GradientTransformation]] = {
+    "rate": lambda rank: fz.sgd(0.1 * (1 + rank)),
+    "tensor": lambda rank: fz.adamw(torch.tensor(0.1 * (1 + rank))),
+    "schedule": lambda rank: fz.adamw(fz.warmup_cosine(0.1, 5, 20 + rank)),
+    "decay": lambda rank: fz.adamw(0.1, weight_decay=float(rank)),
+    "bound": lambda rank: fz.chain(fz.clip_by_global_norm(1.0 + rank), fz.sgd(0.1)),
+    "pattern": lambda rank: fz.partition({"w": fz.sgd(0.1 + rank)}),
+    "in a whole": lambda rank: fz.whole(fz.from_torch(torch.optim.Adam, 0.1, eps=1e-8 * (1 + rank))),
+}
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_ranks_whose_optimizers_have_other_numbers_are_told(kind: str) -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), OPTIMIZERS[kind](rank)))
+        with pytest.raises(ValueError, match=r"optimizer.* differ between the ranks.*optimizer that was made with \["):
+            step.init({"w": torch.ones(3)})
+        same = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), OPTIMIZERS[kind](0)))
+        same(same.init({"w": torch.ones(3)}), torch.ones(3))
+
+    run_ranks(rank_main, 2)
+
+
+def test_what_a_function_of_ones_own_holds_is_its_own() -> None:
+    def rank_main(rank: int) -> None:
+        seen = [rank]
+
+        def update(grads: fz.Sharded, state: object, params: object) -> tuple[object, object]:
+            seen.append(rank)
+            return grads.map(lambda g: -0.1 * g), state
+
+        own = fz.GradientTransformation(lambda p: (), update)
+        step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.chain(own, fz.sgd(-1.0))))
+        step(step.init({"w": torch.ones(3)}), torch.ones(3))
+
+    run_ranks(rank_main, 2)
