@@ -40,6 +40,14 @@ def small_leaves(
     return out
 
 
+def not_finite(given: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The params and two updates' grads, the last of which is not finite in the first element of the first leaf."""
+    out = [list(each) for each in given[:3]]
+    out[-1][0] = broken = out[-1][0].clone()
+    broken.reshape(-1)[:1] = math.nan
+    return out
+
+
 def _factors(place: int, number: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """What multiplies the elements of a leaf's grad in an update."""
     own, other = [sign * 30.0**power for sign, power in (_TURNS[(place + i) % 2][number] for i in (0, 1))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from fzero.base.sending import sends
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._small_leaves import small_leaves
+from fzero.optim._small_leaves import not_finite, small_leaves
 from fzero.optim.base import taken, values
 from fzero.state.moments import copied
 from fzero.state.sharded import Sharded, map_trees
@@ -227,9 +228,11 @@ class Trial:
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
         shapes, device = [row.shape for row in self.rows], self.like.device
         given = [small_leaves(shapes, dtype, device, some) for some in (False, True)]
-        made = functools.partial(self._updates, member, own, given)
+        made_of = functools.partial(functools.partial, self._updates, member, own)
+        made = made_of(given)
         with torch.no_grad():
-            together = made(Layout.build(apart if self.alone else alone, 1), uncut)
+            buffers = Layout.build(apart if self.alone else alone, 1)
+            together = made(buffers, uncut)
             if watch.drawn:
                 return f"draws random numbers ({watch.drawn[0]}), by slices and not by leaves", ""
             leaves = Layout.build(apart, 1)
@@ -237,16 +240,30 @@ class Trial:
                 of_leaves = made(leaves, uncut, in_shape=True)
             except Exception as error:
                 of_leaves, why = self._without_shapes(error, functools.partial(made, leaves, uncut))
-            if path := self._differs(together, of_leaves, watch.close):
-                where = "in a buffer that it shares, or flat, than of it alone and in its shape"
-                return f"makes other updates of a leaf such as {path!r} {where}", ""
-            if self.cut:
-                layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor)
-                cut = made(layout, self.like.axis)
-                if path := self._differs(together, cut, watch.close, layout):
-                    where = "in slices, as ranks have it, than of it whole"
-                    return f"makes other updates of a leaf such as {path!r} {where}", ""
-        return "", why
+            layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor) if self.cut else None
+            found = self._unlike(together, of_leaves, made, layout, watch.close)
+            if not found:
+                made = made_of([not_finite(given[0])])
+                with contextlib.suppress(Exception):  # what raises there says so itself
+                    pair = made(buffers, uncut), made(leaves, uncut, in_shape=True)
+                    found = self._unlike(*pair, made, layout, watch.close, ", where a grad is not finite,")
+        return found, "" if found else why
+
+    def _unlike(
+        self,
+        together: Made,
+        alone: Made,
+        made: Callable[..., Made],
+        layout: Layout | None,
+        close: float,
+        where: str = "",
+    ) -> str:
+        """How the updates of leaves in buffers are others than of them alone, or in slices of a layout."""
+        if path := self._differs(together, alone, close):
+            other = "in a buffer that it shares, or flat, than of it alone and in its shape"
+        elif layout is not None and (path := self._differs(together, made(layout, self.like.axis), close, layout)):
+            other = "in slices, as ranks have it, than of it whole"
+        return f"makes{where} other updates of a leaf such as {path!r} {other}" if path else ""
 
     def _without_shapes(self, error: Exception, made: Callable[..., Made]) -> tuple[Made, str]:
         """The updates of leaves by what takes no buffers in their shapes, and why it was not tried in these.

@@ -379,6 +379,7 @@ BY_LEAVES = {
     "restarts": fz.GradientTransformation(lambda p: optree.tree_map(torch.zeros_like, p), restarted),
     "a bound of 1": each(lambda g, p: -0.1 * g * torch.where(g.norm() > 1, 0.5, 1.0)),
     "a bound of 1e-3": each(lambda g, p: -0.1 * g * (g.norm() > 1e-3)),
+    "not finite": each(lambda g, p: -0.1 * g if g.isfinite().all() else torch.zeros_like(g)),
     "a sign": each(lambda g, p: -0.1 * g * (1 + 0.5 * g.sum().sign())),
     "norm": each(lambda g, p: -0.1 * g / g.norm()),
     "mean": each(lambda g, p: -0.1 * (g - g.mean())),
@@ -391,6 +392,7 @@ BY_LEAVES = {
     "unused": each(lambda g, p: -0.1 * (g + 0.1 * p) if g.any() else torch.zeros_like(g)),
 }
 BY_ELEMENTS = {
+    "not finite": each(lambda g, p: -0.1 * torch.where(g.isfinite(), g, 0.0)),
     "sgd": each(lambda g, p: -0.1 * g),
     "sign": each(lambda g, p: -0.1 * g.sign()),
     "adam": adam(),
@@ -716,3 +718,22 @@ def test_one_that_knows_of_ranks_is_not_tried(kind: str) -> None:
     total = sum(float(g.abs().sum()) for g in grads.values())
     for found in run_ranks(rank_main, 2, backend="threads"):
         assert_trees_close(found, {k: p - grads[k] / total for k, p in PARAMS.items()}, rtol=1e-12)
+
+
+def test_one_that_goes_by_all_grads_where_one_is_not_finite_is_refused_on_ranks_only() -> None:
+    """Which of them are finite a rank can say of its slices alone."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        finite = all(bool(g.isfinite().all()) for g in optree.tree_leaves(grads))
+        return optree.tree_map(lambda g: -0.1 * g if finite else torch.zeros_like(g), grads), state
+
+    own = fz.GradientTransformation(lambda p: (), update)
+    state, _ = (step := fz.train_step(loss, own))(step.init(PARAMS), X)
+    assert state.step == 1
+
+    def rank_main(rank: int) -> None:
+        sharded = fz.shard_zero3(fz.train_step(loss, own))
+        with pytest.raises(ValueError, match=r"makes, where a grad is not finite, other updates .* in slices"):
+            sharded.init(PARAMS)
+
+    run_ranks(rank_main, 2)
