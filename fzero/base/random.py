@@ -157,6 +157,12 @@ NUMPY: object = np.random.get_state.__self__
 SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
 
 
+def is_shared(generator: object) -> bool:
+    """Tells whether a generator is one of torch's default ones, or of the modules `random` and `numpy.random`."""
+    defaults = torch.default_generator, *torch.cuda.default_generators
+    return id(generator) in SHARED or any(generator is default for default in defaults)
+
+
 def drawn_by(value: object) -> object:
     """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
     if value is random:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from fzero.base.random import is_shared
 from fzero.capture.containers import Cell
 from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, names_of
 
@@ -34,7 +35,7 @@ MAPPINGS = (dict, collections.OrderedDict)
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _ATOMS = (
     *(*ATOMS, type(NotImplemented), enum.Enum, types.CodeType, types.FrameType, types.TracebackType),
-    *(types.GenericAlias, torch.Generator, logging.Logger, torch.UntypedStorage, torch.TypedStorage),
+    *(types.GenericAlias, logging.Logger, torch.UntypedStorage, torch.TypedStorage),
 )
 
 
@@ -46,7 +47,7 @@ def is_atom(x: object) -> bool:
         return False
     if isinstance(x, types.BuiltinFunctionType):
         return x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type))
-    return isinstance(x, _ATOMS)
+    return isinstance(x, _ATOMS) or is_shared(x)
 
 
 def is_weak(x: object) -> bool:
@@ -191,7 +192,7 @@ class Holdings:
         return ", ".join(label for label in reversed(labels) if label)
 
     def _parts(self, x: object) -> Parts:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, (torch.Tensor, torch.Generator)):
             return
         if is_weak(x):
             yield "a weak reference", referent(x), True

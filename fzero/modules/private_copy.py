@@ -11,7 +11,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ def refuse_kinds(module: nn.Module) -> None:
         seen[memory].append((name, param))
 
 
+_CONTAINERS = (list, set, dict, collections.OrderedDict, collections.deque)
 _NOTHING = torch.empty(0, device="cpu")
 
 
@@ -155,6 +156,7 @@ class _Copier:
         self.concerned = data | holdings.reaching(data)
         self.memo: dict[int, Any] = {**shared}
         self._globals: dict[int, Globals] = {}
+        self._empty: dict[int, object] = {}  # shells that wait to be filled
         self._fill()
 
     def __call__(self, x: object) -> Any:
@@ -167,14 +169,13 @@ class _Copier:
     def _fill(self) -> None:
         """Makes all shells first: what they hold may lead back to them, on ways of any length."""
         objects = [x for i, x in self.holdings.objects.items() if i in self.concerned and i not in self.memo]
-        shells = [(x, shell) for x in objects if (shell := self._shell(x)) is not None]
-        self.memo.update({id(x): shell for x, shell in shells})
+        self._empty = {id(x): x for x in objects if self._begun(x)}
         functions = [x for x in objects if isinstance(x, types.FunctionType)]
         for x in functions:
             cells = tuple(self(cell) for cell in x.__closure__ or ())
             self.memo[id(x)] = types.FunctionType(x.__code__, self._globals_of(x), x.__name__, None, cells)
-        for x, shell in shells:
-            self._fill_shell(x, shell)
+        for x in list(self._empty.values()):
+            self._fill_shell(x)
         for x in functions:
             new = self.memo[id(x)]
             new.__defaults__ = tuple(map(self, x.__defaults__)) if x.__defaults__ else None
@@ -187,16 +188,31 @@ class _Copier:
                 new.__globals__.mapped.update(mapped)
                 dict.update(new.__globals__, mapped)
 
+    def _begun(self, x: object) -> bool:
+        shell = self._shell(x)
+        if shell is not None:
+            self.memo[id(x)] = shell
+        return shell is not None
+
     def _shell(self, x: object) -> object:
         if isinstance(x, nn.Module) and type(x) is x.__class__:
             return object.__new__(type(x))  # a __new__ of its own may want arguments
         if isinstance(x, types.CellType):
             return types.CellType()
-        if type(x) in (list, set, dict, collections.OrderedDict):
+        if type(x) in _CONTAINERS[:-1]:
             return type(x)()
         return collections.deque(maxlen=x.maxlen) if type(x) is collections.deque else None
 
-    def _fill_shell(self, x: object, new: object) -> None:
+    def _filled(self, x: object) -> object:
+        """Its copy, for code that reads what is in it."""
+        if type(x) in _CONTAINERS:
+            self._fill_shell(x, self._filled)
+        return self(x)
+
+    def _fill_shell(self, x: object, inner: Callable[[object], object] | None = None) -> None:
+        if self._empty.pop(id(x), None) is None:
+            return
+        inner, new = inner or self, self.memo[id(x)]
         if isinstance(x, nn.Module):
             vars(new).update({name: self(value) for name, value in vars(x).items()})
             for name in filter(functools.partial(hasattr, x), slots_of(type(x))):
@@ -206,7 +222,7 @@ class _Copier:
         else:
             how = Cell if isinstance(x, types.CellType) else container_of(x)
             assert how is not None
-            how(new).write({self(key): self(value) for key, value in how(x).found.items()})
+            how(new).write({inner(key): inner(value) for key, value in how(x).found.items()})
 
     def _globals_of(self, x: types.FunctionType) -> dict[str, object]:
         names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
@@ -218,6 +234,8 @@ class _Copier:
     def _made(self, x: object) -> object:
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
+        if isinstance(x, torch.Generator):
+            return x.clone_state()
         if type(x) in weakref.ProxyTypes:
             return weakref.proxy(self(referent(x)))
         if isinstance(x, weakref.ref):
@@ -263,9 +281,9 @@ class _Copier:
         if build is None:
             return x
         make, arguments, state, items, pairs = build
-        if not (state or items or pairs) and all(map(is_atom, arguments)):
+        if not (state or items or pairs or isinstance(x, Iterator)) and all(map(is_atom, arguments)):
             return x  # it says nothing but that it is itself
-        new = self.memo[id(x)] = make(*map(self, arguments))
+        new = self.memo[id(x)] = make(*map(self._filled, arguments))
         if hasattr(new, "__setstate__"):
             if state is not None:
                 new.__setstate__(self._state(state))
@@ -282,9 +300,9 @@ class _Copier:
     def _state(self, state: object) -> object:
         """A state that only its object's class understands; the object is not in the holdings itself."""
         if type(state) is list:  # of a dataclass with slots: it must be full at once
-            return [self(value) for value in state]
+            return [self._filled(value) for value in state]
         if id(state) in self.holdings.objects:
-            return self(state)
+            return self._filled(state)
         if type(state) is dict:
-            return {key: self(value) for key, value in state.items()}
-        return tuple(map(self._state, state)) if type(state) is tuple else self(state)
+            return {key: self._filled(value) for key, value in state.items()}
+        return tuple(map(self._state, state)) if type(state) is tuple else self._filled(state)
