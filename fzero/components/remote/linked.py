@@ -93,17 +93,19 @@ def take_all(listener: Listener, links: Sequence[ChannelLink], token: bytes, tim
     deadline = time.monotonic() + timeout
     waiting = set(range(len(links)))
     while waiting:
-        for rank in waiting:
-            if (gone := links[rank].gone()) is not None:
-                raise RuntimeError(f"fz.remote: rank {rank} {gone[0]} before it came up. It said:\n{gone[1]}")
+        ended = {rank: gone for rank in waiting if (gone := links[rank].gone()) is not None}
         came: list[Way] = [way for rank in waiting if (way := links[rank].otherwise()) is not None]
         with contextlib.suppress(TimeoutError):
             came.append(listener.accept(0.5))
         for connection in came:
-            hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
-            rank, address = hello
-            links[rank].connected(connection, address, token, heard)
-            waiting.discard(rank)
+            with contextlib.suppress(OSError):  # of one that has ended
+                hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
+                rank, address = hello
+                links[rank].connected(connection, address, token, heard)
+                waiting.discard(rank)
+        if ended and not came:  # what one that has ended said before is heard first
+            rank, (how, words) = next(iter(ended.items()))
+            raise RuntimeError(f"fz.remote: rank {rank} {how} before it came up. It said:\n{words}")
         if waiting and time.monotonic() > deadline:
             raise TimeoutError(
                 f"fz.remote: the processes of ranks {sorted(waiting)} did not come up in {timeout:g} seconds."
