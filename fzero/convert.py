@@ -91,6 +91,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
 
 def _need_together(axis: Axis, step: Spec) -> None:
     """Raises ValueError on every rank of a state where one's step would wait for ranks whose own does not."""
+    axis.need_running()
     everyone = Everyone(axis)
     if everyone.count == 1:
         return

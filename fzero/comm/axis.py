@@ -17,7 +17,7 @@ from fzero.base.program import once
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
-from fzero.comm.known import GroupName, group_of, name_of_group, need_here
+from fzero.comm.known import GroupName, group_of, name_of_group, need_here, need_running
 from fzero.comm.playing import playing
 
 P = ParamSpec("P")
@@ -195,6 +195,10 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
 
+    def need_running(self) -> None:
+        """Refuses an axis whose process groups have ended."""
+        need_running(self._all_groups, f"A state of {self.who} over {self.place}")
+
     # ---- what is said about a collective
 
     def _announced(
@@ -218,6 +222,7 @@ class Axis:
             run = f", run {self._run}" if self._run else ""
             return f"{operation} of {tag} ({shape}{dtype}) of {self.who} over axis {self.name!r}{run}"
 
+        need_running((group,), f"A state of {self.who} over {self.place}")
         announce(operation, tag, tensor.numel() * tensor.element_size() if sent is None else sent, words, group)
         return lambda call: explained(once(call, *into), words, group)
 

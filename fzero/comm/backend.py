@@ -333,6 +333,11 @@ def standing_for_all(group: Group) -> Group:
     return group
 
 
+def stands_for_all(group: Group) -> bool:
+    """Tells whether a group was noted so, also where torch does not know it."""
+    return _kinds.get(group) == "fake"
+
+
 def device_of(group: Group | None) -> torch.device:
     """The device whose tensors a group sends."""
     if group is None or kind_of(group) != "nccl":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh
+from fzero.comm.worlds import has_ended
 
 
 class GroupName(NamedTuple):
@@ -32,7 +33,18 @@ _groups: weakref.WeakValueDictionary[GroupName, Group] = weakref.WeakValueDictio
 _meshes: weakref.WeakValueDictionary[MeshName, Mesh] = weakref.WeakValueDictionary()
 
 
+def need_running(groups: Sequence[Group], who: str) -> None:
+    """Refuses process groups that have ended, as those of ranks that are threads do with their run."""
+    if any(map(has_ended, groups)):
+        raise RuntimeError(
+            f"{who}: its process group has ended, with fz.testing.run_ranks or torch.distributed."
+            "destroy_process_group. Do this before, inside of the ranks: return fz.gather(state.params) from there, or "
+            "use fz.save there and fz.load in the next run."
+        )
+
+
 def name_of_group(group: Group) -> GroupName:
+    need_running((group,), "A state")
     name = GroupName(backend.name_of(group), backend.rank_in(group))
     _groups[name] = group
     return name

@@ -30,6 +30,8 @@ _BY_GROUP = (
 class _World:
     """What torch notes of the process groups of one thread."""
 
+    pg_map: dict[backend.Group, object]
+
     def __init__(self) -> None:
         self.default_pg: backend.Group | None = None
         self.group_count = 0
@@ -66,6 +68,7 @@ class _Installed:
         self.lock, self.count = threading.Lock(), 0
         self.worlds: _Worlds | None = None
         self.names: dict[str, backend.Group] = {}
+        self.living: list[_World] = []
         self.left: set[str] = set()  # names that threads' own registries may still have from earlier
 
 
@@ -125,8 +128,21 @@ def own_world() -> Iterator[None]:
     worlds = _installed.worlds
     assert worlds is not None
     own = worlds._own
-    own.world = _World()
+    own.world = world = _World()
+    with _installed.lock:
+        _installed.living.append(world)
     try:
         yield
     finally:
         own.world = None
+        with _installed.lock:
+            _installed.living.remove(world)
+
+
+def has_ended(group: backend.Group) -> bool:
+    """Tells whether a group is none of this process's any more, on no thread."""
+    here = _c10d._world
+    if group in here.pg_map or backend.stands_for_all(group):
+        return False
+    with _installed.lock:
+        return all(group not in world.pg_map for world in (getattr(here, "_outer", here), *_installed.living))

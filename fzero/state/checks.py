@@ -37,6 +37,7 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
             "another function over the same state.)"
         )
     axis, theirs = step.axis(), state.params.axis
+    theirs.need_running()
     if layout.shards != axis.size:
         raise ValueError(
             f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
