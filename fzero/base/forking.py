@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context
+import pickle
+from collections.abc import Callable
 
 Context = multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
 
@@ -15,3 +17,19 @@ def forking_context(module: str) -> Context:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module, "torch._dynamo"])  # torch.func's first pullback would import it in each
     return context
+
+
+def loaded(job: bytes, who: str, on_threads: str) -> Callable[[int], object]:
+    """A function that another process has pickled by its name.
+
+    Raises:
+        TypeError: this process has none of that name.
+    """
+    try:
+        return pickle.loads(job)
+    except (AttributeError, ImportError) as error:
+        raise TypeError(
+            f"{who}: the process of a rank cannot find the function, or what it is made of ({error}). What a notebook, "
+            "a program on stdin or a block under `if __name__ == '__main__'` defines is in no other process. Put it "
+            f"into a .py file and import it from there, or take ranks that are threads: {on_threads}."
+        ) from error

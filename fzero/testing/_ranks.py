@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fzero.base import private, thread_state
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.forking import forking_context
+from fzero.base.forking import forking_context, loaded
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
@@ -175,6 +175,7 @@ def _stop(threads: Sequence[threading.Thread]) -> None:
         thread.join(0.2)
 
 
+_PROCESSES = "run_ranks(backend='processes')"
 _VICTIM = (PeerStopped.__name__, "Connection closed by peer", "Connection reset by peer")  # of another's failure
 
 
@@ -216,7 +217,7 @@ class _Pool:
             job = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError) as error:
             raise TypeError(
-                f"run_ranks(backend='processes'): {fn!r} cannot be pickled ({error}). Define it at the top of a "
+                f"{_PROCESSES}: {fn!r} cannot be pickled ({error}). Define it at the top of a "
                 "module, or use functools.partial of such a function."
             ) from error
         filters = _filters()
@@ -299,7 +300,7 @@ def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> Non
             )
             try:
                 with _filtered(filters), around.of(rank):
-                    answer = (True, pickle.dumps(pickle.loads(job)(rank)))
+                    answer = (True, pickle.dumps(loaded(job, _PROCESSES, "backend='threads'")(rank)))
                 with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
                     dist.barrier()
             finally:

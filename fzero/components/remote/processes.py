@@ -16,13 +16,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.base.forking import forking_context
+from fzero.base.forking import forking_context, loaded
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import Link, Settings
 from fzero.components.remote.linked import NOTICED, ChannelLink, Heard, take_all, weakly
 from fzero.components.remote.serving import serve
 
+_WHO = "fz.remote(on='processes')"
 WORDS = 4000  # bytes of a rank's stderr that are kept
 
 
@@ -82,7 +83,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
         job = pickle.dumps(build)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"fz.remote(on='processes'): {build!r} cannot be pickled ({error}). Define it at the top of a module, or "
+            f"{_WHO}: {build!r} cannot be pickled ({error}). Define it at the top of a module, or "
             "use functools.partial of such a function."
         ) from error
     context, token = forking_context(__name__), secrets.token_bytes(32)
@@ -126,7 +127,7 @@ def _main(
     # Ctrl-C in a terminal, and what a job's manager sends to all, is for the controlling process, which may yet save
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    serve(lambda: pickle.loads(job), settings, rank, address, token, ("127.0.0.1", port), None)
+    serve(lambda: loaded(job, _WHO, "on='threads'"), settings, rank, address, token, ("127.0.0.1", port), None)
 
 
 def end_with_parent() -> None:
