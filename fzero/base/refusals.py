@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dis
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from fzero.base.context import variable
 
 Error = TypeVar("Error", bound=BaseException)
 _LIBRARIES = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _said: contextvars.ContextVar[list[BaseException] | None] = variable("refusals", None)
 
 
@@ -71,9 +73,13 @@ def of_derivatives() -> tuple[str, ...]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """True if fzero itself raised it."""
-    frames = frames_of(error)
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("fzero.")
+    """True if fzero itself raised it: not what a function of torch raises that its code calls."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("fzero."):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
 def of_compiler(error: BaseException) -> bool:

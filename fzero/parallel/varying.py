@@ -146,8 +146,10 @@ class Varying(TorchFunctionMode):
             except (RuntimeError, IndexError) as error:
                 if cut and not is_ours(error):
                     error.add_note(
-                        f"fzero: operands are this rank's slices of what {cut[0].source!r} gives, cut over axis "
-                        f"{self.axis.name!r}: sizes along the dim that is cut are its own."
+                        f"fzero: {name_of(func)!r} is given this rank's slices of what {cut[0].source!r} gives, cut "
+                        f"over axis {self.axis.name!r}: sizes along the dim that is cut are its own. In the plan of "
+                        "fz.shard_tensor, say 'row' of the module that takes them in, and of a param that meets them "
+                        "which dim is cut; or say 'column_gather' of the module that gives them."
                     )
                 raise
 
