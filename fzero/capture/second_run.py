@@ -135,7 +135,8 @@ def _changes_twice(unit: str, x: torch.Tensor) -> str:
     return (
         f"Unit {unit!r} changes a tensor in place that it closes over, of shape {tuple(x.shape)}, and runs again, "
         "which would change it twice. Make it an argument of the unit, or assign another tensor to what holds it; a "
-        "module and its buffers become a function by fz.functional(module, buffers=True)."
+        "module and its buffers, which what it writes to must be (register_buffer), become a function by "
+        "fz.functional(module, buffers=True)."
     )
 
 

@@ -123,7 +123,9 @@ class Carried:
                 if not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (own[name].shape, own[name].dtype):
                     raise ValueError(
                         f"apply: the module's forward left {named(x)} in the place of its buffer {name!r}, expected a "
-                        f"tensor like the one that it was given, {named(own[name])}."
+                        f"tensor like the one that it was given, {named(own[name])}. Make it so in __init__; where the "
+                        "first forward does, as of observers of quantization, call the module once before "
+                        "fz.functional."
                     )
                 new[name] = x
             for other, name in self._first.items():

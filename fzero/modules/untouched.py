@@ -169,8 +169,9 @@ def _changed(what: str, carries: bool) -> str:
     return (
         f"The module changed {what} in its forward (batch norm in training mode changes its buffers); buffers "
         "and what a module consists of are constants of the function. Say apply, params, buffers = "
-        "fz.functional(module, buffers=True), whose apply takes them and returns the new ones, call module.eval() "
-        "before fz.functional, or use a layer without running statistics (group norm, layer norm)."
+        "fz.functional(module, buffers=True), whose apply takes them and returns the new ones (make a tensor that is "
+        "an attribute a buffer first, by self.register_buffer), call module.eval() before fz.functional, or use a "
+        "layer without running statistics (group norm, layer norm)."
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from fzero.base import pages, private, pytree, thread_state
+from fzero.base import intercept, pages, private, pytree, thread_state
 from fzero.base.arguments import named
 from fzero.base.follow import below_unless, tangents_of
 from fzero.base.made_with import made_with
@@ -147,11 +147,10 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
         if group.row.beside:
             buffers.update(zip(part_names(form, key), map(place, encode(form, own)), strict=True))
         del full, own
-    axis.check_same(
-        "\n".join(said),
-        "The params",
-        "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
-    )
+    alike = "Seed every rank alike before building the model"
+    if not intercept.acts_for_main():
+        alike = "Build the model once, outside of ranks that are threads, as these share torch's random numbers"
+    axis.check_same("\n".join(said), "The params", f"{alike}, or call init(params, sync=True) to send rank 0's.")
     return empty.replaced(buffers=buffers, held=held)
 
 
