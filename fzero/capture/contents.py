@@ -88,6 +88,20 @@ def is_library(name: object) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
+def is_weak(value: object) -> bool:
+    return type(value) in weakref.ProxyTypes or isinstance(value, weakref.ref)
+
+
+def referent(value: object) -> object:
+    """Returns what a weak reference or a proxy refers to."""
+    if isinstance(value, weakref.ref):
+        return value()
+    try:
+        return value.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
 def functions_of(member: object) -> list[types.FunctionType]:
     """The user's functions that a member of a class is, wraps or, if it is a property, consists of."""
     parts = (member.fget, member.fset) if isinstance(member, property) else (member,)

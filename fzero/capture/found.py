@@ -9,7 +9,6 @@ import itertools
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -30,8 +29,10 @@ from fzero.capture.contents import (
     functions_of,
     is_library,
     is_tuple,
+    is_weak,
     names_of,
     parts_of,
+    referent,
 )
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -155,6 +156,11 @@ class Found:
 
     def _object(self, value: object, argument: bool) -> None:
         kind = type(value)
+        if is_weak(value):
+            if isinstance(own := referent(value), nn.Module):
+                self.settled = False  # what is kept would keep it alive
+                self.search(own, False)
+            return
         if argument and isinstance(value, Iterator) and kind not in BYTES:
             raise TypeError(
                 f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
@@ -185,7 +191,7 @@ class Found:
             self.settled = False
             for part in own[0]:
                 self.search(part, argument)
-        elif isinstance(value, Iterator) and kind not in weakref.ProxyTypes:
+        elif isinstance(value, Iterator):
             self.iterators.append(value)
         elif isinstance(value, np.ndarray) and value.size > MANY and value.flags.writeable:
             self.long.append(value)

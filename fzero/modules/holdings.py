@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from fzero.base.random import is_shared
 from fzero.capture.containers import Cell
-from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, names_of
+from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, is_weak, names_of, referent
 
 Item = TypeVar("Item")
 Part = tuple[str, object, bool]  # label, object, whether it is data of what holds it
@@ -48,10 +48,6 @@ def is_atom(x: object) -> bool:
     if isinstance(x, types.BuiltinFunctionType):
         return x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type))
     return isinstance(x, _ATOMS) or is_shared(x)
-
-
-def is_weak(x: object) -> bool:
-    return type(x) in weakref.ProxyTypes or isinstance(x, weakref.ref)
 
 
 def globals_of(function: types.FunctionType) -> dict[str, object]:
@@ -86,16 +82,6 @@ def rebuilt(x: types.MethodType | functools.partial[object], inner: Callable[[ob
     new = type(x)(inner(x.func), *map(inner, x.args), **{name: inner(value) for name, value in x.keywords.items()})
     vars(new).update({name: inner(value) for name, value in vars(x).items()})
     return new
-
-
-def referent(x: object) -> object:
-    """Returns what a weak reference or a proxy refers to."""
-    if isinstance(x, weakref.ref):
-        return x()
-    try:
-        return x.__repr__.__self__
-    except ReferenceError:
-        return None
 
 
 def _methods(cls: type, start: Iterable[str]) -> Parts:

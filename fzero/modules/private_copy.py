@@ -21,10 +21,10 @@ from fzero.base import private
 from fzero.base.node import edges_to
 from fzero.base.texts import COMPRESSED
 from fzero.capture.containers import Cell, slots_of
-from fzero.capture.contents import BOUND, container_of, names_of
+from fzero.capture.contents import BOUND, container_of, names_of, referent
 from fzero.capture.exports import overlap
 from fzero.capture.handle import StandIn, storage_of
-from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt, referent
+from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt
 
 
 def private_copy(
