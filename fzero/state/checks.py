@@ -37,7 +37,6 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
             "another function over the same state.)"
         )
     axis, theirs = step.axis(), state.params.axis
-    theirs.need_running()
     if layout.shards != axis.size:
         raise ValueError(
             f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
@@ -50,6 +49,7 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
             f"{axis.place}, the ranks of this step's mesh. Convert it: fz.convert(state, step); or build the step with "
             "the mesh that the state was made with."
         )
+    theirs.need_running()
     for tree in trees_of((state.params, state.moments)):
         kind = "params" if tree.kind == "params" else "moments"
         if tree.layout != layout:
