@@ -168,7 +168,7 @@ def pulled(
     with torch.enable_grad():
         leaves = [primal.detach().requires_grad_() for primal in primals]
         out = forward(*leaves)
-    refuse_foreign_leaves(out, leaves)
+    refuse_foreign_leaves(out, leaves, text=lambda leaf: f"{closed_over(leaf)} {_MADE}")
     return gradients(out, leaves, cotangents, False)
 
 
@@ -371,6 +371,12 @@ def joint_outputs(out: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
     reached = {i: edges_to((out[i],)) for i in real} if len(real) > 1 else {}
     found = {i: frozenset(j for j in reached if j != i and edge in reached[j]) for i, edge in real.items()}
     return {i: others for i, others in found.items() if others}
+
+
+_MADE = (
+    "If the unit makes it itself, as x.detach().requires_grad_() to differentiate by it, use torch.func.grad there: "
+    "this is a derivative of a derivative."
+)
 
 
 def closed_over(tensor: torch.Tensor) -> str:

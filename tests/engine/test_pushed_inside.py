@@ -107,3 +107,33 @@ def test_params_are_pushed_through_transforms_over_units(kind: str) -> None:
     want = torch.func.jvp(loss, (W,), (torch.ones_like(W),))[1]
     for found in run_ranks(rank_main, 2):
         torch.testing.assert_close(found, want)
+
+
+# ---- a unit that differentiates by its input, under a derivative of a derivative
+
+
+def by_a_leaf(p: Any, x: torch.Tensor) -> torch.Tensor:
+    z = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(torch.tanh(z @ p["w"]).pow(2).sum(), z, create_graph=True)
+    return x - 0.1 * g
+
+
+def by_a_transform(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x - 0.1 * torch.func.grad(lambda z: torch.tanh(z @ p["w"]).pow(2).sum())(x)
+
+
+def test_a_leaf_of_the_units_own_is_told_what_to_do() -> None:
+    w = W.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((by_a_leaf({"w": w}, X) ** 3).sum(), w, create_graph=True)
+    (want,) = torch.autograd.grad((grad * grad.detach()).sum(), w)
+    for body in (by_a_leaf, by_a_transform):
+        block = fz.unit(body)
+        step = fz.remat(fz.train_step(lambda p, x, block=block: (block(p["blocks"][0], x) ** 3).sum(), fz.sgd(1.0)))
+        state = step.init({"blocks": [{"w": W}]})
+        v, _ = step.vjp(state, X)[1](torch.ones((), dtype=F64))
+        if body is by_a_leaf:
+            with pytest.raises(ValueError, match=r"If the unit makes it itself.*use torch.func.grad there"):
+                fz.hvp(step, state, v, X)
+            continue
+        found = fz.gather(fz.hvp(step, state, v, X))["blocks"][0]["w"]
+        torch.testing.assert_close(found, want)
