@@ -158,7 +158,11 @@ def putting_away(
         ValueError: somebody's own surround them, which would do nothing. Those of torch change no value, and may.
     """
     around = _C._top_saved_tensors_default_hooks(True)
-    if around is not None and around[0] not in _own and not _home(around[0]).startswith("torch."):
+    if (
+        around is not None
+        and around[0] not in _own
+        and _home(around[0]) not in ("torch.autograd.graph", "torch.utils.checkpoint")
+    ):
         raise ValueError(
             f"{what}: got torch.autograd.graph.saved_tensors_hooks around the unit, of {around[0]!r}, which would see "
             "nothing of what is put away; expected none. Use them within the unit's function, or leave out fz.remat's "

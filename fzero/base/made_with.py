@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from fzero.base import private
 from fzero.base.rebound import is_others, parts_of
 
+Named = tuple[str, object]
 
-def made_with(value: object) -> list[object]:
-    """The numbers and words that this library's functions among a value hold, in order; nothing of others' functions.
 
-    Of tensors a single number.
+def made_with(value: object) -> str:
+    """The numbers and words that this library's functions among a value hold, with their names; not others' functions'.
+
+    Numbers as floats, of tensors a single one, whatever kind each is of.
     """
-    found, seen, todo = list[object](), {id(value)}, [value]
-    for each in todo:  # which grows
-        for part in parts_of(each):
-            if isinstance(part, (bool, int, float, str)):
-                found.append(part)
-            elif isinstance(part, torch.Tensor):
-                if part.ndim == 0 and not (private.is_wrapper(part) or private.is_fake(part) or part.is_meta):
-                    found.append(part.item())
-            elif id(part) not in seen and not (callable(part) and is_others(part)):
-                seen.add(id(part))
-                todo.append(part)
-    return found
+    return ", ".join(_said("", value, ()))
+
+
+def _said(name: str, value: object, around: Sequence[object]) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 and not (private.is_wrapper(value) or private.is_fake(value) or value.is_meta):
+            yield f"{name}={float(value)!r}" if not value.is_complex() else f"{name}={value.item()!r}"
+    elif isinstance(value, numbers.Real):
+        yield f"{name}={float(value)!r}"
+    elif isinstance(value, str):
+        yield f"{name}={value!r}"
+    elif not any(value is each for each in around) and not (callable(value) and is_others(value)):
+        for own, part in _parts(value):
+            yield from _said(own or name, part, (*around, value))
+
+
+def _parts(value: object) -> Iterator[Named]:
+    """What a value holds, in an order that is the same for equal ones."""
+    if isinstance(value, dict):
+        yield from sorted([(str(key), part) for key, part in value.items()], key=lambda pair: pair[0])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+    else:
+        yield from [("", part) for part in parts_of(value)]

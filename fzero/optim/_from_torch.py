@@ -83,7 +83,7 @@ def from_torch(
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise wrong("from_torch", "optimizer", optimizer, "a class of torch.optim, such as torch.optim.NAdam")
     need_rate(lr, "from_torch")
-    own = _Torch(optimizer, lr, tuple(options.items()))
+    own = _Torch(optimizer, lr, tuple(sorted(options.items())))
     with private.below_transforms():
         own = own.tried()
         kept = own.of_elements() if _is_torchs(optimizer) else None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-# what multiplies grads, leaves by turns, in each update: a sign, and a power of 30. Every bound on a norm lies between
-# two leaves'; some grow or turn as others do not, and last so do the halves of a leaf
+# what multiplies grads of norm one, leaves by turns, in each update: a sign, and a power of 30. Bounds on a norm lie
+# between two leaves'; some grow or turn as others do not, and last so do the halves of a leaf
 _TURNS = (
     ((1, 0), (1, 1), (1, -1), (1, -2), (1, -3), (1, 0), (-1, 1), (1, 0), (-1, 1)),
     ((1, 0), (1, 1), (1, -1), (1, -2), (1, -3), (-1, 1), (-1, 0), (-1, 1), (1, 0)),
@@ -16,28 +16,36 @@ _TURNS = (
 _BY_HALVES = 7  # updates before those in which the second half of a leaf is multiplied as others' first one
 
 
-def small_leaves(
-    shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, some: bool
-) -> list[list[torch.Tensor]]:
-    """The params, and the grads of each update.
+_SIZES = (1.0, 30.0, 0.1)  # of grads that have the same size in all leaves' elements
 
-    Args:
-        some: the first grads are zero but at the end of the first leaf, and those of the second one are zero in every
-            update.
+
+def small_leaves(
+    shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> list[list[list[torch.Tensor]]]:
+    """The params and the grads of each update, some times.
+
+    First with all sizes alike; then so that the first grads are zero but at the end of the first leaf, and those of the
+    second one are zero in every update; then by turns.
     """
     made = torch.Generator(device="cpu").manual_seed(0)
-    out: list[list[torch.Tensor]] = [[] for _ in range(len(_TURNS[0]) + 1)]
+    alike, some, turns = [[[] for _ in range(count + 1)] for count in (len(_SIZES), len(_SIZES), len(_TURNS[0]))]
     for place, shape in enumerate(shapes):
-        drawn = torch.randn((len(out) + 1, *shape), generator=made, dtype=dtype, device="cpu") * 30.0**place
-        p, towards, *noise = drawn
-        out[0].append(p.to(device))
-        for number, own in enumerate(out[1:]):
-            x = (towards + noise[number]) / math.sqrt(max(p.numel(), 1))
+        drawn = torch.randn((len(turns) + 1, *shape), generator=made, dtype=dtype, device="cpu") * 30.0**place
+        for out in (alike, some, turns):
+            out[0].append(drawn[0].to(device))
+        towards = drawn[-1]
+        for number, noise in enumerate(drawn[1:-1]):
+            if number < len(_SIZES):
+                x = noise * _SIZES[number]
+                alike[number + 1].append(x.to(device))
+                x = x.clone()
+                if number == 0 or place == 1:
+                    x.reshape(-1)[: -5 if place == 0 else None] = 0.0
+                some[number + 1].append(x.to(device))
+            x = (towards + noise) / math.sqrt(max(noise.numel(), 1))
             x.reshape(-1).mul_(_factors(place, number, x.numel(), dtype))
-            if some and (number == 0 or place == 1):
-                x.reshape(-1)[: -5 if place == 0 else None] = 0.0
-            own.append(x.to(device))
-    return out
+            turns[number + 1].append(x.to(device))
+    return [alike, some, turns]
 
 
 def not_finite(given: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:

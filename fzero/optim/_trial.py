@@ -227,7 +227,7 @@ class Trial:
         alone = [dataclasses.replace(row, cuts=(), slices=None) for row in self.rows]
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
         shapes, device = [row.shape for row in self.rows], self.like.device
-        given = [small_leaves(shapes, dtype, device, some) for some in (False, True)]
+        given = small_leaves(shapes, dtype, device)
         made_of = functools.partial(functools.partial, self._updates, member, own)
         made = made_of(given)
         with torch.no_grad():

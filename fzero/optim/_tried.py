@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from fzero.base import private
 from fzero.base.as_written import as_written
+from fzero.base.made_with import made_with
 from fzero.base.rebound import is_others
 from fzero.optim._join import members_with
 from fzero.optim._trial import Trial
@@ -29,7 +30,8 @@ _OF_BUFFERS = (
 def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) -> None:
     """Refuses an optimizer of the user's own that is not by elements where it meets buffers, or slices of them.
 
-    Each is tried once for a state and those that come of it, also where another one has begun it.
+    Each is tried once for a state and those that come of it, also where another one has begun it; and it is compared
+    among ranks, as each updates its slices by its own numbers.
 
     What the trial changes in what the optimizer comes to is put back. Where nothing can do so, or it cannot be tried
     otherwise, every rank warns: it raises, needs other leaves, comes to too much, hides tensors of a transform of
@@ -37,13 +39,19 @@ def need_elements(who: str, optimizer: GradientTransformation, params: Sharded) 
     has slices.
 
     Raises:
-        ValueError: it makes other updates of them than of leaves alone, or draws random numbers, on every rank.
+        ValueError: it makes other updates of them than of leaves alone, or draws random numbers, or ranks have made it
+            with other numbers, on every rank.
     """
     if any(each is optimizer.update for each in params.layout.tried):
         return
     trained = params.only(params.layout.trainable)
     if any(map(private.is_fake, trained.entries.values())):
         return
+    params.axis.check_same(
+        f"one that was made with {made_with(optimizer)}",
+        f"{who}: The optimizers",
+        "Make it with the same numbers on every rank: each updates its slices by its own.",
+    )
     for member, own, whole in _members(optimizer, trained, False):
         if (trial := Trial.of(own)) is None:
             continue
