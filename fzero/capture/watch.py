@@ -102,7 +102,7 @@ class Watch(_AsWritten):
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
         for x in operands:
-            if self.unit is not None and private.level() == 0 and private.is_wrapped(x):
+            if self.unit is not None and private.is_wrapped(x) and (private.level() == 0 or self._is_of_around(x)):
                 raise noted(ValueError(closed_over(x)))
             unit = None if self.seen is None or id(x) in self.own else self.seen.unit_of(x)
             if unit is not None:
@@ -129,6 +129,14 @@ class Watch(_AsWritten):
                     if self.seen is not None:
                         self.seen.note(x, self.unit)
         return out
+
+    def _is_of_around(self, x: torch.Tensor) -> bool:
+        """Tells whether a tensor that is differentiated is of a level around the unit.
+
+        One that a transform in the unit opens has the number of one around it, and takes such a tensor for its own.
+        What it differentiates itself was made a leaf here.
+        """
+        return x.requires_grad and x.is_leaf and id(x) not in self.own and not private.is_mapped(x)
 
 
 class _Guard(torch.overrides.TorchFunctionMode):
