@@ -19,6 +19,21 @@ def forking_context(module: str) -> Context:
     return context
 
 
+def pickled(fn: Callable[[int], object], who: str) -> bytes:
+    """A function for `loaded` in another process.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{who}: {fn!r} cannot be pickled ({error}). Define it at the top of a module, or use functools.partial of "
+            "such a function."
+        ) from error
+
+
 def loaded(job: bytes, who: str, on_threads: str) -> Callable[[int], object]:
     """A function that another process has pickled by its name.
 

@@ -199,9 +199,9 @@ class _Copier:
             return object.__new__(type(x))  # a __new__ of its own may want arguments
         if isinstance(x, types.CellType):
             return types.CellType()
-        if type(x) in _CONTAINERS[:-1]:
-            return type(x)()
-        return collections.deque(maxlen=x.maxlen) if type(x) is collections.deque else None
+        if type(x) is collections.deque:
+            return collections.deque(maxlen=x.maxlen)
+        return type(x)() if type(x) in _CONTAINERS else None
 
     def _filled(self, x: object) -> object:
         """Its copy, for code that reads what is in it."""

@@ -228,22 +228,21 @@ class Trial:
         apart = [dataclasses.replace(row, unit=f"{row.unit}.{place}") for place, row in enumerate(alone)]
         shapes, device = [row.shape for row in self.rows], self.like.device
         given = small_leaves(shapes, dtype, device)
-        made_of = functools.partial(functools.partial, self._updates, member, own)
-        made = made_of(given)
+        made = functools.partial(self._updates, member, own)
         with torch.no_grad():
             buffers = Layout.build(apart if self.alone else alone, 1)
-            together = made(buffers, uncut)
+            together = made(given, buffers, uncut)
             if watch.drawn:
                 return f"draws random numbers ({watch.drawn[0]}), by slices and not by leaves", ""
             leaves = Layout.build(apart, 1)
             try:
-                of_leaves = made(leaves, uncut, in_shape=True)
+                of_leaves = made(given, leaves, uncut, in_shape=True)
             except Exception as error:
-                of_leaves, why = self._without_shapes(error, functools.partial(made, leaves, uncut))
+                of_leaves, why = self._without_shapes(error, functools.partial(made, given, leaves, uncut))
             layout = Layout.build(self.rows, self.axis.size, self.like.layout.tensor) if self.cut else None
-            found = self._unlike(together, of_leaves, made, layout, watch.close)
+            found = self._unlike(together, of_leaves, functools.partial(made, given), layout, watch.close)
             if not found:
-                made = made_of([not_finite(given[0])])
+                made = functools.partial(made, [not_finite(given[0])])
                 with contextlib.suppress(Exception):  # what raises there says so itself
                     pair = made(buffers, uncut), made(leaves, uncut, in_shape=True)
                     found = self._unlike(*pair, made, layout, watch.close, ", where a grad is not finite,")

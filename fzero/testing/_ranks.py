@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fzero.base import private, thread_state
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.forking import forking_context, loaded
+from fzero.base.forking import forking_context, loaded, pickled
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
@@ -213,13 +213,7 @@ class _Pool:
         self.processes, self.pipes = [], []
 
     def run(self, fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
-        try:
-            job = pickle.dumps(fn)
-        except (pickle.PicklingError, AttributeError) as error:
-            raise TypeError(
-                f"{_PROCESSES}: {fn!r} cannot be pickled ({error}). Define it at the top of a "
-                "module, or use functools.partial of such a function."
-            ) from error
+        job = pickled(fn, _PROCESSES)
         filters = _filters()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):

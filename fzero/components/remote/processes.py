@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import pickle
 import secrets
 import signal
 import sys
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.base.forking import forking_context, loaded
+from fzero.base.forking import forking_context, loaded, pickled
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import Link, Settings
@@ -79,13 +78,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
         TypeError: `build` cannot be pickled.
         TimeoutError: a process did not come up.
     """
-    try:
-        job = pickle.dumps(build)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"{_WHO}: {build!r} cannot be pickled ({error}). Define it at the top of a module, or "
-            "use functools.partial of such a function."
-        ) from error
+    job = pickled(build, _WHO)
     context, token = forking_context(__name__), secrets.token_bytes(32)
     links: list[ProcessLink] = []
     try:
