@@ -66,6 +66,7 @@ from fzero.remote import remote as remote
 from fzero.scan import scan as scan
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
+from fzero.state.scatter import scatter as scatter
 from fzero.state.sharded import Sharded as Sharded
 from fzero.state.stack import stack as stack
 from fzero.state.stack import unstack as unstack

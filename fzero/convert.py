@@ -16,7 +16,8 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.optim._tried import need_elements
 from fzero.state.checks import check_buffers, constants
-from fzero.state.init import check_tables, checksum
+from fzero.state.checksums import checksum
+from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded, is_sharded

@@ -22,7 +22,8 @@ from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
-from fzero.state.checks import check_grads, check_state, constants, need_derivatives
+from fzero.state.check_state import check_grads, check_state
+from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of

@@ -25,7 +25,8 @@ from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.engine.operands import is_plain
 from fzero.engine.values import Observed, Values
 from fzero.state.beyond import here
-from fzero.state.checks import check_optimizer, check_state, constants, need_derivatives
+from fzero.state.check_state import check_optimizer, check_state
+from fzero.state.checks import constants, need_derivatives
 from fzero.state.gather import squares_in
 from fzero.state.items import CARRY
 from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf

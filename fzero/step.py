@@ -20,21 +20,17 @@ from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.optim._tried import need_elements
 from fzero.state.beyond import here
+from fzero.state.check_state import check_optimizer, check_state, taken_grads
 from fzero.state.checks import (
     can_follow_here,
-    check_grads,
-    check_optimizer,
-    check_state,
     constants,
     follows_step,
     goes_on,
     need_derivatives,
-    of_trained,
     refuse_captured,
 )
 from fzero.state.init import init_state
 from fzero.state.placing import settle
-from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -171,16 +167,16 @@ class Step(Spec):
             new = batch.kept(new, metrics)
             return new, {**metrics, **loss, **batch.aux()}
 
-    def update(self, state: TrainState, grads: Sharded, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, grads: Any, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
 
         Args:
-            grads: what a pullback of this step returned.
+            grads: what a pullback of this step returned; or full leaves, equal on all ranks, in the params' structure
+                or by path: they are the mean gradients already, without a loss scale, and are not reduced again.
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
-        grads = of_trained(grads)
-        check_grads(self, state, grads)
+        grads = taken_grads(self, state, grads, "step.update")
         check_optimizer(self, state)
         need_elements("step.update", self.optimizer, state.params)
         grad_norm = here(grad_norm)
@@ -190,10 +186,9 @@ class Step(Spec):
         with as_found(), private.of_normal_tensors(), below_unless(follows):
             return apply_update(self, state, grads, grad_norm)
 
-    def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
+    def add_grads(self, state: TrainState, grads: Any) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
-        grads = of_trained(grads)
-        check_grads(self, state, grads)
+        grads = taken_grads(self, state, grads, "step.add_grads")
         if not (follows := goes_on(state, grads)):
             state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
@@ -205,7 +200,7 @@ class Step(Spec):
                     ratio = kept.scale / grads.scale
                     new = kept.local(key) + (new * ratio if ratio != 1.0 else new)
                 own[key] = settle(grads, key, "grads", new)
-            return state.replace(grads=(kept or grads).with_buffers(own))
+            return state.changed(grads=(kept or grads).with_buffers(own))
 
 
 def train_step(

@@ -72,7 +72,7 @@ class Carry:
             new = pytree.map(lambda old, own: torch.where(skipped.to(own.device), old, own), self.begun, self.value)
         else:
             new = self.begun if bool(skipped) else self.value
-        return state.replace(extra={**state.extra, CARRY: new})
+        return state.changed(extra={**state.extra, CARRY: new})
 
 
 def refuse_carry(step: Spec, who: str) -> None:

@@ -29,7 +29,7 @@ from fzero.engine.use import Use
 from fzero.engine.written import all_of, named, run_unwritten
 from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
-from fzero.state.init import check_values
+from fzero.state.checksums import check_values
 from fzero.state.sharded import Sharded
 from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState

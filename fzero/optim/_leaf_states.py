@@ -11,7 +11,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
-from fzero.state.init import checksum
+from fzero.state.checksums import checksum
 
 LARGE = 1 << 16  # elements of a vector whose state is cut, too
 

@@ -38,8 +38,8 @@ class Measurable(Protocol):
 class Distant(Protocol):
     """Params, grads or moments that lie on ranks of a component of their own; `fz.gather` and `fz.global_norm` ask."""
 
-    def gathered(self) -> Any:
-        """The natural tree of full tensors."""
+    def gathered(self, pattern: str | None) -> Any:
+        """The natural tree of full tensors, or by path those of the leaves that match a pattern."""
         ...
 
     def norm_with(self, trees: Sequence[object]) -> Any:

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import as_float64, named
+from fzero.base.arguments import as_float64, named, need_int, need_str
 from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
 from fzero.base.norms import norms_of
+from fzero.base.patterns import matches
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
-from fzero.comm.pieces import gathered
+from fzero.comm.pieces import gathered, start_exchange, told
+from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants, goes_on
 from fzero.state.sharded import Sharded, is_sharded, map_trees
@@ -25,27 +28,40 @@ from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 
 
-def gather(tree: object) -> Any:
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:
     """The natural tree of full tensors, on every rank: decoded values (grads without their loss scale).
 
-    Where plain autograd follows the buffers, as it does those of a pullback with `create_graph=True`, it follows the
-    full tensors too: what every rank computes from them counts as a mean over ranks, like a loss.
+    `fz.scatter` is the way back. If plain autograd follows the buffers, as it does those of a pullback with
+    `create_graph=True`, it follows the full tensors too: what every rank computes from them counts as a mean over
+    ranks, like a loss.
 
     Args:
         tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
-            grads and no moments: `None` stands in their place. What every rank has of moments, as factors, stays.
+            grads and no moments: `None` stands in their place. Tensors that all ranks have, as factors, stay.
+        pattern: gathers the leaves whose paths match it (fnmatch, alternatives separated by `|`), and no others.
+        to: the rank (as in `torch.distributed.get_rank()`) that gets the result. The others send their slices and get
+            None. All ranks call it.
 
     Returns:
-        A tree of the structure given to `init`, of new tensors of each leaf's full shape.
+        A tree of the structure given to `init`, of new tensors of each leaf's full shape; with a pattern
+        `{path: full leaf}` in its place.
+
+    Raises:
+        TypeError: no tree is sharded, a whole state, or `to` under a transform of torch.func.
+        ValueError: the pattern matches no leaf, or `to` is none of the state's ranks.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
         >>> fz.gather(step.init({"w": torch.ones(3)}).params)["w"]
         tensor([1., 1., 1.])
     """
+    need_str(pattern, "gather", "pattern", "a pattern over the paths of leaves, or None", or_none=True)
+    to = None if to is None else need_int(to, "gather", "to", "a rank")
     nodes = _nodes(tree)
     if any(isinstance(node, Distant) for node in nodes):
-        each = [node.gathered() if isinstance(node, Distant) else node and gather(node) for node in nodes]
+        if to is not None:
+            raise ValueError("gather: got to= and what lies on the ranks of another component. Leave it out.")
+        each = [n.gathered(pattern) if isinstance(n, Distant) else n and gather(n, pattern) for n in nodes]
         return pytree.unflatten(pytree.flatten(tree, _is_node)[1], each)
     whole = any(isinstance(node, TrainState) for node in nodes)
     bare = any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)
@@ -55,10 +71,17 @@ def gather(tree: object) -> Any:
             f"gather: got tree={named(tree)}, {'which holds a whole state' if whole else 'in which no tree is sharded'}"
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
+    trees = [node for node in nodes if is_sharded(node)]
+    if pattern is not None and not any(matches(pattern, path) for own in trees for path in own):
+        paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
+        raise ValueError(f"gather: the pattern {pattern!r} matches none of the leaves {paths}. Correct it.")
     if not (follows := goes_on(tree)):
         (tree,) = constants("fz.gather", tree=tree)
+    elif to is not None:
+        raise TypeError("gather: got to= under a transform of torch.func, expected all ranks to gather. Leave it out.")
     with as_found(), private.of_normal_tensors(), below_unless(follows):
-        return map_trees(_gather_one, tree)
+        out = map_trees(functools.partial(_gather_one, pattern, to), tree)
+    return out if to is None or to == _own_rank() else None
 
 
 def _nodes(tree: object) -> Sequence[object]:
@@ -81,19 +104,67 @@ def _measured(tree: object) -> Sequence[object]:
     return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, (TrainState, Measurable)))[0]
 
 
-def _gather_one(tree: Sharded) -> object:
-    leaves: list[torch.Tensor | None] = [None] * len(tree.layout.rows)
+def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
+    leaves: dict[int, torch.Tensor] = {}
     check_buffers("gather", "the tree", tree)
-    _need_whole_alike(tree)
-    for key in tree.groups:
+    rows, groups = tree.layout.rows, tree.layout.groups
+    wanted = {slot.leaf for key in tree.groups for slot in groups[key].slots if matches(pattern or "*", slot.path)}
+    keys = [key for key in tree.groups if any(slot.leaf in wanted for slot in groups[key].slots)]
+    _need_whole_alike(tree if pattern is None else tree.only(keys))
+    receiver = None if to is None else _receiver(tree, to)
+    for key in keys:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         wire = Wire(tag, axis, own.dtype, own.dtype, own.dtype)
-        full = wire.spread(own) if follows(own) else axis.gather(own, tag)
-        for index, view in tree.layout.groups[key].views(full).items():
-            row = tree.layout.rows[index]
-            leaf = whole_of(row, axis, view) if row.slices is not None else view
-            leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
-    return pytree.unflatten(tree.structure, leaves)
+        if follows(own):
+            full = wire.spread(own)
+        elif receiver is not None:
+            full = _gathered_to(receiver, axis, own, tag)
+        else:
+            full = axis.gather(own, tag)
+        for index, view in groups[key].views(full).items() if full is not None else ():
+            if index in wanted:
+                row = rows[index]
+                leaf = whole_of(row, axis, view) if row.slices is not None else view
+                if tree.scale != 1.0:  # in 16 bits some values are there with their scale only
+                    leaf = leaf.to(math_dtype(leaf.dtype)) / tree.scale
+                leaves[index] = leaf.clone() if leaf is view else leaf
+    if pattern is not None:
+        return {rows[index].path: leaves[index] for index in sorted(leaves)}
+    return pytree.unflatten(tree.structure, [leaves.get(index) for index in range(len(rows))])
+
+
+def _own_rank() -> int:
+    return backend.global_rank() if backend.initialized() else 0
+
+
+def _receiver(tree: Sharded, to: int) -> int:
+    """The place on this rank's axis that collects the slices: that of rank `to`, or of its tensor group; -1 for none.
+
+    Raises:
+        ValueError: `to` is none of the ranks.
+    """
+    axis, over = tree.axis, tree.axis.tensor
+    if over is None or over.size == 1:
+        there = [rank == to for rank in axis.members or (_own_rank(),)]
+    else:
+        there = [bool(own) for (own,) in told(axis, [to in over.members], "gather to")]
+    if not any(there) and not axis.replicas and axis.group is not None:
+        raise ValueError(f"gather: got to={to}, expected one of the ranks of {axis.place}.")
+    return there.index(True) if any(there) else -1
+
+
+def _gathered_to(receiver: int, axis: Axis, own: torch.Tensor, tag: str) -> torch.Tensor | None:
+    """The full buffer on the rank of a place on the axis; None on the others."""
+    if axis.size == 1:
+        return own if receiver >= 0 else None
+    if receiver < 0:
+        return None
+    nothing = own[:0]
+    full = own.new_empty(axis.size * own.numel()) if axis.rank == receiver else nothing
+    send = [own if rank == receiver else nothing for rank in range(axis.size)]
+    receive = list(full.chunk(axis.size)) if axis.rank == receiver else [nothing] * axis.size
+    start_exchange(axis, send, receive, tag)()
+    return full if axis.rank == receiver else None
 
 
 def _need_whole_alike(tree: Sharded) -> None:

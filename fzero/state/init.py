@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fzero.base import intercept, pages, private, pytree, thread_state
+from fzero.base import intercept, private, pytree, thread_state
 from fzero.base.arguments import named
-from fzero.base.follow import below_unless, tangents_of
+from fzero.base.follow import below_unless
 from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
 from fzero.state.checks import begins_with, goes_on, need_derivative
+from fzero.state.checksums import checksums
 from fzero.state.entered import cuts, held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
+from fzero.state.scatter import cut
 from fzero.state.sharded import Sharded, part_names, trees_of
 from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
-from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put
 from fzero.table.layout import Key, Layout
@@ -118,13 +118,13 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
     held: dict[Key, Buffer] = {}
     said: list[str] = []
     for key, group in layout.groups.items():
-        policy, form, size = group.row.policy, group.row.policy.param_format, layout.shard_numel(key)
+        policy, form = group.row.policy, group.row.policy.param_format
         made = {slot.leaf: _made(leaves[slot.leaf], specs[slot.leaf]) for slot in group.slots}
         for slot in group.slots if sync else ():
             own = made[slot.leaf].detach().clone().contiguous()
             made[slot.leaf] = axis.broadcast(own, f"leaf {slot.path!r}")
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
-            said += [f"{slot.path} with {_checksums(made[slot.leaf])}" for slot in group.slots]
+            said += [f"{slot.path} with {checksums(made[slot.leaf])}" for slot in group.slots]
         if follows:
             coded = empty.goes_as_values(key)
             own = slice_in(empty, key, made, torch.float32 if coded else form.dtype)
@@ -136,10 +136,8 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
             if group.row.beside or coded:
                 buffers[key] = own
             continue
-        made = {index: slice_of(layout.rows[index], axis, leaf.detach()) for index, leaf in made.items()}
-        full = layout.pack(key, made, form.dtype)
+        full, own = cut(empty, key, made, form.dtype)
         del made
-        own = full if size == group.numel else pages.copied(full.narrow(0, axis.rank * size, size))
         place = functools.partial(put, group.row.params.memory, device=full.device, what=f"the params of {key}")
         if group.row.held:
             held[key] = place(policy.used(encode(form, full)))
@@ -192,27 +190,3 @@ def _made(leaf: object, spec: Leaf) -> torch.Tensor:
     if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(f"params[{path!r}]: its callable made {named(out)}; expected shape {shape} and dtype {dtype}.")
     return out
-
-
-def checksum(leaf: torch.Tensor) -> int:
-    if private.is_fake(leaf):
-        return 0
-    with private.below_transforms():
-        data = private.unwrapped(leaf).detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(data)  # type: ignore[arg-type]
-
-
-def _checksums(x: torch.Tensor) -> str:
-    tangents = "".join(f", a tangent with checksum {checksum(tangent + 0.0)}" for tangent in tangents_of(x))
-    return f"checksum {checksum(x)}{tangents}"
-
-
-def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice: str) -> None:
-    """Raises ValueError on every rank where the ranks have other tensors.
-
-    Args:
-        what: they are, in words.
-        advice: what to do.
-    """
-    said = [f"a tensor of shape {tuple(x.shape)} with {_checksums(x)}" for x in tensors]
-    axis.check_same("\n".join(said), what, advice)

@@ -133,7 +133,7 @@ class _Taken:
                 items.append(_tree_with(fn, own, its))
             else:
                 items.append(fn((own, *its)) if isinstance(own, torch.Tensor) else own)
-        return self.state.replace(**pytree.unflatten(self.spec, items))
+        return self.state.changed(**pytree.unflatten(self.spec, items))
 
 
 def _is_item(node: object) -> bool:
@@ -184,7 +184,7 @@ def _settled(state: TrainState) -> TrainState:
         return tree.replaced(held={key: settle(tree, key, kind, x) for key, x in tree.held.items()})
 
     grads = state.grads and one(state.grads, "grads")
-    return state.replace(params=one(state.params, "params"), grads=grads, moments=placed_moments(state.moments))
+    return state.changed(params=one(state.params, "params"), grads=grads, moments=placed_moments(state.moments))
 
 
 # ---- what members have alike

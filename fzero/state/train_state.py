@@ -8,8 +8,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from fzero.base import pytree
 from fzero.base.arguments import wrong
+from fzero.state.placing import placed
+from fzero.state.scatter import scattered
 from fzero.state.sharded import Sharded, is_sharded, map_trees, trees_of
 from fzero.table.layout import Layout
 from fzero.table.spec import Signature
@@ -87,9 +91,18 @@ class TrainState:
         return self.params.layout
 
     def replace(self, **changes: Any) -> TrainState:
-        """A new state with some fields changed; buffers are shared, never copied.
+        """A new state with some fields changed.
 
-        Leaves that a tree of params lacks, as an average of those that are trained does, stay as they are.
+        Args:
+            params, grads, moments: trees that are sharded like the state's, whose buffers are shared and not copied; or
+                full leaves, equal on all ranks, as `fz.gather` returns them (`fz.scatter`). Frozen leaves may be left
+                out, and leaves that a sharded tree lacks, as an average of the trained ones does, stay as they are.
+            extra: all entries, such as `{**state.extra, name: value}`, each of either kind.
+            step: a number of applied updates. The optimizer's own counts are in `moments`.
+            seed, signature: of the state.
+
+        Raises:
+            TypeError, ValueError: a field that there is not, or a tree that does not fit, with the leaf's path.
         """
         unknown = set(changes) - set(_FIELDS)
         if unknown:
@@ -105,16 +118,38 @@ class TrainState:
             )
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
-        if "params" in changes:
-            changes["params"] = self._completed(changes["params"])
+        for name in ("params", "moments", "grads"):
+            if changes.get(name) is not None:
+                changes[name] = self.fitting("TrainState.replace", name, changes[name])
+        if "extra" in changes:
+            changes["extra"] = {name: self._entry(name, value) for name, value in changes["extra"].items()}
+        return self.changed(**changes)
+
+    def changed(self, **changes: Any) -> TrainState:
+        """The same of values that fit, as those of an update do."""
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
 
-    def _completed(self, params: Sharded) -> Sharded:
-        own, given = self.params, params.groups
-        if given == own.groups or params.layout != own.layout:
-            return params
-        missing = set(own.groups) - set(given)
-        return params.replaced(buffers=params.entries | {key: own.local(key) for key in missing}) if missing else params
+    def fitting(self, who: str, name: str, tree: object) -> Any:
+        """A tree for a field, its full leaves as slices where the state's lie."""
+        like = getattr(self, name)
+        if name == "grads":
+            like = like or self._like_grads()
+            return placed(scattered(who, name, tree, like, drops_frozen=True), "grads")
+        return scattered(who, name, tree, like, self.params.axis)
+
+    def _like_grads(self) -> Sharded:
+        """Grads of this state, without memory."""
+        rows, params = self.layout.groups, self.params
+        own = {key: (params.layout.shard_numel(key), rows[key].row.policy.reduce) for key in params.layout.trainable}
+        zero = torch.zeros((), device=params.device)
+        buffers = {key: zero.to(dtype).expand(numel) for key, (numel, dtype) in own.items()}
+        return params.with_buffers(buffers, 1.0)
+
+    def _entry(self, name: str, value: object) -> object:
+        old = self.extra[name]
+        if value is old or not trees_of(old):
+            return value
+        return scattered("TrainState.replace", f"extra[{name!r}]", value, old, self.params.axis)
 
     @contextlib.contextmanager
     def donated(self) -> Iterator[TrainState]:
@@ -169,8 +204,8 @@ class TrainState:
 
 
 _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "params": (Sharded, "params of a step, such as state.params"),
-    "grads": ((Sharded, type(None)), "grads of a step or None"),
+    "params": (object, "params of a step, such as state.params"),
+    "grads": (object, "grads of a step or None"),
     "moments": (object, "moments of a step"),
     "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
     "step": (int, "a number of applied updates"),

@@ -15,9 +15,9 @@ from fzero.engine.hidden import Hidden, in_a_level
 from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
+from fzero.state.checksums import check_values
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
-from fzero.state.init import check_values
 from fzero.state.moments import copied, next_extra
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
 from fzero.state.straight import as_seen, as_stored, as_used
@@ -73,7 +73,7 @@ def followed_update(
     others = {
         each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras
     }
-    return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
+    return state.changed(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
 
 def _called(

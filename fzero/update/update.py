@@ -58,7 +58,7 @@ def apply_update(
         grads = with_kept(own, grads) if squares is None else grads
         with torch.no_grad():
             new, metrics = followed_update(step, own, grads, grad_norm, known_metrics(step, own))
-        return new.replace(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
+        return new.changed(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
 
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:
@@ -136,7 +136,7 @@ class Decision:
                 update.lost(error, " in the update of state.extra")
             raise
         count = state.step + (update is not None)
-        return state.replace(params=params, moments=moments, grads=None, extra=own, step=count), self.metrics
+        return state.changed(params=params, moments=moments, grads=None, extra=own, step=count), self.metrics
 
 
 def _to_cpu(value: Any) -> Any:

@@ -263,8 +263,9 @@ class RemoteComponent:
         assert tensor is not None
         return tensor.clone()  # it may be the very value that lies there
 
-    def gathered(self, tree: RemoteTree) -> Any:
-        made = self.made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
+    def gathered(self, tree: RemoteTree, pattern: str | None) -> Any:
+        options = {"what": tree.what, "pattern": pattern}
+        made = self.made("gather", {"objects": {"tree": tree}, "options": options})
         (skeleton,) = self._trees(made)
         return fetch(handles(made, (skeleton,))[0])
 

@@ -28,7 +28,7 @@ class Owner(Protocol):
 
     def fetched(self, handle: Handle) -> torch.Tensor: ...
 
-    def gathered(self, tree: RemoteTree) -> Any: ...
+    def gathered(self, tree: RemoteTree, pattern: str | None) -> Any: ...
 
     def looked_at(self, state: RemoteState) -> dict[str, int]: ...
 
@@ -332,8 +332,8 @@ class RemoteTree(Away):
         super().__init__(made, place, state is None)
         self.what, self._state = what, state
 
-    def gathered(self) -> Any:
-        return self.component.gathered(self)
+    def gathered(self, pattern: str | None) -> Any:
+        return self.component.gathered(self, pattern)
 
     def norm_with(self, trees: Sequence[object]) -> Any:
         return Norm([*measured(trees, squares_of)])

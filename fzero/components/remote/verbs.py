@@ -237,7 +237,7 @@ def _pass_grads(part: Part, operands: Operands, number: int) -> Results:
 
 
 def _gather(part: Part, operands: Operands, number: int) -> Results:
-    skeleton, leaves = packed(gather(_tree(operands)), _is_tensor, "gather")
+    skeleton, leaves = packed(gather(_tree(operands), operands.options["pattern"]), _is_tensor, "gather")
     return Results({place: whole(x) for place, x in enumerate(leaves, 1)}, (skeleton,))
 
 

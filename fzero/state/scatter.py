@@ -1,0 +1,292 @@
+"""fz.scatter: full leaves, equal on all ranks, as each rank's slices of them. The inverse of fz.gather."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.base import pages, private, pytree
+from fzero.base.arguments import named
+from fzero.base.follow import any_follows, below_unless
+from fzero.base.interrupts import as_found
+from fzero.comm.axis import Axis
+from fzero.formats.formats import Companded, Format, Plain, Stored, decode, encode
+from fzero.formats.ops import Ops
+from fzero.kernels.onepass import math_dtype
+from fzero.state.beyond import Distant, here
+from fzero.state.checks import check_buffers, constants, goes_on
+from fzero.state.checksums import checksums
+from fzero.state.entered import held_of, slice_in
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.whole import slice_of
+from fzero.stores.away import Away, Buffer
+from fzero.table.layout import Key
+
+
+def scatter(tree: object, like: object) -> Any:
+    """Shards full leaves like another tree: the inverse of `fz.gather`.
+
+    It puts values into a state in the middle of a run: gather, change some leaves, scatter, `state.replace`. All ranks
+    call it with equal leaves.
+
+    Args:
+        tree: what `fz.gather(like)` returns, with other values. Where `like` has a sharded tree, it has full leaves of
+            any floating dtype, which are rounded to nearest: in the structure given to `init`, or by dotted paths
+            (`{"blocks.0.w": leaf}`). It may leave out frozen leaves or have `None` there; params then stay as in
+            `like`. A tree that is sharded already is taken as it is. Counts, numbers and other tensors are taken over.
+        like: `state.params`, grads, `state.moments`, an entry of `state.extra`, or a pytree of such trees.
+
+    Returns:
+        A tree of the structure of `like`, in its formats, memories and slices, without a loss scale.
+
+    Raises:
+        TypeError, ValueError: a leaf that does not fit, by its path; another structure; ranks with different leaves.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(3)})
+        >>> full = fz.gather(state.params)
+        >>> full["w"][0] = 5.0
+        >>> fz.gather(state.replace(params=fz.scatter(full, like=state.params)).params)["w"]
+        tensor([5., 1., 1.])
+    """
+    if any(isinstance(node, Distant) for node in pytree.flatten(like, is_leaf=lambda x: isinstance(x, Distant))[0]):
+        raise TypeError(
+            f"scatter: got like={named(like)}, which lies on the ranks of another component; expected trees of this "
+            "process. Call fz.scatter in the function that builds the component there."
+        )
+    if not any(map(_is_place, pytree.flatten(like, _is_place)[0])):
+        raise TypeError(
+            f"scatter: got like={named(like)}, in which no tree is sharded; expected state.params, grads, "
+            "state.moments, an entry of state.extra, or a pytree of such trees."
+        )
+    return scattered("scatter", "tree", tree, like)
+
+
+def scattered(
+    who: str, name: str, tree: object, like: Any, axis: Axis | None = None, drops_frozen: bool = False
+) -> Any:
+    """The same, of what may hold no sharded tree.
+
+    Args:
+        who, name: the caller and its argument, for errors.
+        axis: over which ranks must agree on what lies in no sharded tree; that of the first one by default.
+        drops_frozen: whether leaves that `like` lacks may be there, as gradients of frozen leaves are.
+    """
+    tree = here(tree)
+    if not (follows := goes_on(tree, like)):
+        tree, like = constants(f"fz.{who}" if who == "scatter" else who, **{name: tree, "like": like})
+    with as_found(), private.of_normal_tensors(), below_unless(follows):
+        return _Scatter(who, name, axis, drops_frozen).of(tree, like)
+
+
+def cut(
+    tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A group's full buffer of its whole leaves, and this rank's slice, which may be the same tensor."""
+    layout, size = tree.layout, tree.layout.shard_numel(key)
+    own = {index: slice_of(layout.rows[index], tree.axis, leaf.detach()) for index, leaf in leaves.items()}
+    full = layout.pack(key, own, dtype)
+    whole = size == layout.groups[key].numel
+    return full, full if whole else pages.copied(full.narrow(0, tree.rank_of(key) * size, size))
+
+
+def _is_place(node: object) -> bool:
+    return is_sharded(node) or isinstance(node, pytree.Count)
+
+
+class _Scatter:
+    """One call: what the ranks must agree on is noted on the way, and compared before anything is returned."""
+
+    def __init__(self, who: str, name: str, axis: Axis | None, drops_frozen: bool) -> None:
+        self._who, self._name, self._axis, self._drops_frozen = who, name, axis, drops_frozen
+        self._said: dict[Axis, list[str]] = {}
+
+    def of(self, tree: object, like: Any) -> Any:
+        names, nodes, spec = pytree.named_leaves(like, _is_place)
+        axis = self._axis or next((node.axis for node in nodes if is_sharded(node)), None)
+        try:
+            given = spec.flatten_up_to(tree)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._who}: got {self._name}={named(tree)}, expected the structure that fz.gather gives. ({error})"
+            ) from None
+        out = []
+        for name, node, own in zip(names, nodes, given, strict=True):
+            where = ".".join([self._name, name]).removesuffix(".")
+            out.append(self._tree(where, own, node) if is_sharded(node) else self._entry(where, own, node, axis))
+        for axis, said in self._said.items():
+            axis.check_same(
+                "\n".join(said), f"The full leaves given to {self._who}", "Give all ranks the same, as fz.gather does."
+            )
+        return pytree.unflatten(spec, out)
+
+    def _entry(self, where: str, own: object, like: object, axis: Axis | None) -> object:
+        """A count, a number, or a tensor that all ranks have: of the kind that is there."""
+        fits = isinstance(own, type(like)) or (isinstance(own, (int, float)) and isinstance(like, (int, float)))
+        if isinstance(like, torch.Tensor) and isinstance(own, torch.Tensor):
+            fits = own.shape == like.shape
+        if not fits:
+            raise ValueError(f"{self._who}: got {where}={named(own)}, expected {named(like)}, as in the state.")
+        if axis is not None:
+            self._note(axis, where, own)
+        if isinstance(own, torch.Tensor) and isinstance(like, torch.Tensor):
+            return own.to(like.device, like.dtype, copy=True)
+        return own
+
+    def _note(self, axis: Axis, where: str, own: object) -> None:
+        if axis.ranks > 1 or axis.place_on_tensor[1] > 1:
+            said = checksums(own) if isinstance(own, torch.Tensor) else repr(own)
+            self._said.setdefault(axis, []).append(f"{where} with {said}")
+
+    def _tree(self, where: str, own: Any, like: Sharded) -> Sharded:
+        if is_sharded(own):
+            return self._fitting(where, own, like)
+        if _is_stacked(like):
+            raise ValueError(
+                f"{self._who}: got full leaves for {where} of a stacked state, expected a tree that is sharded like "
+                "it. Put them into each of fz.unstack(state), and fz.stack these."
+            )
+        return self._cut(where, self._leaves(where, own, like), like)
+
+    def _fitting(self, where: str, own: Sharded, like: Sharded) -> Sharded:
+        """A sharded tree in the place of another one; what it lacks of frozen leaves is the other's."""
+        layout = like.layout
+        if own.layout != layout or own.axis != like.axis:
+            what = "ranks" if own.layout == layout else "leaves"
+            raise ValueError(
+                f"{self._who}: the slices of leaf {layout.rows[0].path!r} and others in {where} are of another state's "
+                f"{what}. Give trees of states of the same step, or full leaves, as fz.gather returns."
+            )
+        missing = [key for key in like.groups if key not in own.groups]
+        lost = next((key for key in missing if not layout.groups[key].row.frozen), None)
+        if lost is not None:
+            path = layout.groups[lost].slots[0].path
+            raise ValueError(f"{self._who}: {where} lacks leaf {path!r}, which is trained.")
+        if not _is_stacked(like):
+            check_buffers(self._who, where, own)
+        if set(own.groups) > set(like.groups):
+            own = own.only(like.groups)
+        return own.replaced(buffers=own.entries | {key: like.local(key) for key in missing}) if missing else own
+
+    def _leaves(self, where: str, tree: object, like: Sharded) -> dict[int, torch.Tensor]:
+        """Leaf -> what a natural tree has of it."""
+        layout, groups = like.layout, set(like.groups)
+        names, leaves, _ = pytree.named_leaves(tree, is_sharded)
+        given = dict(zip(names, leaves, strict=True))
+        if not names or names == [""] or any(map(is_sharded, leaves)):
+            raise TypeError(f"{self._who}: got {where}={named(tree)}, expected full leaves, or a tree sharded like it.")
+        if unknown := [name for name in names if name not in layout.key_of]:
+            got = f"{self._who}: got a leaf {unknown[0]!r} in {where}"
+            raise ValueError(f"{got}, expected those of the state: {', '.join(layout.key_of)}.")
+        out = dict[int, torch.Tensor]()
+        for index, row in enumerate(layout.rows):
+            own, known = given.get(row.path), layout.key_of[row.path][0] in groups
+            what = f"{self._who}: {where}[{row.path!r}]"
+            if own is None:
+                if known and not row.frozen:
+                    raise ValueError(f"{what} is missing, expected a tensor of shape {row.shape}, as it is trained.")
+            elif not known and self._drops_frozen and row.frozen:
+                continue
+            elif not known:
+                raise ValueError(f"{what}: got {named(own)}, expected None: there is none of this leaf in the state.")
+            elif not isinstance(own, torch.Tensor) or not own.is_floating_point():
+                raise TypeError(f"{what}: got {named(own)}, expected a floating tensor of shape {row.shape}.")
+            elif tuple(own.shape) != row.shape:
+                raise ValueError(f"{what}: got {named(own)}, expected shape {row.shape}.")
+            else:
+                out[index] = own
+        return out
+
+    def _cut(self, where: str, leaves: Mapping[int, torch.Tensor], like: Sharded) -> Sharded:
+        buffers, held = dict[object, Buffer](), dict[Key, Buffer]()
+        stale = set(like.stale)
+        for key in like.groups:
+            slots, names = like.layout.groups[key].slots, like.names(key)
+            made = {slot.leaf: leaves[slot.leaf].to(like.device) for slot in slots if slot.leaf in leaves}
+            if not made:  # frozen, and left out
+                buffers |= {name: like.entries[name] for name in names if name in like.entries}
+                held |= {key: like.held_entries[key]} if key in like.held_entries else {}
+                continue
+            if absent := [slot.path for slot in slots if slot.leaf not in made]:
+                raise ValueError(
+                    f"{self._who}: {where} has leaf {next(s.path for s in slots if s.leaf in made)!r} and lacks "
+                    f"{absent[0]!r}, which is frozen too and lies beside it. Give all of them or none."
+                )
+            for slot in slots:
+                self._note(like.axis, f"{where} {slot.path}", made[slot.leaf])
+            parts, full = self._parts(like, key, made)
+            stale.discard(key)
+            if key in like.held_entries:
+                held[key] = _put(like.held_entries[key], full)
+            pairs = zip(names, parts, strict=True)
+            buffers |= {name: _put(like.entries[name], part) for name, part in pairs if name in like.entries}
+        return like.replaced(buffers=buffers, held=held, scale=1.0, stale=frozenset(stale))
+
+    def _parts(
+        self, like: Sharded, key: Key, leaves: Mapping[int, torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The parts of this rank's slice, and the full buffer that is computed with."""
+        row, form = like.layout.groups[key].row, like.placed(key).format
+        wider = any(x.dtype.itemsize > form.dtype.itemsize for x in leaves.values())
+        if like.kind == "values" and (wider or like.scale != 1.0):  # 16 bits may hold values only with their scale
+            form = Plain(math_dtype(form.dtype))
+        if any_follows(leaves.values()):
+            return self._followed(like, key, leaves, form)
+        full, own = cut(like, key, leaves, form.dtype)
+        parts = _encoded(form, own, like.stored(key)) if isinstance(form, Companded) else encode(form, own)
+        return parts, row.policy.used(encode(form, full)) if key in like.held_entries else full
+
+    def _followed(
+        self, like: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], form: Format
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The same as differentiable functions of the leaves."""
+        row = like.layout.groups[key].row
+        if not form.plain or form.rounds or row.policy.gather is not None:
+            raise TypeError(
+                f"{self._who}: got leaf {row.path!r} that a transform of torch.func goes on through, and it is stored "
+                f"as {form}, which has no derivative; expected plain dtypes there."
+            )
+        own = slice_in(like, key, leaves, form.dtype)
+        full = own
+        if key in like.held_entries:
+            full = held_of(like.axis_of(key), own.to(row.policy.compute), f"{self._who} of {key}")
+        return [own], full
+
+
+@dataclass(frozen=True)
+class _OtherScale(Companded):
+    """The same codes with another power of two than the least one as their group's scale."""
+
+    by: int = 0
+
+    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
+        return (super().scale(o, largest) + self.by).clamp(0, 253)
+
+
+def _encoded(form: Companded, values: torch.Tensor, old: Stored) -> tuple[torch.Tensor, ...]:
+    """The parts of values that were decoded, maybe of other codes: these values again, and the old parts of old values.
+
+    Stochastic rounding may leave a group without the large value that its scale was for, so that the least scale for
+    its values, or the next smaller one, does not have codes for all of them.
+    """
+    parts = encode(form, values)
+    others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
+    for other in (*others, old.parts):
+        there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
+        there = there.view(-1, form.group).all(1, keepdim=True)
+        pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
+        parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
+    return parts
+
+
+def _is_stacked(tree: Sharded) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.ndim > 1 for x in tree.entries.values())
+
+
+def _put(old: Buffer, new: torch.Tensor) -> Buffer:
+    """A tensor where a buffer lies."""
+    return old.again(new, opened=False, takes=False) if isinstance(old, Away) else new
