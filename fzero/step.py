@@ -167,7 +167,7 @@ class Step(Spec):
             new = batch.kept(new, metrics)
             return new, {**metrics, **loss, **batch.aux()}
 
-    def update(self, state: TrainState, grads: Any, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, grads: object, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
 
         Args:
@@ -176,31 +176,31 @@ class Step(Spec):
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
-        grads = taken_grads(self, state, grads, "step.update")
+        own = taken_grads(self, state, grads, "step.update")
         check_optimizer(self, state)
         need_elements("step.update", self.optimizer, state.params)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
-        if not (follows := follows_step(self, state, "step.update", grads=grads, grad_norm=grad_norm)):
-            state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
+            state, own, grad_norm = constants("step.update", state=state, grads=own, grad_norm=grad_norm)
         with as_found(), private.of_normal_tensors(), below_unless(follows):
-            return apply_update(self, state, grads, grad_norm)
+            return apply_update(self, state, own, grad_norm)
 
-    def add_grads(self, state: TrainState, grads: Any) -> TrainState:
+    def add_grads(self, state: TrainState, grads: object) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
-        grads = taken_grads(self, state, grads, "step.add_grads")
-        if not (follows := goes_on(state, grads)):
-            state, grads = constants("step.add_grads", state=state, grads=grads)
+        given = taken_grads(self, state, grads, "step.add_grads")
+        if not (follows := goes_on(state, given)):
+            state, given = constants("step.add_grads", state=state, grads=given)
         kept, layout = state.grads, state.layout
         with as_found(), private.of_normal_tensors(), below_unless(follows):
             own: dict[Key, Buffer] = {}
-            for key in grads.groups:
-                new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)
+            for key in given.groups:
+                new = given.local(key).to(layout.groups[key].row.policy.reduce, copy=True)
                 if kept is not None:
-                    ratio = kept.scale / grads.scale
+                    ratio = kept.scale / given.scale
                     new = kept.local(key) + (new * ratio if ratio != 1.0 else new)
-                own[key] = settle(grads, key, "grads", new)
-            return state.changed(grads=(kept or grads).with_buffers(own))
+                own[key] = settle(given, key, "grads", new)
+            return state.changed(grads=(kept or given).with_buffers(own))
 
 
 def train_step(

@@ -182,6 +182,7 @@ RIGHT: dict[str, Any] = {
     "stack": (stacked, W),
     "unstack": (stacked, W),
     "gather": (lambda own: summed(fz.gather(put(GRADS, own))), OWN),
+    "scatter": (lambda w: summed(fz.scatter({"w": w}, like=STATE.params)), W),
     "global_norm": (lambda own: fz.global_norm(put(GRADS, own)), OWN),
 }
 REFUSED: dict[str, Any] = {

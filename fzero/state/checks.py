@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +20,14 @@ from fzero.base.rebound import holds_others, tensors_held, tensors_reached
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.stores.away import Away, Buffer
 from fzero.stores.disk import Disk
+from fzero.table.layout import Layout
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
 
-if TYPE_CHECKING:
-    from fzero.state.train_state import TrainState
+
+class _State(Protocol):
+    @property
+    def layout(self) -> Layout: ...
 
 
 def check_buffers(who: str, name: str, tree: Sharded) -> None:
@@ -80,7 +83,7 @@ def _refuse_traces() -> None:
         )
 
 
-def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -> bool:
+def follows_step(step: Spec, state: _State, who: str, **arguments: object) -> bool:
     """Tells whether a transform goes on through what a verb is given, or what its step's optimizer was made with.
 
     Raises:
@@ -115,7 +118,7 @@ def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: obje
         )
 
 
-def can_follow_here(step: Spec, state: TrainState, *trees: object) -> bool:
+def can_follow_here(step: Spec, state: _State, *trees: object) -> bool:
     """Tells whether a transform may go on through a run of this step's function, and nothing in the step is in its way.
 
     What it closes over may be hidden; but inside torch.no_grad() only what is seen to be mapped, or pushed forward, is

@@ -74,7 +74,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     trees = [node for node in nodes if is_sharded(node)]
     if pattern is not None and not any(matches(pattern, path) for own in trees for path in own):
         paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
-        raise ValueError(f"gather: the pattern {pattern!r} matches none of the leaves {paths}. Correct it.")
+        raise ValueError(f"gather: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
     if not (follows := goes_on(tree)):
         (tree,) = constants("fz.gather", tree=tree)
     elif to is not None:

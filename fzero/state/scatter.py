@@ -67,8 +67,8 @@ def scatter(tree: object, like: object) -> Any:
 
 
 def scattered(
-    who: str, name: str, tree: object, like: Any, axis: Axis | None = None, drops_frozen: bool = False
-) -> Any:
+    who: str, name: str, tree: object, like: object, axis: Axis | None = None, drops_frozen: bool = False
+) -> object:
     """The same, of what may hold no sharded tree.
 
     Args:
@@ -105,14 +105,15 @@ class _Scatter:
         self._who, self._name, self._axis, self._drops_frozen = who, name, axis, drops_frozen
         self._said: dict[Axis, list[str]] = {}
 
-    def of(self, tree: object, like: Any) -> Any:
+    def of(self, tree: object, like: object) -> object:
         names, nodes, spec = pytree.named_leaves(like, _is_place)
         axis = self._axis or next((node.axis for node in nodes if is_sharded(node)), None)
         try:
-            given = spec.flatten_up_to(tree)
+            given = spec.flatten_up_to(tree)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(
-                f"{self._who}: got {self._name}={named(tree)}, expected the structure that fz.gather gives. ({error})"
+                f"{self._who}: got {self._name}={named(tree)}, expected the structure of the state's (like), as "
+                f"fz.gather gives it. ({str(error).partition('; value')[0]})"
             ) from None
         out = []
         for name, node, own in zip(names, nodes, given, strict=True):
@@ -142,7 +143,7 @@ class _Scatter:
             said = checksums(own) if isinstance(own, torch.Tensor) else repr(own)
             self._said.setdefault(axis, []).append(f"{where} with {said}")
 
-    def _tree(self, where: str, own: Any, like: Sharded) -> Sharded:
+    def _tree(self, where: str, own: object, like: Sharded) -> Sharded:
         if is_sharded(own):
             return self._fitting(where, own, like)
         if _is_stacked(like):

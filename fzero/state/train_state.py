@@ -119,7 +119,7 @@ class TrainState:
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
         for name in ("params", "moments", "grads"):
-            if changes.get(name) is not None:
+            if name in changes and (name, changes[name]) != ("grads", None):
                 changes[name] = self.fitting("TrainState.replace", name, changes[name])
         if "extra" in changes:
             changes["extra"] = {name: self._entry(name, value) for name, value in changes["extra"].items()}
@@ -129,12 +129,14 @@ class TrainState:
         """The same of values that fit, as those of an update do."""
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
 
-    def fitting(self, who: str, name: str, tree: object) -> Any:
+    def fitting(self, who: str, name: str, tree: object) -> object:
         """A tree for a field, its full leaves as slices where the state's lie."""
         like = getattr(self, name)
         if name == "grads":
             like = like or self._like_grads()
-            return placed(scattered(who, name, tree, like, drops_frozen=True), "grads")
+            own = scattered(who, name, tree, like, drops_frozen=True)
+            assert is_sharded(own)
+            return placed(own, "grads")
         return scattered(who, name, tree, like, self.params.axis)
 
     def _like_grads(self) -> Sharded:

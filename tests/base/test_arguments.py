@@ -177,7 +177,15 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "axes": (lambda v: fz.plot_plan({"plain": fz.plan(STEP, PARAMS)}, v), {"None"}),
         "leaves": (lambda v: fz.plot_plan(fz.plan(STEP, PARAMS), leaves=v), {"None"}),
     },
-    "gather": {"tree": (fz.gather, {"sharded params", "moments", "grads"})},
+    "gather": {
+        "tree": (fz.gather, {"sharded params", "moments", "grads"}),
+        "pattern": (lambda v: fz.gather(STATE.params, v), {"None"}),
+        "to": (lambda v: fz.gather(STATE.params, to=v), {"None", "an int", "a negative"}),
+    },
+    "scatter": {
+        "tree": (lambda v: fz.scatter(v, like=STATE.params), {"sharded params", "grads", "full params"}),
+        "like": (lambda v: fz.scatter(PARAMS, like=v), {"sharded params", "grads"}),
+    },
     "global_norm": {"trees": (fz.global_norm, {*TREE, "sharded params", "moments", "grads"})},
     "train_step": {
         "fn": (lambda v: fz.train_step(v, fz.sgd(0.1)), {"a function", "a class"}),
@@ -448,12 +456,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     },
     "Step.update": {
         "state": (lambda v: STEP.update(v, GRADS), {"a state"}),
-        "grads": (lambda v: STEP.update(STATE, v), {"grads"}),
+        "grads": (lambda v: STEP.update(STATE, v), {"grads", "full params"}),
         "grad_norm": (lambda v: STEP.update(STATE, GRADS, v), {"None", "an int", "a float", "a 0-d tensor"}),
     },
     "Step.add_grads": {
         "state": (lambda v: STEP.add_grads(v, GRADS), {"a state"}),
-        "grads": (lambda v: STEP.add_grads(STATE, v), {"grads"}),
+        "grads": (lambda v: STEP.add_grads(STATE, v), {"grads", "full params"}),
     },
     "Policy": {
         "param": (lambda v: fz.Policy(param=v), {"None", "a dtype"}),
@@ -470,8 +478,9 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "Policy.compact24": {"moment": (fz.Policy.compact24, {"None", "a dtype"})},
     "Policy.compact16": {"moment": (fz.Policy.compact16, {"None", "a dtype"})},
     "TrainState.replace": {
-        "params": (lambda v: STATE.replace(params=v), {"sharded params", "grads"}),
-        "grads": (lambda v: STATE.replace(grads=v), {"None", "grads", "sharded params"}),
+        "params": (lambda v: STATE.replace(params=v), {"sharded params", "grads", "full params"}),
+        "grads": (lambda v: STATE.replace(grads=v), {"None", "grads", "sharded params", "full params"}),
+        "moments": (lambda v: STATE.replace(moments=v), {"moments"}),
         "step": (lambda v: STATE.replace(step=v), {"an int"}),
         "seed": (lambda v: STATE.replace(seed=v), {"an int", "a negative"}),
         "extra": (lambda v: STATE.replace(extra=v), set()),
