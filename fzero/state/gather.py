@@ -20,7 +20,6 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered, start_exchange, told
-from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants, goes_on
 from fzero.state.sharded import Sharded, is_sharded, map_trees
@@ -125,9 +124,7 @@ def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
             if index in wanted:
                 row = rows[index]
                 leaf = whole_of(row, axis, view) if row.slices is not None else view
-                if tree.scale != 1.0:  # in 16 bits some values are there with their scale only
-                    leaf = leaf.to(math_dtype(leaf.dtype)) / tree.scale
-                leaves[index] = leaf.clone() if leaf is view else leaf
+                leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
     if pattern is not None:
         return {rows[index].path: leaves[index] for index in sorted(leaves)}
     return pytree.unflatten(tree.structure, [leaves.get(index) for index in range(len(rows))])
