@@ -58,7 +58,8 @@ def test_a_state_whose_buffers_were_mapped_to_another_dtype(policy: Any, dtype: 
 @pytest.mark.parametrize("change", ["narrowed", "moments of others", "params of others"])
 def test_buffers_that_are_not_of_the_states_leaves_are_refused(change: str) -> None:
     step, state = big()
-    other, narrow = step.init({"w": torch.ones(3, 3)}), functools.partial(optree.tree_map, lambda x: x[:64])
+    other = step.init({"w": torch.ones(3, 3)})
+    narrow: Any = functools.partial(optree.tree_map, lambda x: x[:64])
     said = r"others in \S+ are of another state.s leaves"
     if change == "narrowed":
         said = r"its group in state.\w+: got .* expected \d+ elements"
