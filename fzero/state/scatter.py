@@ -76,11 +76,13 @@ def scattered(
         axis: over which ranks must agree on what lies in no sharded tree; that of the first one by default.
         drops_frozen: whether leaves that `like` lacks may be there, as gradients of frozen leaves are.
     """
+    if tree is like:
+        return tree
     tree = here(tree)
     if not (follows := goes_on(tree, like)):
         tree, like = constants(f"fz.{who}" if who == "scatter" else who, **{name: tree, "like": like})
     with as_found(), private.of_normal_tensors(), below_unless(follows):
-        return _Scatter(who, name, axis, drops_frozen).of(tree, like)
+        return _Scatter(who, name, axis, drops_frozen, follows).of(tree, like)
 
 
 def cut(
@@ -98,60 +100,67 @@ def _is_place(node: object) -> bool:
     return is_sharded(node) or isinstance(node, pytree.Count)
 
 
-class _Scatter:
-    """One call: what the ranks must agree on is noted on the way, and compared before anything is returned."""
+class _Leaves(dict[int, torch.Tensor]):
+    """Leaf -> its full value, in the place of a sharded tree."""
 
-    def __init__(self, who: str, name: str, axis: Axis | None, drops_frozen: bool) -> None:
-        self._who, self._name, self._axis, self._drops_frozen = who, name, axis, drops_frozen
-        self._said: dict[Axis, list[str]] = {}
+
+class _Scatter:
+    """One call: all is checked, then compared among ranks, and then cut, so that an error is one on every rank."""
+
+    def __init__(self, who: str, name: str, axis: Axis | None, drops_frozen: bool, follows: bool) -> None:
+        self._who, self._name, self._axis = who, name, axis
+        self._drops_frozen, self._follows = drops_frozen, follows
+        self._said: list[str] = []
+        self._axes: list[Axis] = []  # over which there are others
 
     def of(self, tree: object, like: object) -> object:
         names, nodes, spec = pytree.named_leaves(like, _is_place)
-        axis = self._axis or next((node.axis for node in nodes if is_sharded(node)), None)
+        wheres = [f"{self._name}.{name}".removesuffix(".") for name in names]
+        trees, found, error = [node for node in nodes if is_sharded(node)], list[object](), None
+        axes = dict.fromkeys([node.axis for node in trees] + ([self._axis] if self._axis is not None else []))
+        self._axes = [axis for axis in axes if axis.ranks > 1 or axis.place_on_tensor[1] > 1]
+        full = True  # whether there are full leaves, which ranks compare
         try:
-            given = spec.flatten_up_to(tree)  # type: ignore[arg-type]
+            given = self._subtrees(tree, spec)
+            full = not trees or any(is_sharded(y) and not is_sharded(x) for x, y in zip(given, nodes, strict=True))
+            found += map(self._checked, wheres, given, nodes)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        for axis in self._axes if full else ():
+            what, advice = f"The full leaves given to {self._who}", "Give all ranks the same, as fz.gather does."
+            axis.check_same("\n".join(self._said) if error is None else str(error), what, advice)
+        if error is not None:
+            raise error
+        for place, (own, node) in enumerate(zip(found, nodes, strict=True)):
+            found[place] = self._cut(own, node) if isinstance(own, _Leaves) else own
+        return pytree.unflatten(spec, found)
+
+    def _subtrees(self, tree: object, spec: pytree.Spec) -> list[object]:
+        try:
+            return spec.flatten_up_to(tree)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(
                 f"{self._who}: got {self._name}={named(tree)}, expected the structure of the state's (like), as "
                 f"fz.gather gives it. ({str(error).partition('; value')[0]})"
             ) from None
-        out = []
-        for name, node, own in zip(names, nodes, given, strict=True):
-            where = ".".join([self._name, name]).removesuffix(".")
-            out.append(self._tree(where, own, node) if is_sharded(node) else self._entry(where, own, node, axis))
-        for axis, said in self._said.items():
-            axis.check_same(
-                "\n".join(said), f"The full leaves given to {self._who}", "Give all ranks the same, as fz.gather does."
-            )
-        return pytree.unflatten(spec, out)
 
-    def _entry(self, where: str, own: object, like: object, axis: Axis | None) -> object:
-        """A count, a number, or a tensor that all ranks have: of the kind that is there."""
+    def _checked(self, where: str, own: object, like: object) -> object:
+        """What stands in a place: a sharded tree, full leaves, a count, a number, or a tensor that all ranks have."""
+        if is_sharded(like):
+            return self._fitting(where, own, like) if is_sharded(own) else self._leaves(where, own, like)
         fits = isinstance(own, type(like)) or (isinstance(own, (int, float)) and isinstance(like, (int, float)))
         if isinstance(like, torch.Tensor) and isinstance(own, torch.Tensor):
             fits = own.shape == like.shape
         if not fits:
             raise ValueError(f"{self._who}: got {where}={named(own)}, expected {named(like)}, as in the state.")
-        if axis is not None:
-            self._note(axis, where, own)
+        self._note(where, own)
         if isinstance(own, torch.Tensor) and isinstance(like, torch.Tensor):
             return own.to(like.device, like.dtype, copy=True)
         return own
 
-    def _note(self, axis: Axis, where: str, own: object) -> None:
-        if axis.ranks > 1 or axis.place_on_tensor[1] > 1:
-            said = checksums(own) if isinstance(own, torch.Tensor) else repr(own)
-            self._said.setdefault(axis, []).append(f"{where} with {said}")
-
-    def _tree(self, where: str, own: object, like: Sharded) -> Sharded:
-        if is_sharded(own):
-            return self._fitting(where, own, like)
-        if _is_stacked(like):
-            raise ValueError(
-                f"{self._who}: got full leaves for {where} of a stacked state, expected a tree that is sharded like "
-                "it. Put them into each of fz.unstack(state), and fz.stack these."
-            )
-        return self._cut(where, self._leaves(where, own, like), like)
+    def _note(self, where: str, own: object) -> None:
+        if self._axes:
+            self._said.append(f"{where} with {checksums(own) if isinstance(own, torch.Tensor) else repr(own)}")
 
     def _fitting(self, where: str, own: Sharded, like: Sharded) -> Sharded:
         """A sharded tree in the place of another one; what it lacks of frozen leaves is the other's."""
@@ -173,9 +182,14 @@ class _Scatter:
             own = own.only(like.groups)
         return own.replaced(buffers=own.entries | {key: like.local(key) for key in missing}) if missing else own
 
-    def _leaves(self, where: str, tree: object, like: Sharded) -> dict[int, torch.Tensor]:
-        """Leaf -> what a natural tree has of it."""
+    def _leaves(self, where: str, tree: object, like: Sharded) -> _Leaves:
+        """What a natural tree has of each leaf."""
         layout, groups = like.layout, set(like.groups)
+        if _is_stacked(like):
+            raise ValueError(
+                f"{self._who}: got full leaves for {where} of a stacked state, expected a tree that is sharded like "
+                "it. Put them into each of fz.unstack(state), and fz.stack these."
+            )
         names, leaves, _ = pytree.named_leaves(tree, is_sharded)
         given = dict(zip(names, leaves, strict=True))
         if not names or names == [""] or any(map(is_sharded, leaves)):
@@ -183,7 +197,7 @@ class _Scatter:
         if unknown := [name for name in names if name not in layout.key_of]:
             got = f"{self._who}: got a leaf {unknown[0]!r} in {where}"
             raise ValueError(f"{got}, expected those of the state: {', '.join(layout.key_of)}.")
-        out = dict[int, torch.Tensor]()
+        out = _Leaves()
         for index, row in enumerate(layout.rows):
             own, known = given.get(row.path), layout.key_of[row.path][0] in groups
             what = f"{self._who}: {where}[{row.path!r}]"
@@ -200,9 +214,17 @@ class _Scatter:
                 raise ValueError(f"{what}: got {named(own)}, expected shape {row.shape}.")
             else:
                 out[index] = own
+                self._note(f"{where} {row.path}", own)
+        for key in groups:
+            absent, there = ([s.path for s in layout.groups[key].slots if (s.leaf in out) == is_in] for is_in in (0, 1))
+            if absent and there:
+                raise ValueError(
+                    f"{self._who}: {where} has leaf {there[0]!r} and lacks {absent[0]!r}, which is frozen too and lies "
+                    "beside it. Give all of them or none."
+                )
         return out
 
-    def _cut(self, where: str, leaves: Mapping[int, torch.Tensor], like: Sharded) -> Sharded:
+    def _cut(self, leaves: _Leaves, like: Sharded) -> Sharded:
         buffers, held = dict[object, Buffer](), dict[Key, Buffer]()
         stale = set(like.stale)
         for key in like.groups:
@@ -212,13 +234,6 @@ class _Scatter:
                 buffers |= {name: like.entries[name] for name in names if name in like.entries}
                 held |= {key: like.held_entries[key]} if key in like.held_entries else {}
                 continue
-            if absent := [slot.path for slot in slots if slot.leaf not in made]:
-                raise ValueError(
-                    f"{self._who}: {where} has leaf {next(s.path for s in slots if s.leaf in made)!r} and lacks "
-                    f"{absent[0]!r}, which is frozen too and lies beside it. Give all of them or none."
-                )
-            for slot in slots:
-                self._note(like.axis, f"{where} {slot.path}", made[slot.leaf])
             parts, full = self._parts(like, key, made)
             stale.discard(key)
             if key in like.held_entries:
@@ -235,7 +250,7 @@ class _Scatter:
         wider = any(x.dtype.itemsize > form.dtype.itemsize for x in leaves.values())
         if like.kind == "values" and (wider or like.scale != 1.0):  # 16 bits may hold values only with their scale
             form = Plain(math_dtype(form.dtype))
-        if any_follows(leaves.values()):
+        if self._follows and any_follows(leaves.values()):
             return self._followed(like, key, leaves, form)
         full, own = cut(like, key, leaves, form.dtype)
         parts = _encoded(form, own, like.stored(key)) if isinstance(form, Companded) else encode(form, own)

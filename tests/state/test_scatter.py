@@ -359,6 +359,9 @@ def test_ranks_that_differ_are_refused_on_every_rank(field: str, stage: int) -> 
             full = moments._replace(mu=_changed(moments.mu, "bias", torch.full((3,), float(rank))))
         with pytest.raises(ValueError, match=r"full leaves given to .* differ.*bias"):
             step.update(state, full) if field == "grads" else state.replace(**{field: full})
+        with pytest.raises(ValueError, match=r"full leaves given to .* differ.*'bias'\] is missing"):
+            full = fz.gather(state.params)
+            state.replace(params=full if rank else {**full, "bias": None})  # nobody waits for a rank that refuses it
         with pytest.raises(ValueError, match=r"full leaves given to .* differ"):
             moments = fz.gather(state.moments)
             state.replace(moments=moments._replace(count=type(moments.count)(rank)))
