@@ -177,7 +177,7 @@ class Move:
         return out
 
     def extra(self, extra: dict[str, object]) -> dict[str, object]:
-        """`state.extra`: what both keep alike; what only the step keeps begins.
+        """`state.extra`: what both keep alike; what only the step keeps begins, such as a number of a later version.
 
         Raises:
             ValueError: an entry that only the origin has would be dropped.
@@ -213,6 +213,8 @@ class Move:
         """What the origin has of the name of an item, in the item's format."""
         own, entry = item.value, entry_of(item.name)
         have = self.origin.kinds.get(item.name)
+        if entry and have is None and item.kind == "number":
+            return own
         # what a transform keeps may begin as params are stored, and go on as values
         if have != item.kind and not (entry and is_sharded(own) and have in TREES):
             raise self._otherwise(item.name, f"a state.extra[{entry!r}]" if entry else "moments")
