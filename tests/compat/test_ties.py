@@ -172,6 +172,25 @@ def test_any_names_will_do_and_those_that_disagree_are_refused(
 
 
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
+@pytest.mark.parametrize("element", [0, 17, 34])
+def test_any_element_of_two_names_may_disagree(form: str, element: int, tmp_path: Path) -> None:
+    """Each rank compares some of them, and all are told."""
+    module = made("tied")
+    tensors = {name: x.detach().clone() for name, x in module.state_dict().items()}
+    tensors["head.weight"].view(-1)[element] += 1e-9
+    write(form, str(tmp_path), tensors)
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"'embed.weight' is tied, and got different values by its names"):
+            read(form, str(tmp_path), fz.shard_zero3(step_of(apply, 0)), like=params, lenient=True)
+        found = read(form, str(tmp_path), fz.shard_zero3(step_of(apply, 0)), like=params, pattern="blocks*")
+        assert_trees_equal(dict(fz.gather(found.params)), dict(params))  # one that is not read is not compared
+
+    run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
 def test_what_is_no_tie_is_as_strict_as_before(form: str, tmp_path: Path) -> None:
     module = made("tied")
     apply, params = fz.functional(module)
