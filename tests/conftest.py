@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each that compiles has a pool of processes with torch
 
 import pytest
 import torch
+from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
 
 from fzero.base.thread_state import prepare_for_fakes
@@ -22,6 +23,13 @@ settings.register_profile(
 )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Signals do what they do in a program that a terminal has started, however these tests were."""
+    with as_in_a_terminal():
+        yield
 
 
 # these start programs and wait for them, up to half a minute each

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dispositions import as_in_a_terminal
 from nightly import NIGHTLY
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -19,14 +20,15 @@ FORKING = () if NIGHTLY else (str(Path(__file__).parent / "forking.py"),)
 
 def start_example(name: str, *options: str, forking: tuple[str, ...] = FORKING) -> subprocess.Popen[str]:
     """Starts one; with `forking=()` its ranks begin as its user's do."""
-    return subprocess.Popen(
-        [sys.executable, *STRICT, *forking, str(EXAMPLES / name), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
+    with as_in_a_terminal():
+        return subprocess.Popen(
+            [sys.executable, *STRICT, *forking, str(EXAMPLES / name), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
 
 
 def interrupt(process: subprocess.Popen[str], once: str) -> None:

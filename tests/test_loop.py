@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import scenarios
 import torch
+from dispositions import as_in_a_terminal
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day, by_turns
@@ -34,6 +35,7 @@ from fzero.testing import assert_trees_equal, run_ranks
 
 LOSS, PARAMS = scenarios.stack()
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
+pytestmark = pytest.mark.usefixtures("terminal")
 quiet: Any = functools.partial(fz.loop, progress=False)
 
 
@@ -206,12 +208,13 @@ def test_what_fails_on_one_rank_is_raised_on_all(what: str, at: int, tmp_path: P
 def one_is_asked(rank: int, folder: str, number: int, at: int) -> Any:
     """Rank 1 gets a signal in the body of its loop; the other one never hears of it."""
     step, kept = step_of(2), fz.Checkpoints(folder)
-    before = signal.getsignal(number)
-    run = quiet(step, step.init(PARAMS), lambda n: batch(n, rank), total=50, checkpoints=kept, save_every=2)
-    for _ in run:
-        if rank == 1 and run.done == at:
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == before
+    with as_in_a_terminal():
+        before = signal.getsignal(number)
+        run = quiet(step, step.init(PARAMS), lambda n: batch(n, rank), total=50, checkpoints=kept, save_every=2)
+        for _ in run:
+            if rank == 1 and run.done == at:
+                os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == before
     found = kept.restore(step)
     assert found is not None
     state, extra = found
@@ -270,17 +273,29 @@ def test_one_wish_may_come_twice() -> None:
     assert run.ended == "asked"
 
 
-def test_what_is_ignored_stays_so_and_threads_have_no_handlers() -> None:
+@pytest.mark.parametrize("ignored", asked.SIGNALS)
+def test_what_is_ignored_stays_so_and_the_other_signal_ends_it(ignored: int, tmp_path: Path) -> None:
+    step, kept = step_of(1), fz.Checkpoints(tmp_path)
+    other = next(number for number in asked.SIGNALS if number != ignored)
+    signal.signal(ignored, signal.SIG_IGN)
+    with nothing_left():
+        for total, ended in ((3, "total"), (9, "asked")):
+            run = quiet(step, step.init(PARAMS), batch, total=total, checkpoints=kept)
+            for _ in run:
+                assert signal.getsignal(ignored) == signal.SIG_IGN
+                signal.raise_signal(ignored)
+                if run.done == 4:
+                    signal.raise_signal(other)
+                    signal.raise_signal(ignored)
+            found = kept.restore(step)
+            assert (run.ended, run.done) == (ended, min(total, 4)) and found is not None and found[0].step == run.done
+        for _ in (run := quiet(step, step.init(PARAMS), batch, total=3)):
+            break  # what is left early sends nothing again
+        run.close()
+
+
+def test_threads_have_no_handlers() -> None:
     step = step_of(1)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        run = quiet(step, step.init(PARAMS), batch, total=3)
-        for _ in run:
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-            signal.raise_signal(signal.SIGTERM)
-        assert run.done == 3
-    finally:
-        signal.signal(signal.SIGTERM, before)
     handler = signal.getsignal(signal.SIGINT)
 
     def other() -> None:

@@ -19,6 +19,7 @@ import fzero as fz
 from fzero.loops import asked
 from fzero.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("terminal")
 quiet: Any = functools.partial(fz.loop, progress=False)
 STEP = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
 

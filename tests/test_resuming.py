@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispositions import as_in_a_terminal
 from nightly import NIGHTLY
 from processes import EXAMPLES
 from safetensors.torch import load_file
@@ -202,5 +203,6 @@ def test_a_run_that_is_killed_or_asked_to_stop_loses_nothing() -> None:
     """On two ranks that are processes; more of them with `make killing`."""
     kinds = ("--kinds", "one", "all", "SIGTERM", "SIGINT")
     options = ("--kills", "4" if NIGHTLY else "3", "--ranks", "2", "--seed", "1", *kinds)
-    done = subprocess.run([sys.executable, str(KILLING), *options], capture_output=True, text=True, timeout=240)
+    with as_in_a_terminal():
+        done = subprocess.run([sys.executable, str(KILLING), *options], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "nothing lost" in done.stdout, done.stdout + done.stderr

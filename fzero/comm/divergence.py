@@ -31,7 +31,8 @@ KEPT = 8  # of what has happened on a rank, the last ones
 _OURS = ("The ranks have diverged", "Ranks wait for one", "Communication failed on rank", "Rank ")
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
-    "the data or on the rank."
+    "the data or on the rank. A rank that has nothing for a unit (no image in its batch, say) calls it all the same: "
+    "with empty inputs (x[:0]), or with a dummy, and adds its output times zero."
 )
 
 
@@ -269,7 +270,7 @@ def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Gro
             raise RuntimeError(
                 f"Communication failed on rank {backend.global_rank()}, in {words()}: another rank has stopped, or "
                 f"has called other units than this one. {_failed_elsewhere(words(), group)}"
-                f"{_alone(backend.members(group))}Run the step inside "
+                f"{_alone(backend.members(group))}{ADVICE} Run the step inside "
                 f"fz.testing.checked_collectives() to see at once what every rank called. ({error})"
             ) from error
 

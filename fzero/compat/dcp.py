@@ -12,13 +12,16 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
+from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.copies import need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.comm.axis import Axis
 from fzero.compat.moments import WORDS, kinds_of, one_count, word_of
+from fzero.compat.ties import need_same_values, ties_of, untied
 from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
@@ -44,7 +47,7 @@ def save_dcp(
     `torch.distributed.checkpoint.state_dict`: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
     `momentum_buffer` and `step`. There are no `optim.param_groups`: give `dcp.load` a
     `DefaultLoadPlanner(allow_partial_load=True)`, and they stay as they are. Values are decoded, each rank writes its
-    slices.
+    slices. A tied leaf of `fz.functional` is there by each of its names, and takes the bytes of one.
 
     Args:
         path: of the folder. A checkpoint that is there stays whole until the new one is, and then goes.
@@ -110,9 +113,9 @@ def load_dcp(
     """The state of a checkpoint that torch.distributed.checkpoint has written, over any ranks, mesh and sharding.
 
     Its names are as `save_dcp` writes them, which is how `torch.distributed.checkpoint.state_dict` names what a model
-    and its optimizer hold. Each rank reads its slices. Of the metadata, which is a pickle, only the classes are
-    unpickled that DCP itself writes; tensors are read with `weights_only=True`. DCP keeps no checksums: what was
-    changed after it was written is not found.
+    and its optimizer hold. A tied leaf of `like` may have any of its names there, or several that agree. Each rank
+    reads its slices. Of the metadata, which is a pickle, only the classes are unpickled that DCP itself writes; tensors
+    are read with `weights_only=True`. DCP keeps no checksums: what was changed after it was written is not found.
 
     Args:
         path: of the folder.
@@ -124,7 +127,8 @@ def load_dcp(
     Raises:
         FileNotFoundError: there is no checkpoint.
         DamagedCheckpoint: it cannot be read, or was saved over meanwhile. On every rank.
-        ValueError: the leaves, shapes or the optimizer are others, or something would be lost.
+        ValueError: the leaves, shapes or the optimizer are others, or something would be lost; two names of a tied leaf
+            have different values, also with `lenient`.
 
     Example:
         >>> import tempfile
@@ -147,9 +151,10 @@ def load_dcp(
     folder = wanted.place
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
-        origin = agreed(axis, lambda: _Reading(folder, model, optim))
+        origin = agreed(axis, lambda: _Reading(folder, model, optim, like))
         said = f"{folder}\nseed {seed}\n{origin.said}"
         axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
+        agreed(axis, lambda: origin.need_ties(pattern, axis))
         choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
         count = agreed(axis, lambda: None if optim is None else origin.count(choice.trained))
         state = filled(origin, choice, wanted, step, axis, seed, count)
@@ -166,22 +171,32 @@ class _Reading(Origin):
     device = torch.device("cpu")
     extras = ()
 
-    def __init__(self, folder: str, model: str, optim: str | None) -> None:
+    def __init__(self, folder: str, model: str, optim: str | None, like: object) -> None:
         self.place, self._kinds = folder, {"params": "params"}
         self.kinds = self._kinds
-        self._reader, self._tensors = _opened(folder)
+        self._reader, self._tensors, same = _opened(folder)
         lines = [f"{name} {tuple(own.size)} {own.properties.dtype}" for name, own in self._tensors.items()]
         self.said = "\n".join([*sorted(lines), f"metadata with checksum {self._reader.checksum}"])
         before = f"{model}." if model else ""
         state = f"{optim}.state." if optim else "state."
         params = {name.removeprefix(before): name for name in self._tensors if name.startswith(before)}
-        self._moments: dict[str, dict[str, str]] = {}  # word -> path -> name
+        if like is None:  # names of the same bytes are one leaf's
+            ties = {name.removeprefix(before): first.removeprefix(before) for name, first in same.items()}
+        else:
+            ties = ties_of(like)
+        known, found = params.keys() | ties.keys() | {*ties.values()}, dict[str, dict[str, str]]()
         for name in self._tensors if optim is not None else ():
             path, _, word = name.removeprefix(state).rpartition(".")
-            if name.startswith(state) and path in params:
-                self._moments.setdefault(word, {})[path] = name
-        moments = {name for own in self._moments.values() for name in own.values()}
-        self.params = {path: name for path, name in params.items() if name not in moments}
+            if name.startswith(state) and path in known:
+                found.setdefault(word, {})[path] = name
+        moments = {name for own in found.values() for name in own.values()}
+        params = {path: name for path, name in params.items() if name not in moments}
+        self.params, self._ties = untied(params, ties)
+        self._moments = dict[str, dict[str, str]]()  # word -> path -> name
+        for word, own in found.items():
+            self._moments[word], also = untied(own, ties)
+            self._ties += also
+        self._ties = [tie for tie in self._ties if same.get(tie.second) != tie.first]
         self._state, self._model = state, before
         tensors = {path: self._tensors[name] for path, name in self.params.items()}
         paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
@@ -202,6 +217,12 @@ class _Reading(Origin):
                     f"{self.place}: tensor {name!r} may be a moment of another leaf, expected names of params after "
                     f"{self._model!r}. Say the prefix of the moments with optim=, or the params with like=."
                 )
+
+    def need_ties(self, pattern: str, axis: Axis) -> None:
+        """Refuses two names of a tied leaf that disagree."""
+        ties = [tie for tie in self._ties if matches(pattern, tie.path)]
+        form = lambda name: (self.shape(name), self.dtype(name))
+        need_same_values(self.place, ties, form, self._elements, axis)
 
     def check(self) -> None:
         """Refuses what was read while another checkpoint took this one's place."""
@@ -287,10 +308,12 @@ class _Reading(Origin):
         return self._tensors[name].properties.dtype
 
     def _whole(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        out = torch.empty(tensor.size.numel(), dtype=tensor.properties.dtype, device="cpu")
-        self.read(name, 0, out.numel(), out)
-        return out.view(tensor.size)
+        return self._elements(name, 0, self._tensors[name].size.numel()).view(self.shape(name))
+
+    def _elements(self, name: str, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")
+        self.read(name, start, stop, out)
+        return out
 
 
 class _Tree:
@@ -333,8 +356,8 @@ class _Tree:
         return out
 
 
-def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
-    """A reader of a checkpoint, and its tensors by name."""
+def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata], dict[str, str]]:
+    """A reader of a checkpoint, its tensors by name, and the names of bytes that an earlier name has, too -> that."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from fzero.compat.planners import Reader
@@ -348,10 +371,17 @@ def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
         }
         for own in found.values():  # of damaged metadata parts may be missing
             _ = [(chunk.offsets, chunk.sizes) for chunk in own.chunks], own.size.numel(), own.properties.dtype
+        places = dict[str, set[object]]()
+        for index, own in metadata.storage_data.items():
+            places.setdefault(index.fqn, set()).add((index.offset, own.relative_path, own.offset))
+        firsts, same = dict[frozenset[object], str](), dict[str, str]()
+        for name in found:
+            if name in places and (first := firsts.setdefault(frozenset(places[name]), name)) != name:
+                same[name] = first
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder}: got no checkpoint of torch.distributed.checkpoint, expected a folder with a .metadata."
         ) from None
     except Exception as error:
         raise DamagedCheckpoint(f"{folder}/.metadata cannot be read: {error!r}.") from error
-    return reader, found
+    return reader, found, same

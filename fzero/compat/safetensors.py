@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,19 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
+from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.copies import Copies, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
+from fzero.comm.axis import Axis
 from fzero.compat.export import Export
 from fzero.compat.headers import Entry
-from fzero.compat.names import Names, by_path, need_names, paths_of
+from fzero.compat.names import Names, by_path, need_names, paths_of, renamed
 from fzero.compat.opened import Opened
+from fzero.compat.ties import Tie, need_same_values, ties_of, untied
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.origin import Origin, Source
@@ -47,7 +51,8 @@ def load_safetensors(
         step: of any sharding and policy.
         files: one, several, a folder with one model (as Hugging Face has them), or its index.
         like: a tree of params as `init` takes it, such as that of `fz.functional(module)`, whose names are the files'.
-            Its tensors may be on the meta device. By default the params are `{name: tensor}`.
+            Its tensors may be on the meta device. By default the params are `{name: tensor}`. The files may have a
+            tied leaf by any of its names, or by several that agree.
         names: a leaf's path -> its name in the files, where they differ.
         pattern: of the leaves that are read; the others are of `like`.
         lossy: whether values may be rounded to what the step stores; otherwise a leaf that would be is an error.
@@ -59,7 +64,8 @@ def load_safetensors(
         FileNotFoundError: a file is not there, or one of several that are numbered.
         DamagedCheckpoint: a file is cut, no safetensors file, written to meanwhile, or lacks what its index says. On
             every rank.
-        ValueError: leaves, shapes or dtypes do not fit, something would be lost, or the ranks find different files.
+        ValueError: leaves, shapes or dtypes do not fit, something would be lost, the ranks find different files, or two
+            names of a tied leaf have different values, also with `lenient`.
 
     Example:
         >>> import tempfile
@@ -91,7 +97,9 @@ def load_safetensors(
             advice = "Give every rank the same ones, and let nobody save over them meanwhile."
             axis.check_same(f"{said}\nseed {seed}", "The files", advice)
             origin = _Files(wanted.place, opened)
-            choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
+            leaves = agreed(axis, lambda: origin.leaves(like, names))
+            agreed(axis, lambda: origin.need_ties(pattern, axis))
+            choice = agreed(axis, lambda: choose(wanted, leaves, origin.structure, step, axis))
             state = filled(origin, choice, wanted, step, axis, seed, None)
             agreed(axis, opened.check)
         finally:
@@ -111,13 +119,18 @@ class _Files(Origin):
 
     def __init__(self, place: str, opened: Opened) -> None:
         self.place, self.found, self._opened = place, opened.entries, opened
+        self._ties = list[Tie]()
 
     def leaves(self, like: object, names: Names | None) -> list[Leaf]:
         """What there is, by the paths that the names stand for."""
-        if names is not None:
-            paths = by_path(paths_of("fz.load_safetensors", like, names), self.found)
-            self.found = {path: self.found[name] for path, name in paths.items()}
-        if like is None:
+        if like is not None:
+            asked, ties = paths_of("fz.load_safetensors", like, names), ties_of(like)
+            for other in ties:
+                with contextlib.suppress(ValueError, TypeError):  # a name that these names do not know
+                    asked.setdefault(other if names is None else renamed(names, other), other)
+            paths, self._ties = untied(by_path(asked, self.found), ties)
+            self._named, self.found = self.found, {path: self.found[name] for path, name in paths.items()}
+        else:
             self.found = {path: self.found[path] for path in pytree.named_leaves(dict.fromkeys(self.found, 0))[0]}
             strange = next((own for own in self.found.values() if not _floats(own)), None)
             if strange is not None:
@@ -126,6 +139,19 @@ class _Files(Origin):
                     f"{strange.shape}; expected elements of a floating dtype. Give like= without it, and lenient=True."
                 )
         return [(path, own.shape, DTYPES.get(own.dtype, torch.uint8)) for path, own in self.found.items()]
+
+    def need_ties(self, pattern: str, axis: Axis) -> None:
+        """Refuses two names of a tied leaf that disagree."""
+
+        def read(name: str, start: int, stop: int) -> torch.Tensor:
+            dtype = DTYPES[self._named[name].dtype]
+            out = torch.empty(stop - start, dtype=dtype, device="cpu")
+            self._opened.read_into(self._named[name], out, start * dtype.itemsize)
+            return out
+
+        ties = [tie for tie in self._ties if matches(pattern, tie.path) and _floats(self._named[tie.first])]
+        form = lambda name: (self._named[name].shape, self._named[name].dtype)
+        need_same_values(self.place, ties, form, read, axis)
 
     def structure(self) -> pytree.Spec:
         return pytree.flatten(dict.fromkeys(self.found, 0))[1]

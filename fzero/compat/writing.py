@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,11 @@ from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
+from fzero.table.module_params import other_names
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import WriteResult
+
     from fzero.compat.storage import Writer
 
 
@@ -40,6 +45,11 @@ class Writing:
 
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
         self._pieces, self.token, self._trees = {}, "", dict[str, Sharded]()
+        self._further = dict[str, str]()  # names that are of the bytes of another one -> that
+        self._ties = dict[str, list[str]]()  # path of a tied leaf -> its further names
+        rows = state.params.layout.rows
+        for name, path in other_names(state.params.structure, [row.path for row in rows]).items():
+            self._ties.setdefault(path, []).append(name)
         self._slices: dict[str, tuple[Sliced, int]] = {}
         self._leads = Everyone(state.params.axis).leads
         self._add("params", state.params, lambda path: (model, path) if model else (path,))
@@ -69,23 +79,30 @@ class Writing:
                 "optim=None to leave the moments out, or use fz.save."
             )
         for path in state.params if optim is not None else ():
-            self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
+            self._one(path, functools.partial(names, word="step"), torch.tensor(float(count), device="cpu"))
         self._planner = Save(self._pieces, self.known, self._slices)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
         self._writer: Writer | None = None
 
-    def _named(self, keys: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        name = ".".join(keys)
-        if name in self.known:
-            raise ValueError(
-                f"fz.compat.save_dcp: got two tensors of the name {name!r}, expected one. Say other prefixes with "
-                "model= and optim=, or optim=None."
-            )
-        self.known[name] = shape, dtype, keys
-        return name
+    def _named(
+        self, path: str, keys_of: Callable[[str], tuple[str, ...]], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> str:
+        """The name of what a leaf has, which is known by the leaf's further names from here on, too."""
+        first = ".".join(keys_of(path))
+        for keys in map(keys_of, (path, *self._ties.get(path, ()))):
+            name = ".".join(keys)
+            if name in self.known:
+                raise ValueError(
+                    f"fz.compat.save_dcp: got two tensors of the name {name!r}, expected one. Say other prefixes with "
+                    "model= and optim=, or optim=None."
+                )
+            self.known[name] = shape, dtype, keys
+            if name != first:
+                self._further[name] = first
+        return first
 
-    def _one(self, keys: tuple[str, ...], value: torch.Tensor) -> None:
-        name = self._named(keys, tuple(value.shape), value.dtype)
+    def _one(self, path: str, keys_of: Callable[[str], tuple[str, ...]], value: torch.Tensor) -> None:
+        name = self._named(path, keys_of, tuple(value.shape), value.dtype)
         if self._leads:
             self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
 
@@ -95,7 +112,7 @@ class Writing:
         for key in tree.groups:
             dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
             for slot in tree.layout.groups[key].slots:
-                name = self._named(keys_of(slot.path), tree.layout.rows[slot.leaf].shape, dtype)
+                name = self._named(slot.path, keys_of, tree.layout.rows[slot.leaf].shape, dtype)
                 if not written(tree.layout, slot.leaf):
                     continue
                 if (cut := sliced_in(tree.layout, slot.leaf)) is not None:
@@ -144,10 +161,24 @@ class Writing:
         self._naming = True
         if self._leads:
             assert self._writer is not None
-            self._writer.finish(self._metadata, [value_of(text, list) for text in results])
+            written = [value_of(text, list) for text in results]
+            self._writer.finish(self._metadata, [*written, self._by_further_names(written)])
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
                 clear(self._folder, begun=False)
             self._locked.close()
+
+    def _by_further_names(self, written: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
+        """Adds tensors of further names to the metadata; what was written of them, which is that of the first name."""
+        names: dict[str, list[str]] = {}
+        tensors = self._metadata.state_dict_metadata
+        for name, first in self._further.items():
+            tensors[name] = tensors[first]
+            names.setdefault(first, []).append(name)
+        return [
+            dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=name))
+            for result in itertools.chain(*written)
+            for name in names.get(result.index.fqn, ())
+        ]
 
     def leave(self) -> None:
         """Removes this rank's file of a save that has failed; not where metadata that name it may lie there."""

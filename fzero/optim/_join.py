@@ -195,7 +195,8 @@ def _written(new: Sharded, old: Sharded, draw: Draw) -> Sharded:
 def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
     """One optimizer per pattern over leaf paths (fnmatch, alternatives separated by `|`); the first match wins.
 
-    Works on the trees of a step, whose buffers never mix leaves of different optimizers.
+    Works on the trees of a step, whose buffers never mix leaves of different optimizers. An update's metrics have the
+    rate of each by its pattern, `metrics["lr/*bias"]`; `metrics["lr"]` is that of the first pattern that has one.
 
     Raises:
         ValueError: at `init`, a leaf that no pattern matches, or a pattern that is used for no leaf.
@@ -326,14 +327,12 @@ class _Partition:
         return f"{member.label(path)} ({pattern})" if member.label else pattern
 
     def metrics(self, states: Mapping[str, object]) -> dict[str, Number]:
-        """A name with one value for all as it is, otherwise once per pattern."""
+        """Each name is the first pattern's; if several have it, each has one of its own, too, whatever the values."""
         found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in self.table.items()}
         out: dict[str, Number] = {}
         for name in sorted({name for each in found.values() for name in each}):
-            values = {pattern: each[name] for pattern, each in found.items() if name in each}
-            out[name] = next(iter(values.values()))
-            if len(set(values.values())) > 1:  # of tensors each counts as another one
-                out.update({f"{name}/{pattern}": value for pattern, value in values.items()})
+            own = {f"{name}/{pattern}": each[name] for pattern, each in found.items() if name in each}
+            out |= {name: next(iter(own.values())), **(own if len(own) > 1 else {})}
         return out
 
 

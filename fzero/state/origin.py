@@ -177,7 +177,7 @@ class Move:
         return out
 
     def extra(self, extra: dict[str, object]) -> dict[str, object]:
-        """`state.extra`: what both keep alike; what only the step keeps begins.
+        """`state.extra`: what both keep alike; what only the step keeps begins, such as a number of a later version.
 
         Raises:
             ValueError: an entry that only the origin has would be dropped.
@@ -189,14 +189,13 @@ class Move:
                     f"{self.origin.place} keeps state.extra[{name!r}] of {kind}, which the step does not. Say "
                     f"{self.origin.call} to drop it, or use a step with the same transforms."
                 )
-        out = dict[str, object]()
+        out = dict(extra)
         for name, value in extra.items():
             met: list[str] = []
             if own[name] == kinds.get(name):
-                value = refilled(f"extra.{escaped(name)}", value, lambda item: self._value(item, "moments", met))
+                out[name] = refilled(f"extra.{escaped(name)}", value, lambda item: self._value(item, "moments", met))
                 if set(met) != {known for known in self.origin.kinds if entry_of(known) == name}:
                     raise self._otherwise(f"extra.{name}", f"a state.extra[{name!r}]")
-            out[name] = value
         return out
 
     def grads(self, params: Sharded) -> Sharded | None:
@@ -211,8 +210,9 @@ class Move:
 
     def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
         """What the origin has of the name of an item, in the item's format."""
-        own, entry = item.value, entry_of(item.name)
-        have = self.origin.kinds.get(item.name)
+        own, entry, have = item.value, entry_of(item.name), self.origin.kinds.get(item.name)
+        if entry and have is None and item.kind == "number":
+            return own
         # what a transform keeps may begin as params are stored, and go on as values
         if have != item.kind and not (entry and is_sharded(own) and have in TREES):
             raise self._otherwise(item.name, f"a state.extra[{entry!r}]" if entry else "moments")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -96,6 +96,20 @@ def hints_of(structure: pytree.Spec, start: int = 0) -> dict[int, Hint]:
         found |= hints_of(child, start)
         start += child.num_leaves
     return found
+
+
+def other_names(structure: pytree.Spec, paths: Sequence[str]) -> dict[str, str]:
+    """The further names of tied leaves -> the paths of these leaves; a name that is a leaf's own path is left out.
+
+    Args:
+        paths: of the structure's leaves.
+    """
+    known, out = {*paths}, dict[str, str]()
+    for leaf, (first, *others) in hints_of(structure).items():
+        if others and (path := paths[leaf]).endswith(first.name):
+            before = path.removesuffix(first.name)
+            out |= {name: path for use in others if (name := before + use.name) not in known}
+    return out
 
 
 def refuse_lost(

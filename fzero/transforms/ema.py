@@ -6,15 +6,15 @@ import functools
 
 import torch
 
-from fzero.base.arguments import need_number
+from fzero.base.arguments import need_number, need_str
 from fzero.formats.formats import CHUNK, chunks
 from fzero.kernels.onepass import ON_CUDA, math_dtype
 from fzero.state.sharded import Sharded
 from fzero.table.spec import Extra, S, need_step
 
 
-def ema(step: S, decay: float) -> S:
-    """Keeps `average = decay * average + (1 - decay) * params` in `state.extra["ema"]`, after each update.
+def ema(step: S, decay: float, *, name: str = "ema") -> S:
+    """Keeps `average = decay * average + (1 - decay) * params` in `state.extra[name]`, after each update.
 
     It begins with init's params, without a correction of its bias, and stays where an update is skipped. It has the
     leaves that are trained, in float32, or float64 where params are, also where these are stored in fewer bits. It lies
@@ -25,9 +25,11 @@ def ema(step: S, decay: float) -> S:
     Args:
         step: any step.
         decay: in [0, 1): how much of the average an update keeps.
+        name: of the entry of `state.extra`. A step may keep any number of averages, each by a name of its own:
+            `fz.ema(fz.ema(step, 0.9999), 0.99, name="fast")`.
 
     Raises:
-        TypeError, ValueError: the decay is no such number.
+        TypeError, ValueError: the decay is no such number, or the step keeps something else by this name.
 
     Example:
         >>> step = fz.ema(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(1.0)), 0.5)
@@ -42,7 +44,9 @@ def ema(step: S, decay: float) -> S:
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"ema: got decay={decay}, expected a number in [0, 1).")
     update, fused = functools.partial(_averaged, float(decay)), functools.partial(_write, float(decay))
-    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema", wide=True, fused=fused))
+    need_str(name, "ema", "name", "the name of an entry of state.extra")
+    source = f"ema({float(decay)})" if name == "ema" else f"ema({float(decay)}, name={name!r})"
+    return step.with_state(Extra(name, source, _begun, update, kind="an ema", wide=True, fused=fused))
 
 
 def _begun(params: Sharded) -> Sharded:

@@ -12,14 +12,26 @@ from fzero.table.spec import Extra, S, need_step
 
 
 class ScaleState(NamedTuple):
-    """The loss scale, and how many updates in a row were finite since it last changed."""
+    """The loss scale.
+
+    Attributes:
+        finite: how many updates in a row were finite since it last changed.
+        tolerated: how many were not since it last grew, and left it as it was.
+    """
 
     scale: float
     finite: int = 0
+    tolerated: int = 0
 
 
 def loss_scale(
-    step: S, scale: float | str = "dynamic", *, initial: float = 2.0**16, interval: int = 2000, minimum: float = 1.0
+    step: S,
+    scale: float | str = "dynamic",
+    *,
+    initial: float = 2.0**16,
+    interval: int = 2000,
+    minimum: float = 1.0,
+    hysteresis: int = 1,
 ) -> S:
     """Multiplies every cotangent by a scale inside the pullback; grads carry it, and `update` and `gather` take it off.
 
@@ -29,7 +41,14 @@ def loss_scale(
     Args:
         step: any step.
         scale: "dynamic", or a number for a static scale.
-        initial, interval, minimum: of the dynamic scale; `interval` in updates.
+        initial, interval, minimum: of the dynamic scale: it doubles after `interval` finite updates in a row, and
+            halves after one that is not finite, never below `minimum`.
+        hysteresis: the dynamic scale halves only from the `hysteresis`-th update on that is not finite; those before
+            are skipped, and no more. They need not come in a row: the count begins again once the scale has grown. So
+            it is in DeepSpeed with its default of `consecutive_hysteresis=False`; its default here is 2.
+
+    Raises:
+        TypeError, ValueError: a number that is none, or out of its range.
 
     Example:
         >>> step = fz.loss_scale(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), 1024.0)
@@ -40,6 +59,7 @@ def loss_scale(
     need_number(initial, "loss_scale", "initial")
     need_number(minimum, "loss_scale", "minimum")
     need_int(interval, "loss_scale", "interval", "a number of updates")
+    need_int(hysteresis, "loss_scale", "hysteresis", "a number of updates", 1)
     dynamic = isinstance(scale, str) and scale == "dynamic"
     if dynamic and not (initial >= minimum > 0 and interval >= 1):
         raise ValueError(
@@ -51,12 +71,13 @@ def loss_scale(
 
     first = ScaleState(initial if dynamic else float(scale))
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
+    options += f", hysteresis={hysteresis}" if dynamic and hysteresis > 1 else ""
     return step.with_state(
         Extra(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, interval, minimum) if dynamic else _kept,
+            update=functools.partial(_adjusted, interval, minimum, hysteresis) if dynamic else _kept,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
@@ -72,10 +93,15 @@ def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
     return state
 
 
-def _adjusted(interval: int, minimum: float, state: ScaleState, params: object, applied: bool) -> ScaleState:
-    """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
+def _adjusted(
+    interval: int, minimum: float, hysteresis: int, state: ScaleState, params: object, applied: bool
+) -> ScaleState:
+    """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
+    scale, finite, tolerated = state
+    if not applied and tolerated + 1 < hysteresis:
+        return ScaleState(scale, 0, tolerated + 1)
     if not applied:
-        return ScaleState(max(minimum, state.scale / 2.0))
-    if state.finite + 1 >= interval:
-        return ScaleState(state.scale * 2.0)
-    return ScaleState(state.scale, state.finite + 1)
+        return ScaleState(max(minimum, scale / 2.0), 0, tolerated)
+    if finite + 1 >= interval:
+        return ScaleState(scale * 2.0)
+    return ScaleState(scale, finite + 1, tolerated)

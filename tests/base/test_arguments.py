@@ -315,6 +315,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "ema": {
         "step": (lambda v: fz.ema(v, 0.5), {"a step"}),
         "decay": (lambda v: fz.ema(STEP, v), {"a float"}),
+        "name": (lambda v: fz.ema(STEP, 0.5, name=v), {"a string"}),
     },
     "freeze": {
         "step": (lambda v: fz.freeze(v, "w"), {"a step"}),
@@ -330,6 +331,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "initial": (lambda v: fz.loss_scale(STEP, initial=v), {"an int"}),
         "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
         "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
+        "hysteresis": (lambda v: fz.loss_scale(STEP, hysteresis=v), {"an int"}),
     },
     "lookahead": {
         "step": (lambda v: fz.lookahead(v), {"a step"}),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import scenarios
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero as fz
 from fzero.comm import backend
-from fzero.testing import RankError, checked_collectives, run_ranks
+from fzero.testing import RankError, assert_trees_close, checked_collectives, run_ranks
 
 SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 BATCH = scenarios.vector_batches(1)[0]
@@ -63,6 +64,50 @@ def call_different_units(rank: int) -> str:
     step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
     state = step.init(params)
     return message_of(lambda: step(state, BATCH[0]))
+
+
+def skips(rank: int, stage: int, how: str) -> Any:
+    """Rank 1 has no image: it skips the tower, or does what the error says."""
+    _, params = scenarios.stack()
+    block = fz.unit(lambda p, x: x @ p["w"])
+
+    def loss(p: Any, x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        h = block(p["blocks"][0], x).square().mean()
+        if len(image) or how == "empty":
+            return h + block(p["blocks"][1], image).square().sum()
+        if how == "skipped":
+            return h
+        return h + 0 * block(p["blocks"][1], torch.zeros_like(x)).square().sum()
+
+    step = SHARDS[stage](fz.train_step(loss, fz.sgd(0.1)))
+    state, image = step.init(params), BATCH[0] if rank == 0 else BATCH[0][:0]
+    if how == "skipped":
+        return message_of(lambda: step(state, BATCH[0], image))
+    return fz.gather(step(state, BATCH[0], image)[0].params)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_rank_that_skips_a_unit_is_told_both_remedies(checked: bool) -> None:
+    said = on_processes(functools.partial(skips, stage=3, how="skipped"), 2, checked)
+    for text in said:
+        assert "A rank that has nothing for a unit" in text, text
+        assert "with empty inputs (x[:0]), or with a dummy, and adds its output times zero" in text, text
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["empty", "dummy"])
+def test_each_remedy_gives_the_numbers_of_a_skipped_unit(stage: int, how: str) -> None:
+    _, params = scenarios.stack()
+    x = BATCH[0]
+
+    def mean(p: Any) -> torch.Tensor:
+        first, second = (x @ p["blocks"][n]["w"] for n in (0, 1))
+        return first.square().mean() + second.square().sum() / 2  # over both ranks
+
+    grads = torch.func.grad(mean)(params)
+    want = optree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+    for found in run_ranks(functools.partial(skips, stage=stage, how=how), 2):
+        assert_trees_close(found, want, rtol=1e-10)
 
 
 def lonely_pullback(rank: int, stage: int) -> str:

@@ -279,3 +279,39 @@ def test_partition_mistakes() -> None:
         fz.chain(lambda g: g)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"chain: got no members"):
         fz.chain()
+
+
+def rates(count: int) -> float:
+    return 0.1 * (count + 1)
+
+
+def late(count: int) -> float:
+    return 0.1 if count == 0 else 0.7
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_metrics_name_the_rate_of_each_group(tensors: bool) -> None:
+    """By the same names in every update, also where rates happen to be equal; "lr" is the first pattern's."""
+    number: Any = torch.tensor if tensors else float
+    optimizer = fz.partition(
+        {
+            "head.*": fz.gradient_noise(0.0),  # which has no rate
+            "*.b": fz.adamw(late),
+            "blocks.0.*": fz.chain(fz.clip_by_global_norm(1.0), fz.sgd(rates)),
+            "*": fz.partition({"*.w": fz.lion(number(0.1))}),
+        }
+    )
+    loss, params = scenarios.stack(blocks=2, width=3)
+    step = fz.train_step(loss, optimizer)
+    state, batch = step.init(params), scenarios.vector_batches(1, width=3)[0]
+    for first, second in ((0.1, 0.1), (0.7, 0.2)):
+        state, metrics = step(state, *batch)
+        found = {name: float(value) for name, value in metrics.items() if name.startswith("lr")}
+        assert found == pytest.approx({"lr": first, "lr/*.b": first, "lr/blocks.0.*": second, "lr/*": 0.1})
+
+
+def test_metrics_of_one_group_are_its_own() -> None:
+    loss, params = scenarios.stack(blocks=2, width=3)
+    step = fz.train_step(loss, fz.partition({"*": fz.adamw(0.1)}))
+    _, metrics = step(step.init(params), *scenarios.vector_batches(1, width=3)[0])
+    assert [name for name in metrics if name.startswith("lr")] == ["lr"]

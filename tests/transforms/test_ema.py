@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,29 @@ def mapped(fn: Any, *trees: Any) -> Any:
     data=st.data(),
     chosen=strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS),
     world=st.integers(1, 3),
-    decay=st.sampled_from([0.0, 0.5, 0.9]),
+    decays=st.dictionaries(
+        st.sampled_from(["ema", "fast", "a.b"]), st.sampled_from([0.0, 0.5, 0.9]), min_size=1, max_size=3
+    ),
     policy=st.sampled_from([*POLICIES]),
     frozen=st.booleans(),
     away=st.booleans(),
 )
 def test_is_the_average_of_the_gathered_params(
-    data: Any, chosen: Any, world: int, decay: float, policy: str, frozen: bool, away: bool
+    data: Any, chosen: Any, world: int, decays: dict[str, float], policy: str, frozen: bool, away: bool
 ) -> None:
-    dtype, own = POLICIES[policy]
+    dtype, scheme = POLICIES[policy]
     chosen = chosen if dtype == F64 else [pair for pair in chosen if pair[0] != "autocast"]
     stacked, params = scenarios.stack(dtype=dtype)
-    place = data.draw(st.integers(0, len(chosen)))
 
     def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         like = p["head"]["w"].dtype
         return stacked(p, x.to(like), y.to(like)).to(dtype)
 
-    others = [*chosen[:place], ("ema", lambda step: fz.ema(step, decay)), *chosen[place:]]
-    step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2), own), others)
+    others = [*chosen]
+    for name, decay in decays.items():
+        own: Any = {} if name == "ema" else {"name": name}
+        others.insert(data.draw(st.integers(0, len(others))), (name, functools.partial(fz.ema, decay=decay, **own)))
+    step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2), scheme), others)
     step = fz.freeze(step, "blocks.0.*") if frozen else step
     step = fz.offload(step, moments="host") if away else step
 
@@ -61,11 +66,17 @@ def test_is_the_average_of_the_gathered_params(
     def rank_main(rank: int) -> None:
         batch = scenarios.vector_batches(world, dtype=dtype)[rank]
         state = step.init(params)
-        want = wide(fz.gather(state.params))
+        want = dict.fromkeys(decays, wide(fz.gather(state.params)))
         for _ in range(3):
             state, _ = step(state, *batch)
-            want = mapped(lambda a, p: decay * a + (1 - decay) * p, want, wide(fz.gather(state.params)))
-        average = state.extra["ema"]
+            now = wide(fz.gather(state.params))
+            for name, decay in decays.items():
+                want[name] = mapped(lambda a, p, decay=decay: decay * a + (1 - decay) * p, want[name], now)
+        for name in decays:
+            check(state, batch, name, want[name])
+
+    def check(state: fz.TrainState, batch: Any, name: str, want: Any) -> None:
+        average = state.extra[name]
         trained = [row.path for row in state.layout.rows if not row.frozen]
         assert is_sharded(average) and [*average] == trained
         assert {x.dtype for x in average.values()} == {dtype} and (not away or average.away)
@@ -75,6 +86,33 @@ def test_is_the_average_of_the_gathered_params(
         assert_trees_close(found, step.forward(step.init(want), *batch), rtol=1e-10 if dtype == F64 else 2e-2)
 
     run_ranks(rank_main, world)
+
+
+def test_a_second_average_is_a_thing_of_its_own(tmp_path: Path) -> None:
+    params, bare = {"w": torch.arange(5.0), "b": torch.ones(3)}, fz.train_step(losses, fz.adamw(0.1))
+    slow, fast = functools.partial(fz.ema, decay=0.9), functools.partial(fz.ema, decay=0.5, name="fast")
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fast(slow(bare)))
+        state, _ = step(step.init(params), torch.ones(5))
+        fz.save(tmp_path / "it", state)
+        again = fz.load(tmp_path / "it", fz.shard_zero1(slow(fast(bare))))
+        for name in ("ema", "fast"):
+            assert_trees_equal(fz.gather(again.extra[name]), fz.gather(state.extra[name]))
+        with pytest.raises(ValueError, match=r"keeps state.extra\['fast'\] of an ema, which the step does not"):
+            fz.load(tmp_path / "it", fz.shard_zero3(slow(bare)))
+        more = fz.convert(state, fz.shard_zero3(fz.ema(step, 0.0, name="more")))
+        assert_trees_equal(fz.gather(more.extra["more"]), fz.gather(state.params))
+        assert_trees_equal(fz.gather(more.extra["fast"]), fz.gather(state.extra["fast"]))
+
+    run_ranks(rank_main, 2)
+    assert len(fast(fast(bare)).extras) == 1
+    with pytest.raises(
+        ValueError, match=r"ema\(0.9, name='fast'\): this step already keeps state.extra\['fast'\], by ema"
+    ):
+        fz.ema(fast(bare), 0.9, name="fast")
+    with pytest.raises(ValueError, match=r"name 'loss' for an entry of state.extra, which is that of a metric"):
+        fz.ema(bare, 0.9, name="loss")
 
 
 def losses(p: Any, x: torch.Tensor) -> torch.Tensor:

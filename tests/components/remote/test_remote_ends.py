@@ -201,6 +201,7 @@ def _sent_with(send: Callable[[Any], None], early: bool, does: Callable[[], obje
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("on", ["threads", "processes"])
+@pytest.mark.usefixtures("terminal")
 def test_an_interrupt_while_a_call_is_sent_costs_nothing(
     on: str, early: bool, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
