@@ -14,6 +14,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
+from fzero.optim._late import need_own_counts
 from fzero.optim._tried import need_elements
 from fzero.state.checks import check_buffers, constants
 from fzero.state.init import check_tables, checksum
@@ -70,7 +71,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
         origin = _State(state, sums=moves and Everyone(axis).count > 1)
         need_same(old.axis, origin.copies(), "convert")
-        move = Move(origin, step, old.device, lossy)
+        move = Move(origin, step, old.device, lossy, state.step)
         layout = Layout.build(rows, axis.size, axis.place_on_tensor)
         check_tables(step, layout, axis, f"update {state.step}, lossy {lossy}")
         params = move.held(move.params(layout, axis, old.structure, None))
@@ -86,7 +87,9 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         extra = move.extra(extra)
         if CARRY in extra:  # of which each rank has its own
             extra[CARRY] = pytree.map(lambda x: old.axis.broadcast(x.clone(), "the carry"), extra[CARRY])
-        return TrainState(params, None, move.moments(moments), extra, state.step, state.seed, step.signature)
+        need_own_counts("convert", step.optimizer, moments, layout, move.begins(moments))
+        moments = move.moments(moments, layout)
+        return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
 
 def _need_together(axis: Axis, step: Spec) -> None:
@@ -135,8 +138,7 @@ class _State(Origin):
         return self._items[name].value.scale
 
     def value(self, name: str) -> object:
-        value = self._items[name].value
-        return value.value if isinstance(value, pytree.Count) else value
+        return self._items[name].value
 
 
 _Full = dict[int, list[torch.Tensor]]  # rank on the tensor axis -> the full parts of a group, of its slices

@@ -199,7 +199,10 @@ class _Checkpoint(Origin):
 
     def value(self, name: str) -> object:
         number = self.reader.number(name)
-        return self.reader.tensor(number) if self.kinds[name] == "tensor" else self.manifest.items[number].value
+        if self.kinds[name] == "tensor":
+            return self.reader.tensor(number)
+        value = self.manifest.items[number].value
+        return pytree.Count.of(value) if self.kinds[name] == "count" else value
 
 
 class _Tree:
