@@ -19,9 +19,10 @@ from fzero.optim._tried import need_elements
 from fzero.state.checks import check_buffers, constants
 from fzero.state.init import check_tables, checksum
 from fzero.state.items import CARRY, items_of
-from fzero.state.origin import Move, Origin, Source
+from fzero.state.origin import Move, Origin
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
+from fzero.state.source import Source
 from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout

@@ -206,14 +206,15 @@ class Count:
         return lambda path: paused[path] if path in paused else self.value - began.get(path, 0)
 
     @property
-    def said(self) -> Any:
+    def said(self) -> object:
         """All of it in numbers, strings and tuples; the number alone if no leaf has another one."""
         return (self.value, self.began, self.paused) if self.began or self.paused else self.value
 
     @staticmethod
-    def of(said: Any) -> Count:
+    def of(said: object) -> Count:
         """The count again, also of what JSON makes of `said`."""
-        if isinstance(said, int):
+        if not isinstance(said, (tuple, list)):
+            assert isinstance(said, int)
             return Count(said)
         value, *counted = said
         return Count(value, *[tuple([(path, number) for path, number in each]) for each in counted])

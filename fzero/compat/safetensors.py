@@ -23,8 +23,9 @@ from fzero.compat.names import Names, by_path, need_names, paths_of
 from fzero.compat.opened import Opened
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
-from fzero.state.origin import Origin, Source
+from fzero.state.origin import Origin
 from fzero.state.sharded import Sharded
+from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -33,7 +32,9 @@ def spans(count: pytree.Count, tree: Sharded, key: Key) -> Sequence[Span]:
     return known
 
 
-def by_counts(count: pytree.Count, update: Callable[..., tuple[Any, ...]], like: Any, *trees: Any) -> tuple[Any, ...]:
+def by_counts(
+    count: pytree.Count, update: Callable[..., tuple[object, ...]], like: object, *trees: object
+) -> tuple[object, ...]:
     """`update(number, like, *trees)`, trees like these, where `number` counts this update of the leaves in them.
 
     If leaves differ in that, it is called for lists of those parts that have the same number.
@@ -41,33 +42,41 @@ def by_counts(count: pytree.Count, update: Callable[..., tuple[Any, ...]], like:
     if not count.began:
         return update(count.value + 1, like, *trees)
     if isinstance(like, Sharded):
-        cuts = [(key, *span[1:]) for key in like.groups for span in spans(count, like, key) if span[1] < span[2]]
-        apart = lambda tree: [tree.local(key)[start:stop] for key, start, stop, _ in cuts]
-        numbers, spec = [count.value - began + 1 for *_, began in cuts], None
+        cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[1] < span[2]]
+        numbers = [count.value - span[3] + 1 for _, span in cuts]
     else:
-        apart, own = pytree.leaves, count.own()
-        paths, leaves, spec = pytree.named_leaves(like)
+        (paths, leaves, _), own, cuts = pytree.named_leaves(like), count.own(), []
         numbers = [own(path) + 1 for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
-    parts = [None if tree is None else apart(tree) for tree in (like, *trees)]
-    found = list[list[Any] | None]()
-    for number in dict.fromkeys(numbers):
-        places = [place for place, other in enumerate(numbers) if other == number]
-        made = update(number, *[None if part is None else [part[place] for place in places] for part in parts])
-        found = found or [None if part is None else [None] * len(numbers) for part in made]
-        for out, part in zip(found, made, strict=True):
-            for place, x in zip(places, part or (), strict=False):
-                assert out is not None
-                out[place] = x
 
-    def joined(out: list[Any] | None) -> Any:
-        if out is None:
+    def apart(tree: object) -> list[torch.Tensor] | None:
+        if isinstance(tree, Sharded):
+            return [tree.local(key)[span[1] : span[2]] for key, span in cuts]
+        return None if tree is None else pytree.leaves(tree)
+
+    def joined(parts: list[torch.Tensor] | None) -> object:
+        if parts is None:
             return None
-        if spec is not None:
-            rest = iter(out)
+        if not isinstance(like, Sharded):
+            rest = iter(parts)
             return pytree.map(lambda leaf: next(rest), like)
         buffers = dict[Key, list[torch.Tensor]]()
-        for (key, *_), x in zip(cuts, out, strict=True):
+        for (key, _), x in zip(cuts, parts, strict=True):
             buffers.setdefault(key, []).append(x)
         return like.with_buffers({key: torch.cat(own) for key, own in buffers.items()})
 
-    return tuple([joined(out) for out in found]) if found else update(count.value + 1, like, *trees)
+    parts, made = [apart(tree) for tree in (like, *trees)], dict[int, tuple[object, ...]]()
+    places = {number: [place for place, own in enumerate(numbers) if own == number] for number in numbers}
+    for number, own in places.items():
+        made[number] = update(number, *[None if part is None else [part[place] for place in own] for part in parts])
+    if not made:
+        return update(count.value + 1, like, *trees)
+    out = list[object]()
+    for each in zip(*made.values(), strict=True):
+        found = {
+            place: x
+            for own, part in zip(places.values(), each, strict=True)
+            if part is not None
+            for place, x in zip(own, part, strict=True)
+        }
+        out.append(joined([found[place] for place in range(len(numbers))] if found else None))
+    return tuple(out)

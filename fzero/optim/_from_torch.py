@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -276,7 +276,7 @@ class _Torch:
         new, others = count.next(), old.others
         differ = bool(count.began) and self.counting  # otherwise it is given one leaf, of which the others are
 
-        def stepped(number: int, grads: Any, *trees: object) -> tuple[object, ...]:
+        def stepped(number: int, grads: object, *trees: object) -> tuple[object, ...]:
             nonlocal others
             found = [list[torch.Tensor]() for _ in range(1 + len(self.names))]
             kept = self._others(old, number - 1) if differ else old.others
@@ -299,7 +299,7 @@ def _leaves(tree: object) -> list[torch.Tensor]:
     return [tree.local(key) for key in tree.groups] if isinstance(tree, Sharded) else pytree.leaves(tree)
 
 
-def _like(tree: Any, leaves: list[torch.Tensor]) -> object:
+def _like(tree: object, leaves: list[torch.Tensor]) -> object:
     if isinstance(tree, Sharded):
         return tree.with_buffers(dict(zip(tree.groups, leaves, strict=True)))
     return pytree.unflatten(pytree.flatten(tree)[1], leaves)

@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -19,7 +18,8 @@ from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
 from fzero.state.regrouped import keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded, part_names
-from fzero.state.sliced import Sliced, sliced_in
+from fzero.state.sliced import sliced_in
+from fzero.state.source import Source
 from fzero.state.whole import lies_in_slices
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
@@ -30,34 +30,6 @@ Extras = Sequence[tuple[str, str, bool]]  # of each entry of `state.extra`: name
 
 
 TREES = ("params", "signed", "nonnegative", "values")  # the kinds of items that are trees
-
-
-class Source(Protocol):
-    """The values of one tree, by the paths of its leaves."""
-
-    def format(self, path: str) -> Format | None:
-        """What a leaf is stored as; None where there is none."""
-        ...
-
-    def sliced(self, path: str) -> Sliced | None:
-        """How a leaf that there is is cut into slices; None where it is whole."""
-        ...
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
-
-        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
-        where it needs another one than that of its own number.
-
-        Args:
-            start: a multiple of 64 where elements share an entry of a part.
-            into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
-                returned without it has arrived.
-            rank: which slice.
-        """
-        ...
 
 
 class Origin:

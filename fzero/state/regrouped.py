@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero.formats.formats import ALIGN, Format, decode, encode, entries
 from fzero.state.sliced import Piece, Sliced, sliced_in
+from fzero.state.source import Source
 from fzero.table.layout import Layout, Slot
-
-if TYPE_CHECKING:
-    from fzero.state.origin import Source
 
 _AT_ONCE = 1 << 22  # elements
 
