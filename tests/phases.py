@@ -139,7 +139,13 @@ OPTIMIZERS: dict[str, tuple[fz.GradientTransformation, Callable[..., torch.optim
 
 
 def loss_and_params(dtype: torch.dtype = F64) -> tuple[Any, Any]:
-    return scenarios.stack(blocks=2, dtype=dtype)
+    stacked, params = scenarios.stack(blocks=2, dtype=dtype)
+
+    def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        like = p["head"]["w"].dtype
+        return stacked(p, x.to(like), y.to(like)).to(dtype)
+
+    return loss, params
 
 
 def batch(update: int, dtype: torch.dtype = F64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,9 +26,9 @@ def need_own_counts(
     Raises:
         ValueError: it is the user's own, or of `fz.from_torch`, and keeps numbers that are of all leaves.
     """
-    late = {slot.path for key in layout.keeping for slot in layout.groups[key].slots} | begins
-    for member, state in members_and_states(optimizer, moments) if late else ():
-        leaf = next((path for tree in trees_of(state) for path in tree if path in late), None)
+    keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
+    for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
+        leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
         if leaf is None or not (is_others(member.update) or not counts_alone(member)):
             continue
         names, nodes, _ = pytree.named_leaves(state, lambda x: is_sharded(x) or isinstance(x, pytree.Count))
@@ -38,9 +38,9 @@ def need_own_counts(
         )
         if number is not None:
             label = f" ({member.label(leaf)})" if member.label else ""
+            what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
             raise ValueError(
-                f"{who}: leaf {leaf!r} {'begins later than others' if leaf in begins else 'keeps its moments frozen'}, "
-                f"and the optimizer{label} has one number for all leaves in its state ({number!r}), such as a count; "
-                "expected one for each leaf. Give it leaf by leaf, as fz.whole(optimizer), from the run's beginning; "
-                "or let it keep trees like the params alone."
+                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} has one number for all leaves in its state "
+                f"({number!r}), such as a count; expected one for each leaf. Give it leaf by leaf, as "
+                "fz.whole(optimizer), from the run's beginning; or let it keep trees like the params alone."
             )

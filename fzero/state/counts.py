@@ -54,6 +54,7 @@ def with_kept_moments(new: object, old: object) -> object:
     def one(tree: object, before: object) -> object:
         if not (is_sharded(tree) and is_sharded(before) and before.layout.keeping):
             return tree
-        return tree.over({**before.only(before.layout.keeping).entries, **tree.entries})
+        every = tree.over({**tree.entries, **before.only(before.layout.keeping).entries})
+        return every.only(every.groups)  # in the order that they were in
 
     return map_trees(one, new, old)

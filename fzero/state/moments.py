@@ -31,7 +31,7 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
         without_memory: on the meta device, where the optimizer allows it.
     """
     layout = params.layout
-    template = params.only((*layout.trainable, *layout.keeping))
+    template = params.only([key for key, group in layout.groups.items() if group.row.moments])
     if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
