@@ -37,14 +37,18 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     it is, also into slices of other dims or over another number of ranks; otherwise values are decoded, and rounded to
     nearest.
 
+    A leaf that the step thaws begins with moments of zero and a count of its own, as in torch's optimizers; if it has
+    kept moments, both go on where they stopped. The run's count, which schedules go by, goes on.
+
     Args:
         state: of another step, without kept grads.
         step: whose policy, units, sharding or frozen leaves differ.
         lossy: whether values may be rounded; otherwise a leaf that would be is an error. Moments of a leaf that the
-            step freezes go in any case, as such leaves have none.
+            step freezes go in any case, unless it keeps them (`fz.freeze(step, pattern, keep_moments=True)`).
 
     Raises:
-        ValueError: something would be lost, and what; kept grads; moments of another optimizer; the step's ranks hold
+        ValueError: something would be lost, and what; kept grads; moments of another optimizer; a leaf that begins
+            later than others, with an optimizer of your own that has one count for all; the step's ranks hold
             different params; or the ranks give it steps over other ranks.
 
     Example:

@@ -45,8 +45,8 @@ def load(
 
     The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
     calls it; each reads what it needs, and holds that against its checksums: nothing damaged is loaded. A leaf that was
-    frozen and is not any more begins with moments of zero, at the count of updates that was saved; of one that the step
-    freezes the moments and kept grads stay behind.
+    frozen and is not any more begins with moments of zero, and counts its updates from there; if it has kept moments,
+    it goes on with them. Of a leaf that the step freezes, kept grads stay behind, and moments unless it keeps them.
 
     Args:
         path: of the folder that `fz.save` has written, or its URL.
