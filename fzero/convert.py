@@ -14,14 +14,16 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
+from fzero.optim._late import need_own_counts
 from fzero.optim._tried import need_elements
 from fzero.state.checks import check_buffers, constants
 from fzero.state.checksums import checksum
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
-from fzero.state.origin import Move, Origin, Source
+from fzero.state.origin import Move, Origin
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
+from fzero.state.source import Source
 from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
@@ -36,14 +38,18 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     it is, also into slices of other dims or over another number of ranks; otherwise values are decoded, and rounded to
     nearest.
 
+    A leaf that the step thaws begins with moments of zero and a count of its own, as in torch's optimizers; if it has
+    kept moments, both go on where they stopped. The run's count, which schedules go by, goes on.
+
     Args:
         state: of another step, without kept grads.
         step: whose policy, units, sharding or frozen leaves differ.
         lossy: whether values may be rounded; otherwise a leaf that would be is an error. Moments of a leaf that the
-            step freezes go in any case, as such leaves have none.
+            step freezes go in any case, unless it keeps them (`fz.freeze(step, pattern, keep_moments=True)`).
 
     Raises:
-        ValueError: something would be lost, and what; kept grads; moments of another optimizer; the step's ranks hold
+        ValueError: something would be lost, and what; kept grads; moments of another optimizer; a leaf that begins
+            later than others, with an optimizer of your own that has one count for all; the step's ranks hold
             different params; or the ranks give it steps over other ranks.
 
     Example:
@@ -71,7 +77,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
         origin = _State(state, sums=moves and Everyone(axis).count > 1)
         need_same(old.axis, origin.copies(), "convert")
-        move = Move(origin, step, old.device, lossy)
+        move = Move(origin, step, old.device, lossy, state.step)
         layout = Layout.build(rows, axis.size, axis.place_on_tensor)
         check_tables(step, layout, axis, f"update {state.step}, lossy {lossy}")
         params = move.held(move.params(layout, axis, old.structure, None))
@@ -87,7 +93,9 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         extra = move.extra(extra)
         if CARRY in extra:  # of which each rank has its own
             extra[CARRY] = pytree.map(lambda x: old.axis.broadcast(x.clone(), "the carry"), extra[CARRY])
-        return TrainState(params, None, move.moments(moments), extra, state.step, state.seed, step.signature)
+        need_own_counts("convert", step.optimizer, moments, layout, move.begins(moments))
+        moments = move.moments(moments, layout)
+        return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
 
 def _need_together(axis: Axis, step: Spec) -> None:
@@ -136,8 +144,7 @@ class _State(Origin):
         return self._items[name].value.scale
 
     def value(self, name: str) -> object:
-        value = self._items[name].value
-        return value.value if isinstance(value, pytree.Count) else value
+        return self._items[name].value
 
 
 _Full = dict[int, list[torch.Tensor]]  # rank on the tensor axis -> the full parts of a group, of its slices

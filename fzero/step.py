@@ -18,6 +18,7 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
+from fzero.optim._late import need_own_counts
 from fzero.optim._tried import need_elements
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_state, taken_grads
@@ -72,6 +73,7 @@ class Step(Spec):
         with as_found(), private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
             need_elements("step.init", self.optimizer, state.params)
+            need_own_counts("step.init", self.optimizer, state.moments, state.layout)
             warn_where_slow(state)
             return state
 

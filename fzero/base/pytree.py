@@ -179,14 +179,49 @@ class Unseen:
         return hash(Unseen)
 
 
+Counted = tuple[tuple[str, int], ...]  # paths of leaves, each with a number
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Count:
-    """A number that travels in a pytree without being a leaf of it."""
+    """How many updates an optimizer has applied: numbers that travel in a pytree without being leaves of it.
+
+    Attributes:
+        value: the run's updates, which schedules go by.
+        began: the leaves that train and began later than the run, each with the run's count at which its own was zero.
+        paused: the frozen leaves that keep their moments, each with its own count.
+    """
 
     value: int
+    began: Counted = ()
+    paused: Counted = ()
+
+    def next(self) -> Count:
+        """The count after one more update."""
+        return Count(self.value + 1, self.began, self.paused)
+
+    def own(self) -> Callable[[str], int]:
+        """Path of a leaf -> how many updates it has seen, of which its bias correction goes."""
+        began, paused = dict(self.began), dict(self.paused)
+        return lambda path: paused[path] if path in paused else self.value - began.get(path, 0)
+
+    @property
+    def said(self) -> object:
+        """All of it in numbers, strings and tuples; the number alone if no leaf has another one."""
+        return (self.value, self.began, self.paused) if self.began or self.paused else self.value
+
+    @staticmethod
+    def of(said: object) -> Count:
+        """The count again, also of what JSON makes of `said`."""
+        if not isinstance(said, (tuple, list)):
+            assert isinstance(said, int)
+            return Count(said)
+        value, *counted = said
+        return Count(value, *[tuple([(path, number) for path, number in each]) for each in counted])
 
     def __repr__(self) -> str:
-        return f"Count({self.value})"
+        named = zip(("began", "paused"), (self.began, self.paused), strict=True)
+        return f"Count({', '.join([str(self.value), *[f'{name}={dict(own)}' for name, own in named if own]])})"
 
 
-register(Count, lambda node: ((), Unseen(node.value)), lambda metadata, _: Count(metadata.value))
+register(Count, lambda node: ((), Unseen(node.said)), lambda metadata, _: Count.of(metadata.value))

@@ -15,9 +15,11 @@ from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
+from fzero.optim._late import need_own_counts
 from fzero.optim._tried import need_elements
 from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin
+from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
@@ -64,7 +66,7 @@ def filled(
     taken = sorted(choice.taken) if choice.partial else "all leaves"
     anew = "all but the params anew" if count is None else f"update {count}"
     check_tables(step, choice.layout, axis, f"seed {seed}, {anew}, lossy {wanted.lossy}, of {taken}")
-    move = Move(origin, step, choice.device, wanted.lossy, choice.taken)
+    move = Move(origin, step, choice.device, wanted.lossy, count or 0, choice.taken)
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base))
     params = move.held(params)
@@ -72,7 +74,12 @@ def filled(
     moments, extra = move.begun(params, overwritten=count is not None and not choice.partial)
     grads = None
     if count is not None:
-        rest = lambda: (move.moments(moments), move.extra(extra), move.grads(params))
+
+        def rest() -> tuple[object, dict[str, object], Sharded | None]:
+            own = move.moments(moments, choice.layout)
+            need_own_counts("load", step.optimizer, own, choice.layout, move.begins(own))
+            return own, move.extra(extra), move.grads(params)
+
         moments, extra, grads = agreed(axis, rest)
     return TrainState(params, grads, moments, extra, count or 0, seed, step.signature)
 

@@ -23,8 +23,9 @@ from fzero.checkpoint.together import read_together
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
-from fzero.state.origin import Origin, Source
+from fzero.state.origin import Origin
 from fzero.state.sliced import Sliced
+from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
@@ -44,8 +45,8 @@ def load(
 
     The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
     calls it; each reads what it needs, and holds that against its checksums: nothing damaged is loaded. A leaf that was
-    frozen and is not any more begins with moments of zero, at the count of updates that was saved; of one that the step
-    freezes the moments and kept grads stay behind.
+    frozen and is not any more begins with moments of zero, and counts its updates from there; if it has kept moments,
+    it goes on with them. Of a leaf that the step freezes, kept grads stay behind, and moments unless it keeps them.
 
     Args:
         path: of the folder that `fz.save` has written, or its URL.
@@ -199,7 +200,10 @@ class _Checkpoint(Origin):
 
     def value(self, name: str) -> object:
         number = self.reader.number(name)
-        return self.reader.tensor(number) if self.kinds[name] == "tensor" else self.manifest.items[number].value
+        if self.kinds[name] == "tensor":
+            return self.reader.tensor(number)
+        value = self.manifest.items[number].value
+        return pytree.Count.of(value) if self.kinds[name] == "count" else value
 
 
 class _Tree:

@@ -18,8 +18,9 @@ from fzero.checkpoint.folder import NAME, is_url
 from fzero.checkpoint.places import folder_at
 from fzero.state.sliced import Sliced
 
-# 2 has no slices of leaves, 3 no complex tensors, 4 none in 8 bits and of whole numbers without a sign
-FORMAT, VERSION, READ = "fzero checkpoint", 5, (2, 3, 4, 5)
+# 2 has no slices of leaves, 3 no complex tensors, 4 none in 8 bits and of whole numbers without a sign, 5 one number of
+# updates for all leaves
+FORMAT, VERSION, READ = "fzero checkpoint", 6, (2, 3, 4, 5, 6)
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -113,7 +114,7 @@ class Kept:
         kind: "params", "signed", "nonnegative" or "values" of a tree; "tensor", "count" or "number".
         formats: of a tree, leaf number -> the name of the format that it is stored in.
         scale: what the values of a tree are multiplied by.
-        value: of a number; of a tensor its dtype and shape.
+        value: of a number; of a count what `Count.said` has; of a tensor its dtype and shape.
     """
 
     name: str

@@ -135,7 +135,7 @@ class Snapshot:
                 self.tensors[number] = as_filed(value)
                 value = [CODES_OF_TENSORS[value.dtype], list(value.shape)]
             elif isinstance(value, pytree.Count):
-                value = value.value
+                value = value.said
             self.kept.append(Kept(name, kind, forms, scale, value))
 
     def shared(self) -> dict[str, str]:

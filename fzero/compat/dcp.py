@@ -26,7 +26,8 @@ from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
 from fzero.state.items import Item
-from fzero.state.origin import TREES, Origin, Source
+from fzero.state.origin import TREES, Origin
+from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
@@ -328,7 +329,7 @@ class _Tree:
                 return None
             raise ValueError(
                 f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
-                "every leaf that the step trains. Freeze the leaf, or say optim=None to begin the moments anew."
+                "every leaf with moments in the step. Freeze it without them, or say optim=None to begin them anew."
             )
         name, expected = self._names[path], self._origin.shape(self._origin.params[path])
         if (dtype := self._origin.dtype(name)) not in _FLOATS:

@@ -21,7 +21,8 @@ from fzero.compat.partitions import Saved, Spread, saved
 from fzero.compat.pickles import verify
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.items import Item
-from fzero.state.origin import TREES, Origin, Source
+from fzero.state.origin import TREES, Origin
+from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step

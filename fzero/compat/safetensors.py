@@ -27,8 +27,9 @@ from fzero.compat.opened import Opened
 from fzero.compat.ties import Tie, need_same_values, ties_of, untied
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
-from fzero.state.origin import Origin, Source
+from fzero.state.origin import Origin
 from fzero.state.sharded import Sharded
+from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step

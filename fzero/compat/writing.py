@@ -78,8 +78,11 @@ class Writing:
                 "expected one number of at most 2**24: torch's checkpoints have the optimizer's alone, in float32. Say "
                 "optim=None to leave the moments out, or use fz.save."
             )
+        every = [item.value for item in items if item.kind == "count"]
+        began, paused = dict([x for own in every for x in own.began]), dict([x for own in every for x in own.paused])
         for path in state.params if optim is not None else ():
-            self._one(path, functools.partial(names, word="step"), torch.tensor(float(count), device="cpu"))
+            own = paused.get(path, count - began.get(path, 0))
+            self._one(path, functools.partial(names, word="step"), torch.tensor(float(own), device="cpu"))
         self._planner = Save(self._pieces, self.known, self._slices)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
         self._writer: Writer | None = None

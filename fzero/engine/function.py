@@ -209,7 +209,8 @@ def call_function(
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
-    form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)))
+    # of a state that was converted other groups are called, and other leaves are differentiated
+    form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
     stored = all_of(state.params)
     storages = {storage_of(buffer) for buffer, _ in stored}

@@ -79,6 +79,16 @@ class Counters:
         run = torch.searchsorted(table[:, 0].contiguous(), out, right=True).sub_(1)
         return out.sub_(table[run, 0]).mul_(table[run, 2]).add_(table[run, 1])
 
+    def cut(self, start: int, stop: int) -> Counters:
+        """Those of a part of the buffer, from start to stop: multiples of 64 that cut no run of elements apart."""
+        begin, end = start // ALIGN, min(stop // ALIGN, self.count)
+        before = [own for own in self.runs if own[0] <= begin]
+        runs = [(0, _signed(at + (begin - first) * rise), rise) for first, at, rise in before[-1:]]
+        runs += [(first - begin, at, rise) for first, at, rise in self.runs if begin < first < end]
+        inside = [own for own in self.scattered if start <= own.start < stop]
+        moved = [own._replace(start=own.start - start, stop=own.stop - start) for own in inside]
+        return Counters(tuple(runs), max(0, end - begin), tuple(moved))
+
     @cached_property
     def table(self) -> torch.Tensor:
         """int32[runs + 1, 3], with an end that no block reaches: what a kernel counts by."""

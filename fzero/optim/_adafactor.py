@@ -92,7 +92,7 @@ class _Adafactor:
         self, grads: dict[str, torch.Tensor], old: AdafactorState, params: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], AdafactorState]:
         ((path, g),), (p,) = grads.items(), params.values()
-        now, count = rate(self.lr, old.count.value), old.count.value + 1
+        now, count = rate(self.lr, old.count.value), old.count.own()(path) + 1
         first = torch.finfo(p.dtype).eps if self.first is None else self.first
         new, most = count**self.beta2_decay, 1.0 / count**0.5
         step = now.clamp(max=most) if isinstance(now, torch.Tensor) else min(now, most)
@@ -108,7 +108,7 @@ class _Adafactor:
         u = g * v.clamp(min=first * first).rsqrt()
         update = -step / (_rms(u) / self.d).clamp(min=1.0) * u
         update = less(update, now * self.weight_decay, p)
-        return {path: update}, AdafactorState(pytree.Count(count), rows, columns, elements)
+        return {path: update}, AdafactorState(old.count.next(), rows, columns, elements)
 
     def metrics(self, old: AdafactorState) -> dict[str, Number]:
         return {"lr": rate(self.lr, old.count.value)}

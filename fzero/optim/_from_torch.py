@@ -16,10 +16,10 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
 from fzero.base.random import Seeds, seeded
+from fzero.optim._counts import by_counts
 from fzero.optim._whole import whole
 from fzero.optim.base import known, rate, zeros_of
 from fzero.state.sharded import Sharded
-from fzero.table.layout import Key
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -89,7 +89,7 @@ def from_torch(
         kept = own.of_elements() if _is_torchs(optimizer) else None
     if kept is None:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
-    own = dataclasses.replace(own, names=kept[0], others=kept[1])
+    own = dataclasses.replace(own, names=kept[0], others=kept[1], counting=kept[2])
     return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True)
 
 
@@ -100,6 +100,7 @@ class _Torch:
     options: tuple[tuple[str, object], ...]
     names: tuple[str, ...] = ()  # of what it keeps of each element
     others: tuple[tuple[str, object], ...] = ()  # what else it keeps: a dtype for a 0-d tensor, or a number
+    counting: bool = False  # whether all of that counts the steps
     flags: tuple[tuple[str, bool], ...] = ()  # what a first step sets, and no later one changes
 
     def label(self, path: str) -> str:
@@ -216,8 +217,8 @@ class _Torch:
                 found[:] = [self.step(_RATE, p, g, state) for (p, state), g in zip(found, each, strict=True)]
         return found
 
-    def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...]] | None:
-        """What it keeps of each element and otherwise; None where it does not treat elements alone."""
+    def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...], bool] | None:
+        """What it keeps of each element and otherwise, and whether that counts; None if it does not treat elements."""
         made = torch.Generator(device="cpu").manual_seed(0)
         p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
         ((together, kept),) = self._anew([p], [grads])
@@ -232,7 +233,9 @@ class _Torch:
         others = {name: x for name, x in state.items() if name not in names}
         if not torch.allclose(together, apart, rtol=1e-12, atol=1e-14) or not all(map(_is_number, others.values())):
             return None
-        return names, tuple([(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in others.items()])
+        ((_, first),) = self._anew([p], [grads[:1]])
+        counting = all(x == 2 and (first or {}).get(name) == 1 for name, x in others.items())
+        return names, tuple([(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in others.items()]), counting
 
     # ---- whole leaves
 
@@ -252,9 +255,9 @@ class _Torch:
         self, grads: Mapping[str, torch.Tensor], old: TorchState, params: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], TorchState]:
         ((path, g),), (p,) = grads.items(), params.values()
-        now, count = known(rate(self.lr, old.count.value)), old.count.value
-        stepped, state = self.step(now, p, g, old.others if count else None)
-        return {path: stepped - p}, TorchState(pytree.Count(count + 1), {}, state)
+        now = known(rate(self.lr, old.count.value))
+        stepped, state = self.step(now, p, g, old.others if old.count.own()(path) else None)
+        return {path: stepped - p}, TorchState(old.count.next(), {}, state)
 
     # ---- elements alone
 
@@ -264,34 +267,48 @@ class _Torch:
         }
         return TorchState(pytree.Count(0), {name: zeros_of(params) for name in self.names}, others)
 
-    def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
-        now = known(rate(self.lr, old.count.value))
-        new = pytree.Count(old.count.value + 1)
-        if isinstance(grads, Sharded) and isinstance(params, Sharded):
-            keys = list(grads.groups)
-            leaves = [(params.local(key), grads.local(key)) for key in keys]
-            trees = {n: [t.local(key) for key in keys] for n, t in old.trees.items() if isinstance(t, Sharded)}
-        else:
-            keys, leaves = [], list(zip(*map(pytree.leaves, (params, grads)), strict=True))
-            trees = {name: pytree.leaves(tree) for name, tree in old.trees.items()}
-        updates, found, others = list[torch.Tensor](), {name: list[torch.Tensor]() for name in self.names}, old.others
-        for place, (p, g) in enumerate(leaves):
-            own = {name: each[place].to(p.dtype) for name, each in trees.items()}  # moments may be narrower than it
-            stepped, state = self.step(now, p, g, {**old.others, **own} if old.count.value else None)
-            updates.append(stepped - p)
-            for name in self.names:
-                x = state.pop(name)
-                assert isinstance(x, torch.Tensor)
-                found[name].append(x)
-            others = state  # which is the same of all
-        made = {name: self._like(grads, keys, each) for name, each in found.items()}
-        return self._like(grads, keys, updates), TorchState(new, made, others)
+    def _others(self, old: TorchState, count: int) -> dict[str, object]:
+        """What it keeps besides of leaves that have seen so many updates, of which some differ."""
+        return {k: torch.full_like(x, count) if isinstance(x, torch.Tensor) else count for k, x in old.others.items()}
 
-    @staticmethod
-    def _like(grads: object, keys: list[Key], leaves: list[torch.Tensor]) -> object:
-        if isinstance(grads, Sharded):
-            return grads.with_buffers(dict(zip(keys, leaves, strict=True)))
-        return pytree.unflatten(pytree.flatten(grads)[1], leaves)
+    def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
+        now, count = known(rate(self.lr, old.count.value)), old.count
+        new, others = count.next(), old.others
+        differ = bool(count.began) and self.counting  # otherwise it is given one leaf, of which the others are
+
+        def stepped(number: int, grads: object, *trees: object) -> tuple[object, ...]:
+            nonlocal others
+            found = [list[torch.Tensor]() for _ in range(1 + len(self.names))]
+            kept = self._others(old, number - 1) if differ else old.others
+            for g, p, *own in zip(*map(_leaves, (grads, *trees)), strict=True):
+                # moments may be narrower than params
+                state = {**kept, **{name: x.to(p.dtype) for name, x in zip(self.names, own, strict=True)}}
+                to, others = self.step(now, p, g, state if number > 1 else None)
+                made = [to - p, *[others.pop(name) for name in self.names]]
+                for out, x in zip(found, made, strict=True):
+                    assert isinstance(x, torch.Tensor)
+                    out.append(x)
+            return tuple([_like(grads, out) for out in found])
+
+        updates, *moments = by_counts(count, stepped, grads, params, *[old.trees[name] for name in self.names])
+        others = self._others(old, new.value) if differ else others  # which are the same of all
+        return updates, TorchState(new, dict(zip(self.names, moments, strict=True)), others)
+
+
+def _leaves(tree: object) -> list[torch.Tensor]:
+    return [tree.local(key) for key in tree.groups] if isinstance(tree, Sharded) else pytree.leaves(tree)
+
+
+def _like(tree: object, leaves: list[torch.Tensor]) -> object:
+    if isinstance(tree, Sharded):
+        return tree.with_buffers(dict(zip(tree.groups, leaves, strict=True)))
+    return pytree.unflatten(pytree.flatten(tree)[1], leaves)
+
+
+def counts_alone(optimizer: GradientTransformation) -> bool:
+    """Tells whether one of `from_torch`, or any other, keeps no number of all leaves that is not their count."""
+    own = getattr(optimizer.update, "__self__", None)
+    return not isinstance(own, _Torch) or own.counting or not own.others
 
 
 def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:

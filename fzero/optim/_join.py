@@ -67,6 +67,16 @@ def members_of(optimizer: GradientTransformation) -> list[GradientTransformation
     return [optimizer] if joined is None else [each for member in joined for each in members_of(member)]
 
 
+def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
+    """Those, each with its part of the state."""
+    own = getattr(optimizer.update, "__self__", None)
+    if isinstance(own, _Chain) and isinstance(state, tuple):
+        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
+    if isinstance(own, _Partition) and isinstance(state, dict):
+        return [each for pattern, m in own.table.items() for each in members_and_states(m, state[pattern])]
+    return [(optimizer, state)]
+
+
 def members_with(optimizer: GradientTransformation, params: Sharded) -> list[tuple[GradientTransformation, Sharded]]:
     """Those, each with the params that it is given."""
     own = getattr(optimizer.update, "__self__", None)

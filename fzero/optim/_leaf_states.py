@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Sequence
 
@@ -12,8 +13,7 @@ from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
 from fzero.state.checksums import checksum
-
-LARGE = 1 << 16  # elements of a vector whose state is cut, too
+from fzero.state.whole import lies_in_slices
 
 
 class Place:
@@ -63,12 +63,8 @@ def flat(state: object) -> tuple[list[object], pytree.Spec]:
 
 
 def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
-    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large.
-
-    A matrix of one row or column is a vector, whose factors would be of its shape: slices are kept for all leaves.
-    """
-    vector = leaf.ndim < 2 or min(leaf.shape[-2:]) <= 1
-    if vector and leaf.numel() < LARGE:
+    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large."""
+    if not lies_in_slices(leaf.shape):
         return []
     found = [(i, x) for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return [i for i, x in found if x.shape == leaf.shape]
@@ -145,7 +141,7 @@ def with_others(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence
         if isinstance(x, torch.Tensor):
             entries[i] = next(left)
         elif isinstance(x, pytree.Count):
-            entries[i] = pytree.Count(int(next(told)))
+            entries[i] = dataclasses.replace(x, value=int(next(told)))
         elif isinstance(x, (int, float)):
             entries[i] = next(told)
     return pytree.unflatten(spec, entries)

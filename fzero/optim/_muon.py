@@ -162,7 +162,7 @@ class _Muon:
         return MuonState(pytree.Count(0), zeros_like(params))
 
     def update(self, grads: object, old: MuonState, params: object, **extra: object) -> tuple[object, MuonState]:
-        now, new = rate(self.lr, old.count.value), pytree.Count(old.count.value + 1)
+        now, new = rate(self.lr, old.count.value), old.count.next()
         of_leaf = functools.partial(self._of_leaf, now)
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
             pairs = [of_leaf(*each) for each in zip(*map(pytree.leaves, (grads, params, old.momentum)), strict=True)]
@@ -199,7 +199,7 @@ class _Muon:
         return empty.with_buffers({key: own.local(key) for own in updates for key in own.groups}), old
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
-        return MuonState(pytree.Count(old.count.value + 1), old.momentum)
+        return MuonState(old.count.next(), old.momentum)
 
     def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
         return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]

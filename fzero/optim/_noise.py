@@ -67,7 +67,7 @@ def _noisy(
     eta: Number, gamma: Number, seed: int, grads: object, state: NoiseState, params: object = None, **extra: object
 ) -> tuple[object, NoiseState]:
     count = state.count.value
-    size, new = _deviation(eta, gamma, count), NoiseState(pytree.Count(count + 1))
+    size, new = _deviation(eta, gamma, count), NoiseState(state.count.next())
     if not isinstance(grads, Sharded):
         names, leaves, spec = pytree.named_leaves(grads)
         draw = Draw(Seeds(0, seed).next(), count)

@@ -243,7 +243,7 @@ class _Whole:
             own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to
             found = {n: self.optimizer.update({n: g}, copied(old.rest[n]), {n: p}) for n, g, p in own}
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
-            return updates, WholeState((), {name: found[name][1] for name in names})
+            return updates, WholeState((), _counted(old, {name: found[name][1] for name in names}))
         if not is_transformed():
             made = run_all([self._slices(params, grads, old, key) for key in grads.groups], AHEAD)
             buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
@@ -256,7 +256,7 @@ class _Whole:
 
     def _everywhere(self, grads: Sharded, old: WholeState, params: Sharded) -> tuple[Sharded, WholeState]:
         """The same on every rank, as a transform may go on through it."""
-        rest, seed = dict(old.rest), _seed_of(params)
+        rest, seed = {path: old.rest[path] for path in grads}, _seed_of(params)
 
         def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             g, p, *state = leaves
@@ -264,7 +264,7 @@ class _Whole:
             return [update, *new]
 
         updates, *trees = on_every_rank((grads, params, *old.trees), one)
-        return updates, WholeState(tuple(trees), rest)
+        return updates, WholeState(tuple(trees), _counted(old, rest))
 
     def fused(self, params: object, grads: Sharded, old: WholeState) -> object:
         return fused_of(self, params, grads, old)
@@ -344,7 +344,7 @@ class _Whole:
 
     def _told(self, params: Sharded, old: WholeState, parts: Sequence[_Part]) -> dict[str, object]:
         """The rest of all leaves' states, each from its owner; what failed on one rank is raised on all."""
-        axis, rest = params.axis, dict(old.rest)
+        axis, rest = params.axis, {path: old.rest[path] for path in params}
         for part in parts:
             rest |= part.rest
         cut = [key for key in params.groups if params.axis_of(key).size > 1]
@@ -356,7 +356,14 @@ class _Whole:
         for (rank, slot), x in zip(slots, tensors, strict=True):
             if rank != axis.rank:
                 rest[slot.path] = with_others(rest[slot.path], x, numbers[rank][slot.path])
-        return rest
+        return _counted(old, rest)
+
+
+def _counted(old: WholeState, rest: Mapping[str, object]) -> dict[str, object]:
+    """The states of all leaves after an update of some: the others are frozen, and count the run's updates on."""
+    is_count = lambda x: isinstance(x, pytree.Count)
+    own = lambda state: pytree.map(lambda x: x.next() if is_count(x) else x, state, is_leaf=is_count)
+    return {path: rest[path] if path in rest else own(state) for path, state in old.rest.items()}
 
 
 Numbers = dict[str, list[float]]  # path -> those of a leaf's state

@@ -20,6 +20,7 @@ from fzero.base.rebound import is_others, rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
+from fzero.optim._counts import by_counts, spans
 from fzero.optim._measured import measuring
 from fzero.optim._returned import need_params, returned, versions
 from fzero.state.entered import cuts, entered
@@ -168,13 +169,13 @@ class Elementwise:
         return grads.with_buffers(updates), self.state(new[0], *trees)
 
     def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
-        now, count = rate(self.lr, old[0].value), old[0].value + 1
+        now = rate(self.lr, old[0].value)
         if is_some(self.coupled):
             grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
-        updates, *moments = self.direction(now, count, grads, *old[1:])
+        updates, *moments = by_counts(old[0], functools.partial(self.direction, now), grads, *old[1:])
         if is_some(self.decoupled):
             updates = pytree.map(lambda u, p: less(u, now * self.decoupled, p), updates, params)
-        return updates, self.state(pytree.Count(count), *moments)
+        return updates, self.state(old[0].next(), *moments)
 
     def fused(self, params: object, grads: Sharded, old: Kept) -> Kept:
         if not isinstance(params, Sharded):
@@ -184,9 +185,13 @@ class Elementwise:
             return self.state(new[0], *old[1:])
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
-        now, count = known(rate(self.lr, old[0].value)), old[0].value + 1
-        one = functools.partial(self.kernel, now, count) if self.kernel else None
-        numbers, draw = (1.0 / grads.scale, *self.hyper(now, count)), params.draw or Draw(0, 0)
+        now, draw = known(rate(self.lr, old[0].value)), params.draw or Draw(0, 0)
+
+        @functools.cache
+        def of_count(count: int) -> tuple[tuple[float, ...], Callable[..., None] | None]:
+            one = functools.partial(self.kernel, now, count) if self.kernel else None
+            return (1.0 / grads.scale, *self.hyper(now, count)), one
+
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
         fields = getattr(old, "_fields", ("",) * len(old))
         names = [name for name, tree in zip(fields, old, strict=True) if isinstance(tree, Sharded)]
@@ -194,10 +199,17 @@ class Elementwise:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
-            compiled = key.unit in draw.compiled
-            with measuring(draw.squares, params, key, ("params", "updates", *names)) as measure:
-                run(self.formula, numbers, stored, grads.local(key), counters, compiled, one, self.generated, measure)
-        return self.state(pytree.Count(count), *old[1:])
+            compiled, g = key.unit in draw.compiled, grads.local(key)
+            for slots, start, stop, began in spans(old[0], params, key):
+                numbers, one = of_count(old[0].value - began + 1)
+                own, its, drawn = stored, g, counters
+                if stop - start < g.numel():
+                    own, its = [x.cut(start, stop) for x in stored], g[start:stop]
+                    drawn = counters.cut(start, stop)
+                with measuring(draw.squares, params, key, ("params", "updates", *names), slots, start) as measure:
+                    if its.numel():
+                        run(self.formula, numbers, own, its, drawn, compiled, one, self.generated, measure)
+        return self.state(old[0].next(), *old[1:])
 
     def label(self, path: str) -> str:
         return self.name

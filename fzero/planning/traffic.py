@@ -149,8 +149,8 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
             row = tree.layout.groups[key].row
             assert row.moments
             memory = name_of(row.moments.memory)
-            moves = int(memory == DISK or (memory == HOST and key not in there))
-            copies = not (written and step.donates)
+            moves = int(not row.frozen and (memory == DISK or (memory == HOST and key not in there)))
+            copies = not (row.frozen or (written and step.donates))
             out.append(Piece("moments", key.unit, memory, (buffer.nbytes,), moves, moves, copies))
     return out
 

@@ -6,6 +6,7 @@ from fzero.base.arguments import named
 from fzero.state.checks import check_buffers, entries_of
 from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
+from fzero.table.rows import FROZEN
 from fzero.table.spec import Spec, need_step
 
 
@@ -48,7 +49,7 @@ def check_optimizer(step: Spec, state: TrainState) -> None:
     for group in state.layout.groups.values():
         row = group.row
         ours = step.label(row.path)
-        if not row.frozen and row.optimizer != ours:
+        if row.moments is not None and row.optimizer.removeprefix(f"{FROZEN}, ") != ours:
             raise ValueError(
                 f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
                 f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."

@@ -60,7 +60,16 @@ def escaped(key: str) -> str:
 
 def entry_of(item: str) -> str:
     """The entry of `state.extra` that an item belongs to: of "extra.ema.mean" it is "ema"."""
-    return item.split(".")[1].replace("%2E", ".").replace("%25", "%") if item.startswith("extra.") else ""
+    return _unescaped(item.split(".")[1]) if item.startswith("extra.") else ""
+
+
+def leaf_of(item: str) -> str:
+    """The leaf that items of moments are of, by what their names begin with (`of_one_leaf`)."""
+    return _unescaped(item.rpartition(".")[2])
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("%2E", ".").replace("%25", "%")
 
 
 def of_one_leaf(items: Iterable[str]) -> dict[str, str]:
@@ -72,10 +81,10 @@ def of_one_leaf(items: Iterable[str]) -> dict[str, str]:
 
 def items_in(name: str, tree: object) -> list[Item]:
     """The items of the moments or of an entry of `state.extra`."""
-    paths, nodes, _ = pytree.named_leaves(tree, _is_item, escaped)
+    paths, nodes, _ = pytree.named_leaves(tree, is_item, escaped)
     items = [Item(f"{name}.{path}".removesuffix("."), node) for path, node in zip(paths, nodes, strict=True)]
     for item in items:
-        if not (_is_item(item.value) or isinstance(item.value, (torch.Tensor, *NUMBERS))):
+        if not (is_item(item.value) or isinstance(item.value, (torch.Tensor, *NUMBERS))):
             raise TypeError(
                 f"state.{item.name}: got {named(item.value)}, expected a tensor, a number, a str or None: nothing else "
                 "is kept in a checkpoint."
@@ -85,9 +94,9 @@ def items_in(name: str, tree: object) -> list[Item]:
 
 def refilled(name: str, tree: object, value_of: Callable[[Item], object]) -> Any:
     """The moments or an entry of `state.extra` with other values in the same places."""
-    _, spec = pytree.flatten(tree, is_leaf=_is_item)
+    _, spec = pytree.flatten(tree, is_leaf=is_item)
     return pytree.unflatten(spec, [value_of(item) for item in items_in(name, tree)])
 
 
-def _is_item(node: object) -> bool:
+def is_item(node: object) -> bool:
     return is_sharded(node) or isinstance(node, pytree.Count)

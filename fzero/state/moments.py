@@ -12,6 +12,7 @@ from fzero.base.arguments import named
 from fzero.base.rebound import is_others
 from fzero.formats.formats import zeros
 from fzero.kernels.onepass import math_dtype
+from fzero.state.counts import counted
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
 from fzero.stores.away import Buffer
@@ -24,12 +25,13 @@ Tree = TypeVar("Tree")
 
 
 def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> object:
-    """The optimizer's state for the trainable leaves, in the table's formats.
+    """The optimizer's state for the leaves that have moments, in the table's formats.
 
     Args:
         without_memory: on the meta device, where the optimizer allows it.
     """
-    template = params.only(params.layout.trainable)
+    layout = params.layout
+    template = params.only([key for key, group in layout.groups.items() if group.row.moments])
     if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
@@ -44,7 +46,8 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
                 "by shapes and dtypes, or begin one leaf at a time: fz.whole(optimizer)."
             )
         raise
-    return placed_moments(to_moment_dtype(moments))
+    moments = placed_moments(to_moment_dtype(moments))
+    return counted(moments, layout, lambda item, path: False) if layout.keeping else moments
 
 
 def begun(optimizer: GradientTransformation, params: object) -> object:

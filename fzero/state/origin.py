@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from fzero.base import pytree
 from fzero.comm.axis import Axis
-from fzero.formats.formats import ALIGN, Format, decode, encode, entries, zeros
-from fzero.state.items import Item, entry_of, escaped, items_in, of_one_leaf, refilled
+from fzero.formats.formats import Format, decode, encode, entries, zeros
+from fzero.state.counts import counted
+from fzero.state.items import Item, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
-from fzero.state.regrouped import Regrouping
+from fzero.state.regrouped import keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded, part_names
-from fzero.state.sliced import Sliced, sliced_in
+from fzero.state.sliced import sliced_in
+from fzero.state.source import Source
+from fzero.state.whole import lies_in_slices
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key, Layout, Slot
@@ -29,34 +30,6 @@ Extras = Sequence[tuple[str, str, bool]]  # of each entry of `state.extra`: name
 
 
 TREES = ("params", "signed", "nonnegative", "values")  # the kinds of items that are trees
-
-
-class Source(Protocol):
-    """The values of one tree, by the paths of its leaves."""
-
-    def format(self, path: str) -> Format | None:
-        """What a leaf is stored as; None where there is none."""
-        ...
-
-    def sliced(self, path: str) -> Sliced | None:
-        """How a leaf that there is is cut into slices; None where it is whole."""
-        ...
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
-
-        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
-        where it needs another one than that of its own number.
-
-        Args:
-            start: a multiple of 64 where elements share an entry of a part.
-            into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
-                returned without it has arrived.
-            rank: which slice.
-        """
-        ...
 
 
 class Origin:
@@ -114,6 +87,7 @@ class Move:
     Attributes:
         device: that computes with the state.
         lossy: whether values may be rounded, and entries dropped.
+        updates: how many the run has applied.
         taken: the paths of the leaves that are taken; all that there are by default.
     """
 
@@ -121,6 +95,7 @@ class Move:
     step: Spec
     device: torch.device
     lossy: bool
+    updates: int
     taken: frozenset[str] | None = None
 
     def params(self, layout: Layout, axis: Axis, structure: pytree.Spec, base: Sharded | None) -> Sharded:
@@ -159,22 +134,55 @@ class Move:
         """Moments and `state.extra` as they begin; moments need no memory where all of them will be overwritten."""
         return init_moments(self.step, params, without_memory=overwritten), init_extras(self.step, params)
 
-    def moments(self, moments: object) -> object:
+    def moments(self, moments: object, layout: Layout) -> object:
         """The moments, in the places of those that begin."""
         met: list[str] = []
         items = items_in("moments", moments)
         self.origin.meet(items)
         saved = [name for name in self.origin.kinds if name.split(".")[0] == "moments"]
-        # those of a leaf that only one of both trains begin, or go
         mine, theirs = of_one_leaf([item.name for item in items]), of_one_leaf(saved)
-        new = {name for name, leaf in mine.items() if leaf not in theirs.values()} if theirs else set[str]()
-        saved = [name for name in saved if not mine or theirs.get(name) in {None, *mine.values()}]
-        fill = lambda item: item.value if item.name in new else self._value(item, "moments", met)
+        new, gone = self._of_leaves(layout, mine, theirs)
+        # trees that an optimizer keeps for leaves of one side alone
+        free, names = self._free(layout, mine, theirs), {item.name for item in items}
+        is_free = lambda name: name.rpartition(".trees.")[0] in free
+        new |= {name for name in names if is_free(name) and name not in saved}
+        saved = [name for name in saved if name not in gone and not (is_free(name) and name not in names)]
+        fill = lambda item: self._first(item) if item.name in new else self._value(item, "moments", met)
         out = refilled("moments", moments, fill)
         if met != saved:
             raise self._otherwise(next((name for name in saved if name not in met), saved[0] if saved else "moments"))
         self._need_same_members(items)
-        return out
+        had = lambda item, path: item not in new if item in mine else self._has(item, path)
+        return counted(out, layout, had)
+
+    def _of_leaves(
+        self, layout: Layout, mine: Mapping[str, str], theirs: Mapping[str, str]
+    ) -> tuple[set[str], set[str]]:
+        """The items of one leaf alone (`of_one_leaf`) that begin, and those that go: only one side trains the leaf."""
+        there = {leaf for leaf in theirs.values() if self._takes(leaf_of(leaf))}
+        new = {name for name, leaf in mine.items() if leaf not in there}
+        still = {row.path for row in layout.rows if row.moments is not None and self._takes(row.path)}
+        return new, {name for name, leaf in theirs.items() if leaf_of(leaf) not in still}
+
+    def _free(self, layout: Layout, mine: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
+        """Where optimizers on whole leaves have no leaf, of those that both sides train, whose state lies in slices."""
+        shapes = {row.path: row.shape for row in layout.rows}
+        both = {*mine.values()} & {*theirs.values()}
+        cut = {leaf.rsplit(".", 2)[0] for leaf in both if lies_in_slices(shapes[leaf_of(leaf)])}
+        return {leaf.rsplit(".", 2)[0] for leaf in (*mine.values(), *theirs.values())} - cut
+
+    def begins(self, moments: object) -> frozenset[str]:
+        """The leaves whose moments begin later than the run."""
+        trees = [item for item in items_in("moments", moments) if is_sharded(item.value)] if self.updates else []
+        return frozenset([path for item in trees for path in item.value if not self._has(item.name, path)])
+
+    def _has(self, name: str, path: str) -> bool:
+        """Whether the moments of a leaf are taken, and there are some."""
+        return self._takes(path) and name in self.origin.kinds and self.origin.tree(name).format(path) is not None
+
+    def _first(self, item: Item) -> object:
+        """What a leaf begins with by itself, of which a schedule goes by the run's count."""
+        return pytree.Count(self.updates) if isinstance(item.value, pytree.Count) else item.value
 
     def extra(self, extra: dict[str, object]) -> dict[str, object]:
         """`state.extra`: what both keep alike; what only the step keeps begins, such as a number of a later version.
@@ -225,7 +233,7 @@ class Move:
         value = self.origin.value(item.name)
         if isinstance(value, torch.Tensor):
             return value.to(self.device if own.device.type == "meta" else own.device)
-        return pytree.Count(value) if isinstance(value, int) and have == "count" else value
+        return pytree.Count(value) if type(value) is int and have == "count" else value
 
     def _otherwise(self, name: str, what: str = "moments") -> ValueError:
         return ValueError(
@@ -236,7 +244,7 @@ class Move:
 
     def _need_same_members(self, items: Sequence[Item]) -> None:
         """Refuses moments that another member of a partition has kept so far: in the step's own they would be zero."""
-        trees = {item.name: item.value for item in items if is_sharded(item.value)}
+        trees = {item.name: item.value for item in items if is_sharded(item.value) and item.name in self.origin.kinds}
         for name, tree in trees.items():
             source, word = self.origin.tree(name), name.rpartition(".")[2]
             others = [other for other in trees if other != name and other.rpartition(".")[2] == word]
@@ -287,7 +295,7 @@ class Move:
                     "keeps them, such as fz.Policy.exact()."
                 )
             old, new = source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
-            if old != new and form.group > 1 and not _keep_blocks(tree.layout.rows[slot.leaf].shape, old, new):
+            if old != new and form.group > 1 and not keep_blocks(tree.layout.rows[slot.leaf].shape, old, new):
                 raise ValueError(
                     f"{self.origin.place}: state.{name} of leaf {slot.path!r} is stored as {have}, with a scale for "
                     f"every {form.group} elements of a slice, and the step cuts the leaf into slices of other elements "
@@ -321,65 +329,18 @@ class Move:
             ]
             alike, old, new = have.parts == form.parts, source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
             if old != new:
-                _regroup(form, have, tree.layout, slot, source, first, last, into)
+                regroup(form, have, tree.layout, slot, source, first, last, into)
                 continue
             rank = tree.layout.tensor[0] if new is not None else 0
             got = source.read(slot.path, first, last, into if alike else None, rank)
             if first == last:
                 continue
             if not alike:
-                got = encode(form, decode(have, got, _wide(form)))
+                got = encode(form, decode(have, got, wide(form)))
             for target, value in zip(into, got, strict=True):
                 if value is not target:
                     target.copy_(value[: target.numel()])
         return out
-
-
-def _wide(form: Format) -> torch.dtype:
-    """The dtype that values are decoded to for a format."""
-    return torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
-
-
-def _keep_blocks(shape: Sequence[int], *cuts: Sliced | None) -> bool:
-    """Tells whether elements that share a scale stay together in all of these cuts."""
-    last = max(cut.dim for cut in cuts if cut is not None)
-    return math.prod(shape[last:]) % ALIGN == 0 and all(
-        cut is None or cut.dim < last or cut.keeps_blocks(shape, ALIGN) for cut in cuts
-    )
-
-
-def _regroup(
-    form: Format,
-    have: Format,
-    layout: Layout,
-    slot: Slot,
-    source: Source,
-    first: int,
-    last: int,
-    into: Sequence[torch.Tensor],
-) -> None:
-    """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise."""
-    old, new, shape = source.sliced(slot.path), sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
-    for rank in range(len(old.pieces) if old is not None else 1):
-        source.read(slot.path, 0, 0, None, rank)  # who needs none of it takes part
-    if have.parts == form.parts and (form.group == 1 or _keep_blocks(shape, old, new)):
-
-        def parts(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
-            got = source.read(slot.path, start, stop, None, rank)
-            return [x[: entries(have, part, stop - start)] for part, x in zip(have.parts, got, strict=True)]
-
-        regrouping = Regrouping(shape, old, new, layout.tensor[0], 1 if form.group == 1 else ALIGN)
-        regrouping.fill(into, [part.every for part in form.parts], first, last, parts)
-        return
-
-    def values(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
-        low = start // ALIGN * ALIGN
-        return [decode(have, source.read(slot.path, low, stop, None, rank), _wide(form))[start - low : stop - low]]
-
-    own = torch.zeros(-(-(last - first) // ALIGN) * ALIGN, dtype=_wide(form), device=into[0].device)
-    Regrouping(shape, old, new, layout.tensor[0]).fill([own], [1], first, last, values)
-    for target, value in zip(into, encode(form, own), strict=True):
-        target.copy_(value[: target.numel()])
 
 
 def _between(form: Format, slots: Sequence[Slot], low: int, size: int, device: torch.device) -> list[torch.Tensor]:

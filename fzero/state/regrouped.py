@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.state.sliced import Piece, Sliced
+from fzero.formats.formats import ALIGN, Format, decode, encode, entries
+from fzero.state.sliced import Piece, Sliced, sliced_in
+from fzero.state.source import Source
+from fzero.table.layout import Layout, Slot
 
 _AT_ONCE = 1 << 22  # elements
 
@@ -132,3 +135,50 @@ def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
         out.append((at, start, size))
         at += size
     return out
+
+
+def wide(form: Format) -> torch.dtype:
+    """The dtype that values are decoded to for a format."""
+    return torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
+
+
+def keep_blocks(shape: Sequence[int], *cuts: Sliced | None) -> bool:
+    """Tells whether elements that share a scale stay together in all of these cuts."""
+    last = max(cut.dim for cut in cuts if cut is not None)
+    return math.prod(shape[last:]) % ALIGN == 0 and all(
+        cut is None or cut.dim < last or cut.keeps_blocks(shape, ALIGN) for cut in cuts
+    )
+
+
+def regroup(
+    form: Format,
+    have: Format,
+    layout: Layout,
+    slot: Slot,
+    source: Source,
+    first: int,
+    last: int,
+    into: Sequence[torch.Tensor],
+) -> None:
+    """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise."""
+    old, new, shape = source.sliced(slot.path), sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
+    for rank in range(len(old.pieces) if old is not None else 1):
+        source.read(slot.path, 0, 0, None, rank)  # who needs none of it takes part
+    if have.parts == form.parts and (form.group == 1 or keep_blocks(shape, old, new)):
+
+        def parts(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
+            got = source.read(slot.path, start, stop, None, rank)
+            return [x[: entries(have, part, stop - start)] for part, x in zip(have.parts, got, strict=True)]
+
+        regrouping = Regrouping(shape, old, new, layout.tensor[0], 1 if form.group == 1 else ALIGN)
+        regrouping.fill(into, [part.every for part in form.parts], first, last, parts)
+        return
+
+    def values(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
+        low = start // ALIGN * ALIGN
+        return [decode(have, source.read(slot.path, low, stop, None, rank), wide(form))[start - low : stop - low]]
+
+    own = torch.zeros(-(-(last - first) // ALIGN) * ALIGN, dtype=wide(form), device=into[0].device)
+    Regrouping(shape, old, new, layout.tensor[0]).fill([own], [1], first, last, values)
+    for target, value in zip(into, encode(form, own), strict=True):
+        target.copy_(value[: target.numel()])

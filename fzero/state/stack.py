@@ -14,6 +14,7 @@ from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows, below_unless
 from fzero.base.interrupts import as_found
 from fzero.state.checks import constants, goes_on
+from fzero.state.items import is_item
 from fzero.state.moments import placed_moments
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded, group_of, is_sharded
@@ -109,7 +110,7 @@ class _Taken:
     def __init__(self, state: TrainState) -> None:
         self.state = state
         fields = {"params": state.params, "grads": state.grads, "moments": state.moments, "extra": dict(state.extra)}
-        self.names, self.items, self.spec = pytree.named_leaves(fields, _is_item)
+        self.names, self.items, self.spec = pytree.named_leaves(fields, is_item)
 
     def members(self) -> int:
         """How many states are stacked in this one."""
@@ -134,10 +135,6 @@ class _Taken:
             else:
                 items.append(fn((own, *its)) if isinstance(own, torch.Tensor) else own)
         return self.state.changed(**pytree.unflatten(self.spec, items))
-
-
-def _is_item(node: object) -> bool:
-    return is_sharded(node) or isinstance(node, pytree.Count)
 
 
 def _tree_with(fn: Callable[[Sequence[Buffer]], torch.Tensor], tree: Sharded, others: Sequence[Sharded]) -> Sharded:
@@ -227,7 +224,7 @@ def _differing(name: str, own: object, its: object) -> Iterator[Difference]:
         if entries[0] != entries[1] or own.layout != its.layout:
             yield f"the leaves of {name}", [*own], [*its]
     elif isinstance(own, pytree.Count) and isinstance(its, pytree.Count):
-        yield from _unequal(name, own.value, its.value)
+        yield from _unequal(name, own.said, its.said)
     elif not isinstance(own, torch.Tensor):
         yield from _unequal(name, own, its)
     for (entry, x, _), (_, y, _) in zip(_tensors(own), _tensors(its), strict=True):

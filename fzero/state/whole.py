@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +13,16 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.table.rows import Row
 from fzero.table.slices import Slices
+
+LARGE = 1 << 16  # elements of a vector whose state is cut, too
+
+
+def lies_in_slices(shape: Sequence[int]) -> bool:
+    """Whether an optimizer on whole leaves keeps what it has in the shape of such a leaf in slices: of matrices.
+
+    A matrix of one row or column is a vector, whose factors would be of its shape: slices are kept for all leaves.
+    """
+    return (len(shape) > 1 and min(shape[-2:]) > 1) or math.prod(shape) >= LARGE
 
 
 def slice_of(row: Row, axis: Axis, full: torch.Tensor) -> torch.Tensor:

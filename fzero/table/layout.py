@@ -152,6 +152,8 @@ class Layout:
     owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
     # updates of the optimizers that were tried on such leaves, the last ones
     tried: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
+    # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
+    spans: dict[object, Sequence[tuple[slice, int, int, int]]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -203,6 +205,11 @@ class Layout:
     def trainable(self) -> tuple[Key, ...]:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
+
+    @cached_property
+    def keeping(self) -> tuple[Key, ...]:
+        """The keys of the frozen groups that keep their moments."""
+        return tuple(key for key, group in self.groups.items() if group.row.frozen and group.row.moments)
 
     @cached_property
     def straight(self) -> bool:

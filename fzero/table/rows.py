@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +23,12 @@ from fzero.table.slices import AUTO, Cut, Hint, Said, Slices, Styles, TensorAxis
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
+
+
+class Frozen(enum.Enum):
+    """A value of the column `frozen` beside True: the leaf keeps the moments that it has."""
+
+    KEEPS = "keeps moments"
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ KINDS = ("params", "grads", "moments")  # of state
 COLUMNS: dict[str, tuple[bool, type | UnionType]] = {
     "axis": (False, Sharding),
     "compute": (True, torch.dtype),
-    "frozen": (False, bool),
+    "frozen": (False, bool | Frozen),
     "remat": (True, bool | Names),
     "compile": (True, bool),
     **{f"{kind} in": (False, Memory) for kind in KINDS},
@@ -105,7 +112,7 @@ class Row:
     Attributes:
         dtype: the leaf's own.
         policy: the leaf's, with every column filled in.
-        params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
+        params, grads, moments: how these are kept; None of a frozen leaf's grads, and of moments that it does not keep.
         cuts: a rank's slice of the leaf, where any of its state is cut.
         slices: how the leaf is cut over the tensor axis, before anything else; None where it is whole.
         styles: name -> what its module does there with a leaf that is cut, or copied for each rank.
@@ -136,7 +143,7 @@ class Row:
 
     @property
     def frozen(self) -> bool:
-        return self.optimizer == FROZEN
+        return self.grads is None
 
     @property
     def held(self) -> bool:
@@ -317,7 +324,7 @@ def resolve(
                     f"{what}, to which both belong, runs as one. Say a pattern that matches all of its leaves or none."
                 )
         cast = said["compute"] if len(shape) >= 2 and own != torch.float64 and not matches(_ORIGINALS, path) else None
-        stays = index in frozen or bool(said["frozen"])
+        stays, keeps = index in frozen or bool(said["frozen"]), said["frozen"] is Frozen.KEEPS
         try:
             resolved = policy.of(path).resolve(own, cast)
         except (TypeError, ValueError) as error:
@@ -340,10 +347,10 @@ def resolve(
                 dtype=own,
                 unit=unit,
                 policy=resolved,
-                optimizer=FROZEN if stays else label(path),
+                optimizer=", ".join([FROZEN] * stays + [label(path)] * (keeps or not stays)),
                 params=Kept(resolved.param_format, cuts if stage == 3 else (), memory["params"]),
                 grads=None if stays else Kept(resolved.grad, cuts if stage >= 2 else (), memory["grads"]),
-                moments=None if stays else Kept(resolved.moment, cuts, memory["moments"]),
+                moments=Kept(resolved.moment, cuts, memory["moments"]) if keeps or not stays else None,
                 cuts=cuts,
                 lifetime="one use" if stage == 3 else "the step" if stage else "always",
                 autocast=said["compute"],

@@ -16,6 +16,7 @@ from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
+from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.moments import copied, next_extra
@@ -57,13 +58,15 @@ def followed_update(
         given = values(own)
         if any(is_others(each.update) for each in members_of(step.optimizer)):  # which may write to them
             given = copied(given)
-        updates, new = _called(step.optimizer, used, moments, given, extra)
+        before = trained_moments(moments)
+        updates, new = _called(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
-        new = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
+        new = map_trees(lambda tree, old: _kept(tree, old, applied), new, before)
         choose = functools.partial(_one_kept, applied)
-        moments = new if applied is True else pytree.map(choose, new, moments, is_leaf=is_sharded)
+        new = new if applied is True else pytree.map(choose, new, before, is_leaf=is_sharded)
+        moments = with_kept_moments(new, moments)
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
         extras = state.extra

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from fzero.formats.formats import Stored
+from fzero.state.counts import trained_moments
 from fzero.state.draw import Squares
 from fzero.state.leaf_norms import (
     moment_norms,
@@ -95,7 +96,7 @@ def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Shard
     before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
     norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}
     norms["updates"] = norms_by_leaf(after.map(torch.sub, before))
-    return _ordered(norms | moment_norms(moments))
+    return _ordered(norms | moment_norms(trained_moments(moments)))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_moments(moments: object) -> list[Squares]:
-    every = moments_by_name(moments).items()
+    every = moments_by_name(trained_moments(moments)).items()
     return [part for name, trees in every for tree in trees for part in parts_of(name, tree)]
 
 

@@ -19,6 +19,7 @@ from fzero.formats.formats import Stored
 from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
+from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
@@ -335,13 +336,15 @@ class Update:
     def _plainly(self, own: Sharded, grads: Sharded, extra: Mapping[str, object]) -> object:
         """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
         params = values(own)
-        updates, new = call_update(self.step.optimizer, grads, self._state.moments, params, extra)
+        moments = trained_moments(self._state.moments)
+        updates, new = call_update(self.step.optimizer, grads, moments, params, extra)
         updates, new = values(updates), apart(new, own)
         self._begin(own.groups)
         for key in own.groups:
             write_values(own, key, params.local(key) + updates.local(key), self._draw)
         encode = functools.partial(encoded, draw=self._draw)
-        return placed_moments(kept("step.update: the optimizer", self._state.moments, new, encode))
+        new = placed_moments(kept("step.update: the optimizer", moments, new, encode))
+        return with_kept_moments(new, self._state.moments)
 
     def _finish(self) -> None:
         waits, self._waits = self._waits, []

@@ -473,7 +473,7 @@ def test_what_only_one_rank_holds_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "other"), [('"version":5', '"version":9'), ("fzero checkpoint", "another program's")]
+    ("field", "other"), [('"version":6', '"version":9'), ("fzero checkpoint", "another program's")]
 )
 def test_a_checkpoint_of_another_version(tmp_path: Path, field: str, other: str) -> None:
     fz.save(tmp_path, trained(step_of()))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero.formats.bits import Fields
+from fzero.formats.bits import Counters, Fields, Scattered, drawn_by
 from fzero.state.sharded import Draw
 from fzero.table.layout import Key
 
@@ -29,6 +29,15 @@ def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
         assert torch.equal(blocks[2 : 2 + want.numel()], want)
     others = [draw.counters(alone, Key("", 0), 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
     assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
+
+
+def test_a_part_of_a_buffer_counts_as_in_the_whole() -> None:
+    scattered = Scattered(4 * 64, 5 * 64, 9, lambda low, high: torch.arange(low, high) * 3)
+    counters = Counters(((0, 5, 7), (3, -100, 2), (5, 1 << 30, 1 << 30)), 7, (scattered,))
+    for start, stop in itertools.combinations(range(0, 8 * 64, 64), 2):
+        own = counters.cut(start, stop).keys("cpu")
+        assert torch.equal(drawn_by(own), drawn_by(counters.keys("cpu", start, stop)))
+    assert not Counters().cut(64, 128).keys("cpu").numel()
 
 
 @given(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=5), st.integers(0, 2**32 - 1))

@@ -55,7 +55,7 @@ def _skeleton(node: Any, is_leaf: Callable[[object], bool], what: str, leaves: l
     if kind is float:
         return ("float", node.hex())  # a nan is equal to itself, and -0.0 is not to 0.0
     if kind is pytree.Count:
-        return ("count", node.value)
+        return ("count", node.said)
     if kind is torch.Size:
         return ("size", tuple(node))
     if kind in (list, tuple):
@@ -111,7 +111,7 @@ def _tree(skeleton: Skeleton, leaves: Iterator[object]) -> Any:
     if kind == "float":
         return float.fromhex(skeleton[1])
     if kind == "count":
-        return pytree.Count(skeleton[1])
+        return pytree.Count.of(skeleton[1])
     if kind == "size":
         return torch.Size(skeleton[1])
     if kind in ("list", "tuple"):

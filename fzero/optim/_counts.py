@@ -1,0 +1,82 @@
+"""Updates of leaves that have seen fewer of them than the run: each part of a tree goes by its own leaves' count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fzero.base import pytree
+from fzero.state.sharded import Sharded
+from fzero.table.layout import Key
+
+Span = tuple[slice, int, int, int]  # which slots of a group, [start, stop) of this rank's slice of it, `began`
+
+
+def spans(count: pytree.Count, tree: Sharded, key: Key) -> Sequence[Span]:
+    """The parts of this rank's slice of a group whose leaves have one count, `count.value - began`.
+
+    All ranks have as many of them; those of slots of which this rank has nothing are empty.
+    """
+    layout, rank = tree.layout, tree.rank_of(key)
+    known = layout.spans.get((key, rank, count.began))
+    if known is None:
+        began, found = dict(count.began), list[Span]()
+        pieces = layout.pieces(key, rank)
+        for place, (slot, start, _) in enumerate(pieces):
+            own = began.get(slot.path, 0)
+            if not found or found[-1][3] != own:
+                found[-1:] = [(slice(a.start, place), low, start, its) for a, low, _, its in found[-1:]]
+                found.append((slice(place, len(pieces)), start if found else 0, layout.shard_numel(key), own))
+        known = layout.spans[key, rank, count.began] = tuple(found)
+    return known
+
+
+def by_counts(
+    count: pytree.Count, update: Callable[..., tuple[object, ...]], like: object, *trees: object
+) -> tuple[object, ...]:
+    """`update(number, like, *trees)`, trees like these, where `number` counts this update of the leaves in them.
+
+    If leaves differ in that, it is called for lists of those parts that have the same number.
+    """
+    if not count.began:
+        return update(count.value + 1, like, *trees)
+    if isinstance(like, Sharded):
+        cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[1] < span[2]]
+        numbers = [count.value - span[3] + 1 for _, span in cuts]
+    else:
+        (paths, leaves, _), own, cuts = pytree.named_leaves(like), count.own(), []
+        numbers = [own(path) + 1 for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
+
+    def apart(tree: object) -> list[torch.Tensor] | None:
+        if isinstance(tree, Sharded):
+            return [tree.local(key)[span[1] : span[2]] for key, span in cuts]
+        return None if tree is None else pytree.leaves(tree)
+
+    def joined(parts: list[torch.Tensor] | None) -> object:
+        if parts is None:
+            return None
+        if not isinstance(like, Sharded):
+            rest = iter(parts)
+            return pytree.map(lambda leaf: next(rest), like)
+        buffers = dict[Key, list[torch.Tensor]]()
+        for (key, _), x in zip(cuts, parts, strict=True):
+            buffers.setdefault(key, []).append(x)
+        return like.with_buffers({key: torch.cat(own) for key, own in buffers.items()})
+
+    parts, made = [apart(tree) for tree in (like, *trees)], dict[int, tuple[object, ...]]()
+    places = {number: [place for place, own in enumerate(numbers) if own == number] for number in numbers}
+    for number, own in places.items():
+        made[number] = update(number, *[None if part is None else [part[place] for place in own] for part in parts])
+    if not made:
+        return update(count.value + 1, like, *trees)
+    out = list[object]()
+    for each in zip(*made.values(), strict=True):
+        found = {
+            place: x
+            for own, part in zip(places.values(), each, strict=True)
+            if part is not None
+            for place, x in zip(own, part, strict=True)
+        }
+        out.append(joined([found[place] for place in range(len(numbers))] if found else None))
+    return tuple(out)

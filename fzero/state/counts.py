@@ -1,0 +1,60 @@
+"""How many updates the moments of each leaf have seen, beside the run's count in an optimizer's state.
+
+A leaf that was frozen for a while has seen fewer than the run: its bias correction goes by its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fzero.base import pytree
+from fzero.state.items import escaped, is_item, leaf_of, of_one_leaf
+from fzero.state.sharded import is_sharded, map_trees
+from fzero.table.layout import Layout
+
+
+def counted(moments: object, layout: Layout, had: Callable[[str, str], bool]) -> object:
+    """The moments, whose counts know how many updates each leaf with moments beside them has seen.
+
+    Args:
+        had: `had(item, path)`, whether a leaf's moments in an item, such as "moments.mu", are those that it had before.
+            If they begin, its own count is zero.
+    """
+    names, nodes, spec = pytree.named_leaves(moments, is_item, escaped)
+    names = [f"moments.{name}" for name in names]
+    trees = {name: node for name, node in zip(names, nodes, strict=True) if is_sharded(node)}
+    alone, frozen = of_one_leaf(names), {row.path for row in layout.rows if row.frozen}
+
+    def one(name: str, node: object) -> object:
+        if not isinstance(node, pytree.Count):
+            return node
+        if name in alone:
+            item, paths = name, [leaf_of(alone[name])]
+        else:
+            beside = f"{name.rpartition('.')[0]}."
+            item = next((other for other in trees if other.startswith(beside)), "")
+            paths = [*trees[item]] if item else []
+        run, before = node.value, node.own()
+        own = {path: before(path) if had(item, path) else 0 for path in paths}
+        began = [(path, run - count) for path, count in own.items() if path not in frozen and count != run]
+        return pytree.Count(run, tuple(began), tuple([(path, own[path]) for path in paths if path in frozen]))
+
+    return pytree.unflatten(spec, [one(*each) for each in zip(names, nodes, strict=True)])
+
+
+def trained_moments(moments: object) -> object:
+    """The moments without those that frozen leaves keep, which no update sees."""
+    own = lambda tree: tree.only(tree.layout.trainable) if tree.layout.keeping else tree
+    return map_trees(own, moments)
+
+
+def with_kept_moments(new: object, old: object) -> object:
+    """The moments after an update, with those that frozen leaves keep."""
+
+    def one(tree: object, before: object) -> object:
+        if not (is_sharded(tree) and is_sharded(before) and before.layout.keeping):
+            return tree
+        every = tree.over({**tree.entries, **before.only(before.layout.keeping).entries})
+        return every.only(every.groups)  # in the order that they were in
+
+    return map_trees(one, new, old)
