@@ -49,8 +49,10 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 
 def dispatch_modes() -> bool:
-    """Tells whether a mode looks at every operator, as one that traces them does."""
-    return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+    """Tells whether a mode is given every operator, as one that traces them is, and is none that only looks at them."""
+    count = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
+    modes = map(torch._C._get_dispatch_stack_at, range(count))  # type: ignore[attr-defined]
+    return count > 0 and not all(getattr(mode, "only_looks", False) for mode in modes)
 
 
 def traces() -> bool:

@@ -25,7 +25,8 @@ NAMES: Mapping[str, str] = {
         _set_torch_function_state
         _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
-        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
+        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_dispatch_stack_at _get_obj_in_tls
+        _get_operation_overload
         _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
         _storage_Use_Count _will_engine_execute_node""",
     "torch._C._autograd": """

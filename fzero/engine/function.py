@@ -28,6 +28,7 @@ from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import all_of, named, run_unwritten
 from fzero.formats.formats import Plain
+from fzero.purity.collectives import observing
 from fzero.state.checks import transform_of
 from fzero.state.init import check_values
 from fzero.state.sharded import Sharded
@@ -232,6 +233,10 @@ def call_function(
         watch = watching_run(protected())
     elif traversal.acts:
         watch = watching_run(None)
+    observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if traversal.looked_at and (is_strict() or not traversal.schedule.ran_before):
+        axis = next((use.axis for use in traversal.uses.values()), None)
+        observer = observing("step: the function", axis, layout.tensor[1] > 1)
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
@@ -241,6 +246,7 @@ def call_function(
         traversal.running(),
         traversal.schedule.forward(),
         watch,
+        observer,
     ):
         try:
             fn = traversal.fn or step.fn

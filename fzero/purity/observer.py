@@ -1,0 +1,126 @@
+"""One observer of torch's operations in the first run of a function: rules see each of them before it is done.
+
+The observer is a dispatch mode, so it runs below every level of torch.func. What it is given there says
+`requires_grad=False`, whatever is differentiated. The tensors that the caller gave to the call that led there tell
+more, and the frames of that call hold them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from fzero.base import private
+from fzero.base.context import variable
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_SET_GRAD = torch._C._set_grad_enabled
+Arguments = tuple[Any, ...]
+
+
+class Caller(NamedTuple):
+    """Who called an operation.
+
+    Attributes:
+        frames: of the call, from the innermost to the caller's own.
+        functions: the calls of autograd Functions in whose forward it is: these have derivatives of their own.
+        records: whether grad mode is on for the caller.
+    """
+
+    frames: Sequence[FrameType]
+    functions: Sequence[FrameType]
+    records: bool
+
+    def differentiates(self, operand: torch.Tensor) -> bool:
+        """Tells whether any derivative goes on through an operand, as autograd knows of what the caller has given."""
+        plain = private.unwrapped(operand)
+        given = [x for frame in self.frames for x in _tensors(list(frame.f_locals.values()))]
+        return any(private.is_differentiated(x) for x in (operand, *given) if private.unwrapped(x) is plain)
+
+
+class Rule(Protocol):
+    """Looks at an operation before it is done."""
+
+    def look(self, operator: str, caller: Caller, args: Arguments) -> Arguments:
+        """Returns what the operation is done with: its arguments, mostly."""
+        ...
+
+    def end(self) -> None:
+        """After the run, also after one that has failed; may raise what is to be said of it."""
+
+
+class Observer(TorchDispatchMode):
+    """Shows operations to rules.
+
+    Args:
+        rules: by the namespace of the operators that they look at.
+    """
+
+    supports_higher_order_operators = True
+    only_looks = True  # what is computed is the same
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self._rules, self._records = rules, torch.is_grad_enabled()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Arguments = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        rule = self._rules.get(func.namespace)
+        if rule is not None:
+            caller = _caller(self._records)
+            if caller is not None:
+                args = rule.look(func._schema.name, caller, args)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, func: object, args: Arguments) -> None:
+        """Told of functions of torch above all levels, where grad mode is what the caller has set."""
+        if func is _SET_GRAD:
+            self._records = bool(args[0])
+
+    def __enter__(self) -> Observer:
+        self._token = current.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        current.reset(self._token)
+        if error is None or isinstance(error, Exception):
+            for rule in dict.fromkeys(self._rules.values()):
+                rule.end()
+
+
+current = variable("observer", None)
+
+
+def _caller(records: bool) -> Caller | None:
+    """Who called the operation that is being looked at; None if that is this library."""
+    frames, functions, frame, ends = list[FrameType](), list[FrameType](), sys._getframe(2), False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        own = name == "fzero" and frame.f_code.co_name != "__torch_function__"  # of modes, which only pass calls on
+        if own:  # which has called the caller, or is it
+            break
+        if frame.f_code is _APPLY and frame.f_locals["cls"] is not CheckpointFunction:
+            functions.append(frame)
+        if not ends:
+            frames.append(frame)
+            ends = name not in ("torch", "fzero", *sys.stdlib_module_names)
+        frame = frame.f_back
+    return Caller(frames, functions, records) if ends else None
+
+
+def _tensors(values: Sequence[object]) -> Iterator[torch.Tensor]:
+    """The tensors among values, and in their lists."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
