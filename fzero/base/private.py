@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,10 +48,9 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 
 def dispatch_modes() -> bool:
-    """Tells whether a mode is given every operator, as one that traces them is, and is none that only looks at them."""
-    count = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
-    modes = map(torch._C._get_dispatch_stack_at, range(count))  # type: ignore[attr-defined]
-    return count > 0 and not all(getattr(mode, "only_looks", False) for mode in modes)
+    """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
+    return not all(getattr(mode, "looks", False) for mode in modes)
 
 
 def traces() -> bool:
@@ -357,7 +355,7 @@ def function_modes() -> list[object]:
 def under_function_modes(modes: Sequence[object]) -> Iterator[None]:
     """Inside, these are the torch function modes that are on, and no others."""
     before = function_modes()
-    if len(before) == len(modes) and all(map(operator.is_, before, modes)):
+    if [*map(id, before)] == [*map(id, modes)]:
         yield
         return
     exchange_function_modes(len(before), modes)

@@ -22,11 +22,10 @@ NAMES: Mapping[str, str] = {
         _set_cublas_allow_bf16_reduced_precision_reduction _set_cublas_allow_fp16_reduced_precision_reduction
         _set_cudnn_allow_tf32 _set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_enabled
         _set_deterministic_algorithms _set_fp32_precision_setter _set_mkldnn_deterministic _set_mkldnn_enabled
-        _set_torch_function_state
+        _set_grad_enabled _set_torch_function_state
         _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
-        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_dispatch_stack_at _get_obj_in_tls
-        _get_operation_overload
+        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
         _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
         _storage_Use_Count _will_engine_execute_node""",
     "torch._C._autograd": """
@@ -49,7 +48,7 @@ NAMES: Mapping[str, str] = {
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward""",
     "torch.overrides": """
         _get_current_function_mode _get_current_function_mode_stack _pop_mode _pop_mode_temporarily _push_mode""",
-    "torch.utils._python_dispatch": "_pop_mode _push_mode",
+    "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack _pop_mode _push_mode",
 }
 
 

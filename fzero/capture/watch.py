@@ -99,11 +99,10 @@ class Watch(_AsWritten):
         self.own, self.given = {*own}, given
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if self.unit is None:
-            if (observer := current.get()) is not None:
-                observer.note(func, args)
-            if _elsewhere.get():
-                return func(*args, **(kwargs or {}))
+        if (observer := current.get()) is not None:
+            observer.note(func, args)
+        if self.unit is None and _elsewhere.get():
+            return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
         for x in operands:
             if self.unit is not None and private.is_wrapped(x) and (private.level() == 0 or self._is_of_around(x)):

@@ -28,7 +28,6 @@ from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import all_of, named, run_unwritten
 from fzero.formats.formats import Plain
-from fzero.purity.collectives import observing
 from fzero.state.checks import transform_of
 from fzero.state.init import check_values
 from fzero.state.sharded import Sharded
@@ -235,8 +234,7 @@ def call_function(
         watch = watching_run(None)
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if traversal.looked_at and (is_strict() or not traversal.schedule.ran_before):
-        axis = next((use.axis for use in traversal.uses.values()), None)
-        observer = observing("step: the function", axis, layout.tensor[1] > 1)
+        observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.refusals import place_of
 from fzero.comm import backend, divergence
-from fzero.comm.axis import Axis
-from fzero.purity.observer import Arguments, Caller, Observer
+from fzero.purity.observer import Arguments, Caller
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _GATHER, _SCATTER = "gather(x, ax, dim)", "reduce_scatter(x, ax, dim)"
 _SPLIT, _EXCHANGE, _SHIFT = "split(x, ax, dim)", "all_to_all(x, ax, split, concat)", "ring_shift(x, ax)"
 # what an operator's name begins with -> torch's name of it, the map that is meant
@@ -47,12 +46,12 @@ class Collectives:
 
     Args:
         who: whose function it is.
-        axis: of the run, whose ranks are told.
+        run: `Axis.run`, if other ranks run it too.
         cuts: whether leaves are cut over a tensor axis.
     """
 
-    def __init__(self, who: str, axis: Axis | None, cuts: bool) -> None:
-        self._who, self._run, self._cuts = who, axis.run if axis is not None else "", cuts
+    def __init__(self, who: str, run: str, cuts: bool) -> None:
+        self._who, self._run, self._cuts = who, run, cuts
         self._error: ValueError | None = None
         self._communicates = False
 
@@ -66,19 +65,21 @@ class Collectives:
         written = args[:0] if read else args[:1]
         given: object = args if caller.records else written  # otherwise what is made of the others is a constant
         if caller.functions:  # what they are given is differentiated, and not what they compute
-            given = [call.f_locals["args"] for call in caller.functions] if self._is_wrong(caller) else ()
+            real = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in pytree.flatten(args)[0])
+            given = caller.functions[0].f_locals["args"] if real and self._is_wrong(caller) else ()
         operands = [x for x in pytree.flatten(given)[0] if isinstance(x, torch.Tensor) and caller.differentiates(x)]
-        if not operands:
-            return args
-        if self._error is None:
-            self._error = ValueError(_refused(self._who, *_MAPS[found], operands[0]))
+        if operands and self._error is None:
+            self._error = ValueError(_refused(self._who, *_MAPS[found], operands[0], _is_reentrant(caller)))
             if self._run:
                 divergence.tell_of_refusal(self._run, str(self._error))
-        copies = {id(x): x.clone() for x in operands}
+        copies = {id(private.unwrapped(x)): private.unwrapped(x).clone() for x in operands}
+        # torch.func gives what lies in lists of lists as it is
         return tuple(_replaced(x, lambda x: copies.get(id(x), x)) for x in args)
 
     def _is_wrong(self, caller: Caller) -> bool:
-        """Tells whether a Function is torch's own, and its derivative is not the one."""
+        """Tells whether a Function is torch's own, and its derivative is not the one, or not known yet."""
+        if _is_reentrant(caller):
+            return True
         own = [frame for frame in caller.frames if backend.is_differentiable(frame.f_globals["__name__"])]
         return bool(own) and (self._cuts or not all(backend.adds(frame.f_locals.get("op")) for frame in own))
 
@@ -90,19 +91,27 @@ class Collectives:
             raise ValueError(told)
 
 
-def observing(who: str, axis: Axis | None, cuts: bool) -> Observer:
-    """What is on in a function's first run."""
-    return Observer(dict.fromkeys(NAMESPACES, Collectives(who, axis, cuts)))
+def of_collectives(who: str, run: str, cuts: bool) -> Mapping[str, Collectives]:
+    """The rule of one run, for an observer."""
+    return dict.fromkeys(_NAMESPACES, Collectives(who, run, cuts))
 
 
-def _refused(who: str, name: str, meant: str, x: torch.Tensor) -> str:
+def _is_reentrant(caller: Caller) -> bool:
+    """Tells whether what is called here will be differentiated when it runs again, by torch.utils.checkpoint."""
+    return bool(caller.functions) and caller.functions[0].f_locals["cls"] is CheckpointFunction
+
+
+def _refused(who: str, name: str, meant: str, x: torch.Tensor, reentrant: bool) -> str:
+    unseen = "; of a constant inside of torch.utils.checkpoint that shows with use_reentrant=False" if reentrant else ""
     return (
         f"{who} communicates a tensor of shape {tuple(x.shape)} that is differentiated by torch.distributed's {name!r}"
         f"{place_of()}, which has no derivative: every rank would get a part of its gradient alone. Write "
         f"fz.parallel.{meant}, where ax = fz.parallel.axis(mesh, name) is of these ranks; or communicate x.detach(), "
-        "where the value is a constant to the gradient."
+        f"where the value is a constant to the gradient{unseen}."
     )
 
 
-def _replaced(x: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return [_replaced(each, by) for each in x] if isinstance(x, list) else by(x) if isinstance(x, torch.Tensor) else x
+def _replaced(x: object, by: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    if isinstance(x, list):
+        return [_replaced(each, by) for each in x]
+    return by(private.unwrapped(x)) if isinstance(x, torch.Tensor) else x

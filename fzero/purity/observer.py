@@ -7,21 +7,22 @@ more, and the frames of that call hold them.
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private
 from fzero.base.context import variable
+from fzero.base.thread_state import SET_GRAD_ENABLED
+from fzero.base.uncounted import Operator
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_SET_GRAD = torch._C._set_grad_enabled
-Arguments = tuple[Any, ...]
+Arguments = tuple[object, ...]
 
 
 class Caller(NamedTuple):
@@ -29,7 +30,8 @@ class Caller(NamedTuple):
 
     Attributes:
         frames: of the call, from the innermost to the caller's own.
-        functions: the calls of autograd Functions in whose forward it is: these have derivatives of their own.
+        functions: the calls of autograd Functions in whose forward it is, the innermost first: these have derivatives
+            of their own, and autograd says nothing of what they compute.
         records: whether grad mode is on for the caller.
     """
 
@@ -55,7 +57,7 @@ class Rule(Protocol):
         """After the run, also after one that has failed; may raise what is to be said of it."""
 
 
-class Observer(TorchDispatchMode):
+class Observer(dispatch.TorchDispatchMode):
     """Shows operations to rules.
 
     Args:
@@ -63,14 +65,14 @@ class Observer(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    only_looks = True  # what is computed is the same
+    looks = True  # and changes nothing of what is computed
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         super().__init__()
         self._rules, self._records = rules, torch.is_grad_enabled()
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Arguments = (), kwargs: Mapping[str, object] | None = None
+        self, func: Operator, types: object, args: Arguments = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         rule = self._rules.get(func.namespace)
         if rule is not None:
@@ -81,46 +83,47 @@ class Observer(TorchDispatchMode):
 
     def note(self, func: object, args: Arguments) -> None:
         """Told of functions of torch above all levels, where grad mode is what the caller has set."""
-        if func is _SET_GRAD:
+        if func is SET_GRAD_ENABLED:
             self._records = bool(args[0])
 
     def __enter__(self) -> Observer:
         self._token = current.set(self)
-        super().__enter__()
+        dispatch._push_mode(self)  # `super().__enter__` notes a mode for all threads, which several may leave so
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        dispatch._pop_mode()
         current.reset(self._token)
-        if error is None or isinstance(error, Exception):
+        if error[1] is None or isinstance(error[1], Exception):
             for rule in dict.fromkeys(self._rules.values()):
                 rule.end()
 
 
-current = variable("observer", None)
+current: contextvars.ContextVar[Observer | None] = variable("observer", None)
 
 
 def _caller(records: bool) -> Caller | None:
     """Who called the operation that is being looked at; None if that is this library."""
     frames, functions, frame, ends = list[FrameType](), list[FrameType](), sys._getframe(2), False
     while frame is not None:
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        own = name == "fzero" and frame.f_code.co_name != "__torch_function__"  # of modes, which only pass calls on
-        if own:  # which has called the caller, or is it
+        module = str(frame.f_globals.get("__name__"))
+        name = module.partition(".")[0]
+        passes = frame.f_code.co_name == "__torch_function__" or module.startswith("fzero.base.")  # calls on
+        if name == "fzero" and not passes:  # has called the caller, or is it
             break
-        if frame.f_code is _APPLY and frame.f_locals["cls"] is not CheckpointFunction:
+        if frame.f_code is _APPLY:
             functions.append(frame)
         if not ends:
             frames.append(frame)
-            ends = name not in ("torch", "fzero", *sys.stdlib_module_names)
+            ends = name not in ("torch", "fzero", "typing_extensions", *sys.stdlib_module_names)
         frame = frame.f_back
     return Caller(frames, functions, records) if ends else None
 
 
-def _tensors(values: Sequence[object]) -> Iterator[torch.Tensor]:
-    """The tensors among values, and in their lists."""
+def _tensors(values: Sequence[object], depth: int = 2) -> Iterator[torch.Tensor]:
+    """The tensors among values, in their lists and in lists of lists."""
     for x in values:
         if isinstance(x, torch.Tensor):
             yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
+        elif depth and isinstance(x, (list, tuple)):
+            yield from _tensors(x, depth - 1)

@@ -1,0 +1,449 @@
+"""Torch's own collectives in a function: what communicates a differentiated tensor is refused, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import _functional_collectives as functional
+from torch.utils.checkpoint import checkpoint
+
+import fzero as fz
+
+Tensor = torch.Tensor
+RANKS = 2
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _parts(h: Tensor) -> list[Tensor]:
+    return [torch.zeros_like(h) for _ in range(dist.get_world_size())]
+
+
+def _next() -> int:
+    return (dist.get_rank() + 1) % dist.get_world_size()
+
+
+def _late(work: object) -> None:
+    work.wait()  # type: ignore[attr-defined]
+
+
+# ---- what is refused: each takes a differentiated tensor of shape (ranks, 3) and gives one
+
+
+def all_reduce(h: Tensor) -> Tensor:
+    dist.all_reduce(h)
+    return h
+
+
+def all_reduce_async(h: Tensor) -> Tensor:
+    _late(dist.all_reduce(h, async_op=True))
+    return h
+
+
+def all_reduce_copy(h: Tensor) -> Tensor:
+    copy = h.clone()
+    dist.all_reduce(copy)
+    return h + copy
+
+
+def all_gather(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h)
+    return h + torch.stack(parts).sum(0)
+
+
+def all_gather_into_tensor(h: Tensor) -> Tensor:
+    out = torch.zeros(dist.get_world_size() * len(h), 3, dtype=h.dtype)
+    dist.all_gather_into_tensor(out, h.contiguous())
+    return h + out[: len(h)]
+
+
+def reduce_scatter(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h[:1])
+    dist.reduce_scatter(out, list((h * 1).split(len(h) // dist.get_world_size())))
+    return h + out
+
+
+def reduce_scatter_tensor(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h[: len(h) // dist.get_world_size()])
+    dist.reduce_scatter_tensor(out, h.contiguous())
+    return h + out.sum()
+
+
+def broadcast(h: Tensor) -> Tensor:
+    dist.broadcast(h, 0)
+    return h
+
+
+def reduce(h: Tensor) -> Tensor:
+    dist.reduce(h, 0)
+    return h
+
+
+def gather(h: Tensor) -> Tensor:
+    dist.gather(h, _parts(h) if dist.get_rank() == 0 else None)
+    return h
+
+
+def scatter(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    dist.scatter(out, [h * 1 for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None)
+    return h + out
+
+
+def all_to_all_single(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    dist.all_to_all_single(out, h.contiguous())
+    return h + out
+
+
+def send(h: Tensor) -> Tensor:
+    """Of which only the first rank knows that it is wrong."""
+    if dist.get_rank() == 0:
+        dist.send(h, 1)
+        return h
+    out = torch.zeros_like(h)
+    dist.recv(out, 0)
+    return h + out
+
+
+def receive(h: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(h.detach(), 1)
+    else:
+        dist.recv(h, 0)
+    return h
+
+
+def isend(h: Tensor) -> Tensor:
+    out, rank = torch.zeros_like(h), _next()
+    works = [dist.isend(h, rank), dist.irecv(out, rank)]
+    for work in works:
+        _late(work)
+    return h + out
+
+
+def batch_isend_irecv(h: Tensor) -> Tensor:
+    out, rank = torch.zeros_like(h), _next()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, h, rank), dist.P2POp(dist.irecv, out, rank)]):
+        _late(work)
+    return h + out
+
+
+def of_a_group(h: Tensor) -> Tensor:
+    _late(_world().allreduce([h]))
+    return h
+
+
+def functional_broadcast(h: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.broadcast(h, 0, _world()))
+
+
+def functional_in_place(h: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(  # type: ignore[no-any-return]
+        torch.ops._c10d_functional.all_reduce_(h, "sum", _world().group_name)
+    )
+
+
+def without_grad(h: Tensor) -> Tensor:
+    with torch.no_grad():  # which is written to all the same
+        dist.all_reduce(h)
+    return h
+
+
+def after_a_write(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = h * 2
+    total = constant.detach() * 0
+    total.add_(h)
+    dist.all_reduce(total)
+    return total
+
+
+class Detached(torch.autograd.Function):
+    """Whose forward hides what its derivative knows."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def of_a_function(h: Tensor) -> Tensor:
+    return all_reduce(Detached.apply(h))
+
+
+def mapped(h: Tensor) -> Tensor:
+    return all_reduce(torch.vmap(lambda row: row * 2)(h))
+
+
+def within_a_gradient(h: Tensor) -> Tensor:
+    return h * torch.func.grad(lambda x: all_reduce(x * 2).square().sum())(h.detach())
+
+
+def of_a_gradient(h: Tensor) -> Tensor:
+    return h * all_reduce(torch.func.grad(lambda x: (x**3).sum())(h))
+
+
+def checkpointed(h: Tensor) -> Tensor:
+    return checkpoint(all_reduce_copy, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def caught(h: Tensor) -> Tensor:
+    with contextlib.suppress(Exception):
+        all_reduce(h)
+    return h
+
+
+REFUSED: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
+    all_reduce: ("all_reduce", "sum"),
+    all_reduce_async: ("all_reduce", "sum"),
+    all_reduce_copy: ("all_reduce", "sum"),
+    all_gather: ("all_gather", "gather"),
+    all_gather_into_tensor: ("all_gather_into_tensor", "gather"),
+    reduce_scatter: ("reduce_scatter", "reduce_scatter"),
+    reduce_scatter_tensor: ("reduce_scatter_tensor", "reduce_scatter"),
+    broadcast: ("broadcast", "gather"),
+    reduce: ("reduce", "sum"),
+    gather: ("gather", "gather"),
+    scatter: ("scatter", "split"),
+    all_to_all_single: ("all_to_all", "all_to_all"),
+    send: ("send", "ring_shift"),
+    receive: ("recv", "ring_shift"),
+    isend: ("send", "ring_shift"),
+    batch_isend_irecv: ("send", "ring_shift"),
+    of_a_group: ("all_reduce", "sum"),
+    functional_broadcast: ("broadcast", "gather"),
+    functional_in_place: ("all_reduce", "sum"),
+    without_grad: ("all_reduce", "sum"),
+    after_a_write: ("all_reduce", "sum"),
+    of_a_function: ("all_reduce", "sum"),
+    mapped: ("all_reduce", "sum"),
+    within_a_gradient: ("all_reduce", "sum"),
+    of_a_gradient: ("all_reduce", "sum"),
+    checkpointed: ("all_reduce", "sum"),
+    caught: ("all_reduce", "sum"),
+}
+
+
+# ---- what is not
+
+
+def own_slice(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h.detach())
+    parts[dist.get_rank()] = h
+    return torch.cat(parts)
+
+
+def own_rows(h: Tensor) -> Tensor:
+    out = torch.zeros(dist.get_world_size() * len(h), 3, dtype=h.dtype)
+    dist.all_gather_into_tensor(out, h.detach().contiguous())
+    return torch.cat([out, h])
+
+
+def statistic(h: Tensor) -> Tensor:
+    mean = h.detach().mean(0)
+    dist.all_reduce(mean)
+    return h * mean
+
+
+def number(h: Tensor) -> Tensor:
+    count = torch.tensor(len(h))
+    dist.all_reduce(count)
+    return h / count
+
+
+def constant(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean = h.mean(0)
+        dist.all_reduce(mean)
+        with torch.enable_grad():
+            doubled = h * 2
+    return h * mean + doubled
+
+
+@torch.no_grad()
+def concatenated(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h)
+    return torch.cat(parts)
+
+
+def read_without_grad(h: Tensor) -> Tensor:
+    return h + concatenated(h)[: len(h)]
+
+
+def sent_constant(h: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(h.detach(), 1)
+        return h
+    out = torch.zeros_like(h)
+    dist.recv(out, 0)
+    return h + out
+
+
+def before_a_write(h: Tensor) -> Tensor:
+    total = torch.zeros_like(h)
+    dist.all_reduce(total)
+    total.add_(h)
+    return total
+
+
+def data(h: Tensor) -> Tensor:
+    mean = h.data.sum(0)
+    dist.all_reduce(mean)
+    return h * mean
+
+
+def gradient_of_constants(h: Tensor) -> Tensor:
+    return h * all_reduce(torch.func.grad(lambda x: (x**3).sum())(h.detach()))
+
+
+class Summed(torch.autograd.Function):
+    """A map of the user's own, with its derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return all_reduce(x.clone())
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return all_reduce(grad.clone())
+
+
+def summed(h: Tensor) -> Tensor:
+    return Summed.apply(h)  # type: ignore[no-any-return]
+
+
+def torchs_sum(h: Tensor) -> Tensor:
+    return torch.distributed.nn.functional.all_reduce(h)  # type: ignore[no-any-return]
+
+
+def torchs_gather(h: Tensor) -> Tensor:
+    return torch.stack(torch.distributed.nn.functional.all_gather(h)).square().sum(0)
+
+
+def functional_sum(h: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(h, "sum", _world()))
+
+
+ALLOWED = (own_slice, own_rows, statistic, number, constant, read_without_grad, sent_constant, before_a_write, data)
+ALLOWED = (*ALLOWED, gradient_of_constants, summed)
+TORCHS = (torchs_sum, torchs_gather, functional_sum)  # old-style Functions, which torch.func does not take
+
+
+# ---- one run of each on two processes
+
+# in a unit, ZeRO stage, recomputed
+PLACES = [(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)]
+
+
+def _params() -> dict[str, dict[str, Tensor]]:
+    return {"m": {"w": torch.linspace(-1, 1, 9, dtype=torch.float64).reshape(3, 3)}}
+
+
+def _input(rank: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(2, 3) * (rank + 1)
+
+
+def _body(kind: Callable[[Tensor], Tensor], p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(kind(x @ p["w"])).square().sum()
+
+
+def _step(kind: Callable[[Tensor], Tensor], unit: bool, stage: int, remat: bool) -> fz.Step:
+    body = functools.partial(_body, kind)
+    body = fz.unit(body) if unit else body
+
+    def fn(p: dict[str, dict[str, Tensor]], x: Tensor) -> Tensor:
+        return body(p["m"], x)
+
+    step = fz.train_step(fn, fz.sgd(0.1), units=["m"] if unit else None)
+    step = getattr(fz.transforms, f"shard_zero{stage}")(step) if stage else step
+    return fz.transforms.remat(step) if remat else step
+
+
+def _plain(kind: Callable[[Tensor], Tensor], rank: int, stage: int) -> Tensor:
+    """The weights after plain torch's update, of the mean of the ranks' gradients where they are reduced."""
+    w = _params()["m"]["w"].requires_grad_()
+    (grad,) = torch.autograd.grad(_body(kind, {"w": w}, _input(rank)), w)
+    if stage:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return w.detach() - 0.1 * grad
+
+
+def _outcome(kind: Callable[[Tensor], Tensor], rank: int, place: tuple[bool, int, bool], updates: int) -> str:
+    try:
+        step = _step(kind, *place)
+        state = step.init(_params())
+        for _ in range(updates):
+            after, _ = step(state, _input(rank))  # type: ignore[misc]
+        got = fz.gather(after.params)["m"]["w"]
+        torch.testing.assert_close(got, _plain(kind, rank, place[1]), rtol=1e-10, atol=1e-10)
+    except (ValueError, TypeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "as plain torch"
+
+
+def _outcomes(rank: int) -> dict[tuple[str, tuple[bool, int, bool]], str]:
+    warnings.simplefilter("ignore")
+    out = {}
+    for place in PLACES:
+        for kind in (*REFUSED, *ALLOWED, *TORCHS):
+            if place[1] == 0 and kind in (send, receive, scatter):  # ranks of which neither knows of the other
+                continue
+            out[kind.__name__, place] = _outcome(kind, rank, place, 1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[tuple[str, tuple[bool, int, bool]], str]]:
+    return fz.testing.run_ranks(_outcomes, RANKS, backend="processes")
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_is_differentiated_is_refused_on_every_rank(kind, outcomes) -> None:
+    name, meant = REFUSED[kind]
+    for own in outcomes:
+        for (which, (unit, stage, _)), said in own.items():
+            if which == kind.__name__ and (kind is not checkpointed or unit or not stage):  # as torch.func refuses it
+                assert said.startswith("ValueError") and f"{name!r}" in said and f"fz.parallel.{meant}(" in said, said
+                assert re.search(r"\(in '\w+', test_collectives\.py, line \d+\)", said), said
+
+
+@pytest.mark.parametrize("kind", ALLOWED, ids=lambda kind: kind.__name__)
+def test_constants_are_communicated_as_in_plain_torch(kind, outcomes) -> None:
+    for own in outcomes:
+        assert {said for (which, _), said in own.items() if which == kind.__name__} == {"as plain torch"}
+
+
+@pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
+def test_torchs_own_maps_are_right_in_units(kind, outcomes) -> None:
+    for own in outcomes:
+        for (which, (unit, stage, _)), said in own.items():
+            if which == kind.__name__:
+                outside = "TypeError: step: the function calls an autograd.Function without setup_context"
+                assert said.startswith("as plain torch" if unit or not stage else outside), said
