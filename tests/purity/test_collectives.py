@@ -6,7 +6,8 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
+from fzero.engine.leaves import Leaves
 
+# torch's own: of plain runs that are wrong, and of deprecated names
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:c10d.*an autograd kernel was not registered:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
 Tensor = torch.Tensor
 RANKS = 2
 
@@ -447,3 +454,192 @@ def test_torchs_own_maps_are_right_in_units(kind, outcomes) -> None:
             if which == kind.__name__:
                 outside = "TypeError: step: the function calls an autograd.Function without setup_context"
                 assert said.startswith("as plain torch" if unit or not stage else outside), said
+
+
+# ---- any program: refused exactly if torch says that what is communicated requires a gradient
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _constant(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        return a * b
+
+
+def _written(a: Tensor, b: Tensor) -> Tensor:
+    out = a.clone()
+    out.view(-1).add_(b.view(-1))
+    return out
+
+
+def _half(a: Tensor, b: Tensor) -> Tensor:
+    out = a.detach().clone()
+    out[0] = b[1]
+    return out
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, b: a * b,
+    "detached": lambda a, _: a.detach() * 2,
+    "constant": _constant,
+    "written": _written,
+    "half": _half,
+    "hidden": lambda a, _: Detached.apply(a),
+    "mapped": lambda a, b: torch.vmap(lambda row, other: row + other)(a, b),
+    "gradient": lambda a, b: torch.func.grad(lambda y: (y**3 * b).sum())(a),
+    "data": lambda a, b: a.data + b,
+    "number": lambda a, b: b * float(a.detach().sum()),
+}
+COLLECTIVES = (all_reduce, all_gather_into_tensor, all_gather, of_a_group)
+
+
+def _program(
+    operations: Sequence[tuple[str, int, int]], collective: Callable[[Tensor], Tensor], records: bool, said: list[bool]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of weights and an input, which notes whether what it communicates requires a gradient."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        values = [x @ w, x * 1]
+        for name, a, b in operations:
+            values.append(OPERATIONS[name](values[a % len(values)], values[b % len(values)]))
+        own = values[-1].clone() if collective in (all_reduce, of_a_group) else values[-1]
+        said.append(own.requires_grad and (records or collective in (all_reduce, of_a_group)))
+        with contextlib.nullcontext() if records else torch.no_grad():
+            out = collective(own)
+        return torch.stack([*values, out]).tanh().sum()
+
+    return run
+
+
+@given(
+    operations=st.lists(
+        st.tuples(st.sampled_from(sorted(OPERATIONS)), *[st.integers(0, 9)] * 2), min_size=1, max_size=5
+    ),
+    collective=st.sampled_from(COLLECTIVES),
+    records=st.booleans(),
+    unit=st.booleans(),
+    plain=st.booleans(),
+)
+def test_a_program_is_refused_if_torch_differentiates_what_it_communicates(
+    alone, operations, collective, records, unit, plain
+) -> None:
+    said: list[bool] = []
+    program = _program(operations, collective, records, said)
+    w, x = _params()["m"]["w"].requires_grad_(), _input(0)
+    loss = program(w, x)
+    (grad,) = torch.autograd.grad(loss, w, allow_unused=True)
+    body = fz.unit(lambda p, x: program(p["w"], x)) if unit else lambda p, x: program(p["w"], x)
+    step = fz.shard_zero2(fz.train_step(lambda p, x: body(p["m"], x), fz.sgd(0.1), units=["m"] if unit else None))
+    with contextlib.nullcontext() if plain else mock.patch.object(Leaves, "of", staticmethod(lambda *_: None)):
+        state = step.init(_params())
+        if said[0]:
+            with pytest.raises(ValueError, match="communicates a tensor"):
+                step(state, x)
+            return
+        for _ in range(2):  # also the run that nobody looks at
+            out, pullback = step.vjp(state, x, argnums=())
+            torch.testing.assert_close(out, loss.detach(), rtol=1e-10, atol=1e-10)
+            got = fz.gather(pullback(torch.ones_like(out))[0])["m"]["w"]
+            torch.testing.assert_close(got, torch.zeros_like(w) if grad is None else grad, rtol=1e-10, atol=1e-10)
+
+
+# ---- beside a step's call
+
+
+def _all_reduced(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return all_reduce(x @ p["w"]).square().sum()
+
+
+def _twice(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ p["w"]).square().sum()
+
+
+def test_what_is_not_differentiated_runs(alone) -> None:
+    step = fz.train_step(_all_reduced, fz.sgd(0.1))
+    state, x = step.init({"w": torch.ones(3, 3)}), torch.ones(2, 3)
+    assert step.forward(state, x).item() == 54
+    frozen = fz.freeze(fz.train_step(lambda p, x: _all_reduced(p["a"], x) * p["b"]["w"].sum(), fz.sgd(0.1)), "a.*")
+    out, _ = frozen.vjp(frozen.init({"a": {"w": torch.ones(3, 3)}, "b": {"w": torch.ones(2)}}), x, argnums=())
+    assert out.item() == 108
+
+
+def test_every_verb_refuses(alone) -> None:
+    x, params = torch.ones(2, 3), {"w": torch.ones(3, 3)}
+    step = fz.train_step(_all_reduced, fz.sgd(0.1))
+    state = step.init(params)
+    _, pullback = fz.train_step(_twice, fz.sgd(0.1)).vjp(state, x)
+    grads = pullback(torch.tensor(1.0))[0]
+
+    def taped() -> None:
+        with fz.tape(step, state) as model:
+            model(x).backward()
+
+    verbs: dict[str, Callable[[], object]] = {
+        "step": lambda: step(state, x),
+        "vjp": lambda: step.vjp(state, x),
+        "accumulate": lambda: fz.accumulate(step, 2)(fz.accumulate(step, 2).init(params), x),
+        "tape": taped,
+        "hvp": lambda: fz.hvp(step, state, grads, x),
+        "around": lambda: torch.func.grad(lambda y: step.forward(state, y))(x),
+        "scan": lambda: fz.scan(step, state, x[None]),
+    }
+    for verb, call in verbs.items():
+        with pytest.raises(ValueError, match="communicates a tensor .*all_reduce"):
+            call()
+            pytest.fail(verb)
+
+
+def test_an_input_that_is_differentiated_is_refused_alone(alone) -> None:
+    def fn(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (all_reduce(x * 1) @ p["w"] * y).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state, x, y = step.init({"w": torch.ones(3, 3)}), torch.ones(2, 3), torch.ones(3)
+    assert step.vjp(state, x, y, argnums=(1,))[0].item() == 18
+    with pytest.raises(ValueError, match="communicates a tensor"):
+        step.vjp(state, x, y, argnums=(0,))
+
+
+def test_a_unit_that_a_later_run_calls_first_is_looked_at(alone) -> None:
+    inner, branches = fz.unit(lambda p, x: all_reduce(x @ p["w"])), [False, True]
+
+    def fn(p: dict[str, dict[str, Tensor]], x: Tensor, branch: bool) -> Tensor:
+        h = x @ p["a"]["w"]
+        return (inner(p["b"], h) if branch else h).sum()
+
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1), units=["b"]))
+    state = step.init({"a": {"w": torch.ones(3, 3)}, "b": {"w": torch.ones(3, 3)}})
+    state, _ = step(state, torch.ones(2, 3), branches[0])
+    with pytest.raises(ValueError, match="Unit 'b' communicates a tensor"):
+        step(state, torch.ones(2, 3), branches[1])
+
+
+def test_reentrant_checkpoints_hide_what_is_constant(alone) -> None:
+    def fn(p: dict[str, Tensor], x: Tensor, reentrant: bool) -> Tensor:
+        own = lambda w: (x @ w) * all_reduce((x @ w).detach())
+        return checkpoint(own, p["w"], use_reentrant=reentrant).sum()  # type: ignore[no-any-return]
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(3, 3)})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        step(state, torch.ones(2, 3), True)
+    step(state, torch.ones(2, 3), False)
+
+
+def test_later_runs_are_not_looked_at(alone) -> None:
+    seen: list[int] = []
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        seen.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        return (x @ p["w"]).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(3, 3)})
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 3))
+    assert seen == [1, 0, 0]
