@@ -287,7 +287,7 @@ def is_dual(tensor: torch.Tensor, at: int) -> bool:
         return False
     if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
-    with below_transforms(at), outside_inference():
+    with below_transforms(at), outside_inference(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 

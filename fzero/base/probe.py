@@ -14,7 +14,7 @@ NAMES: Mapping[str, str] = {
     "torch.Tensor": "_version",
     "torch._C": """
         DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
-        DisableTorchFunctionSubclass _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
+        DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
         _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
         _get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_reduced_precision_reduction
         _get_cudnn_allow_tf32 _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled

@@ -100,7 +100,7 @@ class Watch(_AsWritten):
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if (observer := current.get()) is not None:
-            observer.note(func, args)
+            observer.note(func, args, kwargs)
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]

@@ -12,7 +12,7 @@ from fzero.base.refusals import place_of
 from fzero.comm import backend, divergence
 from fzero.purity.observer import Arguments, Caller
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_PLACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "torch.distributed.distributed_c10d")
 _GATHER, _SCATTER = "gather(x, ax, dim)", "reduce_scatter(x, ax, dim)"
 _SPLIT, _EXCHANGE, _SHIFT = "split(x, ax, dim)", "all_to_all(x, ax, split, concat)", "ring_shift(x, ax)"
 # what an operator's name begins with -> torch's name of it, the map that is meant
@@ -20,6 +20,7 @@ _MAPS: Mapping[str, tuple[str, str]] = {
     "allreduce": ("all_reduce", "sum(x, ax)"),
     "all_reduce": ("all_reduce", "sum(x, ax)"),
     "reduce_scatter": ("reduce_scatter", _SCATTER),
+    "reduce_scatter_single": ("reduce_scatter_tensor", _SCATTER),
     "_reduce_scatter": ("reduce_scatter_tensor", _SCATTER),
     "reduce": ("reduce", "sum(x, ax)"),
     "allgather": ("all_gather", _GATHER),
@@ -56,13 +57,13 @@ class Collectives:
         self._communicates = False
 
     def look(self, operator: str, caller: Caller, args: Arguments) -> Arguments:
-        name = operator.partition("::")[2]
+        namespace, _, name = operator.rpartition("::")
         found = max((key for key in _MAPS if name.startswith(key)), key=len, default=None)
         if found is None:
             return args
         self._communicates = True
-        read = name in _SENDS or (not operator.startswith("c10d::") and not name.endswith("_") and name != "irecv")
-        written = args[:0] if read else args[:1]
+        read = name in _SENDS or (namespace.startswith("_") and not name.endswith("_") and name != "irecv")
+        written = args[:0] if read else args[1:2] if (namespace, name) == ("", "gather") else args[:1]
         given: object = args if caller.records else written  # otherwise what is made of the others is a constant
         if caller.functions:  # what they are given is differentiated, and not what they compute
             real = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in pytree.flatten(args)[0])
@@ -93,7 +94,7 @@ class Collectives:
 
 def of_collectives(who: str, run: str, cuts: bool) -> Mapping[str, Collectives]:
     """The rule of one run, for an observer."""
-    return dict.fromkeys(_NAMESPACES, Collectives(who, run, cuts))
+    return dict.fromkeys(_PLACES, Collectives(who, run, cuts))
 
 
 def _is_reentrant(caller: Caller) -> bool:

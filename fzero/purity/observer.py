@@ -50,7 +50,7 @@ class Rule(Protocol):
     """Looks at an operation before it is done."""
 
     def look(self, operator: str, caller: Caller, args: Arguments) -> Arguments:
-        """Returns what the operation is done with: its arguments, mostly."""
+        """Returns what the operation is done with, if it is an operator ("namespace::name"): its arguments, mostly."""
         ...
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ class Observer(dispatch.TorchDispatchMode):
     """Shows operations to rules.
 
     Args:
-        rules: by the namespace of the operators that they look at.
+        rules: by the namespace of the operators that they look at, or the module of the functions.
     """
 
     supports_higher_order_operators = True
@@ -81,10 +81,18 @@ class Observer(dispatch.TorchDispatchMode):
                 args = rule.look(func._schema.name, caller, args)
         return func(*args, **(kwargs or {}))
 
-    def note(self, func: object, args: Arguments) -> None:
-        """Told of functions of torch above all levels, where grad mode is what the caller has set."""
+    def note(self, func: object, args: Arguments, kwargs: Mapping[str, object] | None) -> None:
+        """Told of functions of torch above all levels, where grad mode is what the caller has set.
+
+        On ranks that are threads no operator is behind a collective.
+        """
         if func is SET_GRAD_ENABLED:
             self._records = bool(args[0])
+            return
+        rule = self._rules.get(getattr(func, "__module__", None) or "")
+        caller = _caller(self._records) if rule is not None else None
+        if rule is not None and caller is not None:
+            rule.look(str(getattr(func, "__name__", "")), caller, (*args, *(kwargs or {}).values()))
 
     def __enter__(self) -> Observer:
         self._token = current.set(self)

@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as torchs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import _functional_collectives as functional
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
@@ -236,7 +238,7 @@ REFUSED: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
     all_to_all_single: ("all_to_all", "all_to_all"),
     send: ("send", "ring_shift"),
     receive: ("recv", "ring_shift"),
-    isend: ("send", "ring_shift"),
+    isend: ("send", "ring_shift"),  # isend, to those who see functions
     batch_isend_irecv: ("send", "ring_shift"),
     of_a_group: ("all_reduce", "sum"),
     functional_broadcast: ("broadcast", "gather"),
@@ -346,11 +348,11 @@ def summed(h: Tensor) -> Tensor:
 
 
 def torchs_sum(h: Tensor) -> Tensor:
-    return torch.distributed.nn.functional.all_reduce(h)  # type: ignore[no-any-return]
+    return torchs.all_reduce(h)  # type: ignore[no-any-return]
 
 
 def torchs_gather(h: Tensor) -> Tensor:
-    return torch.stack(torch.distributed.nn.functional.all_gather(h)).square().sum(0)
+    return torch.stack(torchs.all_gather(h)).square().sum(0)
 
 
 def functional_sum(h: Tensor) -> Tensor:
@@ -437,7 +439,7 @@ def test_what_is_differentiated_is_refused_on_every_rank(kind, outcomes) -> None
     for own in outcomes:
         for (which, (unit, stage, _)), said in own.items():
             if which == kind.__name__ and (kind is not checkpointed or unit or not stage):  # as torch.func refuses it
-                assert said.startswith("ValueError") and f"{name!r}" in said and f"fz.parallel.{meant}(" in said, said
+                assert said.startswith("ValueError") and f"{name}'" in said and f"fz.parallel.{meant}(" in said, said
                 assert re.search(r"\(in '\w+', test_collectives\.py, line \d+\)", said), said
 
 
@@ -589,7 +591,7 @@ def test_every_verb_refuses(alone) -> None:
         "scan": lambda: fz.scan(step, state, x[None]),
     }
     for verb, call in verbs.items():
-        with pytest.raises(ValueError, match="communicates a tensor .*all_reduce"):
+        with pytest.raises(ValueError, match=r"communicates a tensor .*all_reduce"):
             call()
             pytest.fail(verb)
 
@@ -635,7 +637,7 @@ def test_later_runs_are_not_looked_at(alone) -> None:
     seen: list[int] = []
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        seen.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        seen.append(len(_python_dispatch._get_current_dispatch_mode_stack()))
         return (x @ p["w"]).sum()
 
     step = fz.train_step(fn, fz.sgd(0.1))
@@ -643,3 +645,39 @@ def test_later_runs_are_not_looked_at(alone) -> None:
     for _ in range(3):
         state, _ = step(state, torch.ones(2, 3))
     assert seen == [1, 0, 0]
+
+
+THREADS = (all_reduce, all_gather, broadcast, gather, scatter, without_grad, checkpointed)
+GOOD = (own_slice, statistic, constant, read_without_grad, summed)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_on_ranks_that_are_threads(unit) -> None:
+    """Of which torch's groups are Python's, without an operator behind."""
+    kinds = [kind for kind in (*THREADS, *GOOD) if unit or kind is not checkpointed]
+    ranks = fz.testing.run_ranks(
+        lambda rank: [_outcome(kind, rank, (unit, 2, False), 1) for kind in kinds], RANKS, checked=False
+    )
+    for own in ranks:
+        for kind, said in zip(kinds, own, strict=True):
+            assert ("communicates a tensor" in said) if kind in THREADS else said == "as plain torch", said
+
+
+def _over_tensor_ranks(kind: Callable[[Tensor], Tensor], rank: int) -> str:
+    warnings.simplefilter("ignore")
+    body = fz.unit(lambda p, x: kind((x @ p["w"]).square().sum(-1)))
+    step = fz.train_step(lambda p, x: body(p["m"], x).sum(), fz.sgd(0.1), units=["m"])
+    step = fz.remat(fz.shard_tensor(step, {"m.w": 1}))
+    params = {"m": {"w": torch.arange(12.0, dtype=torch.float64).reshape(3, 4)}}
+    try:
+        step(step.init(params), torch.ones(2, 3, dtype=torch.float64))
+    except ValueError as error:
+        return str(error)
+    return "as it is"
+
+
+def test_torchs_own_maps_are_refused_over_slices() -> None:
+    """Whose derivatives are of the sum of all ranks' losses, where a tensor axis has one loss."""
+    for kind in (torchs_sum, functional_sum):
+        for said in fz.testing.run_ranks(functools.partial(_over_tensor_ranks, kind), RANKS, backend="processes"):
+            assert "communicates a tensor" in said and "fz.parallel.sum(" in said, said
