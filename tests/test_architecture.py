@@ -19,7 +19,8 @@ ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
     *("base", "comm", "channels", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
-    *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components", "loops", "planning"),
+    *("purity", "capture", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components", "loops"),
+    "planning",
 )
 TOP = ("step", "scan", "unit", "functional", "derivatives", "convert", "pipeline", "remote", "loop", "explain")
 FILES = sorted(ROOT.rglob("*.py"))

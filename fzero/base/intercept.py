@@ -193,7 +193,7 @@ def _without_generator(op: Operator, names: list[str]) -> Callable[..., object]:
         trains = given.get("train", given.get("training")) is not False
         if device is None or not trains or any(given.get(name, 0) == 0 for name in chances):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        shown = plain and not _C._len_torch_dispatch_stack() and op.namespace == "aten"  # what it calls comes by here
+        shown = plain and not private.dispatch_modes() and op.namespace == "aten"  # what it calls comes by here
         # a composite one is taken apart before any mode or subclass sees it
         if (shown and device.type == "cpu") or (composite and (shown or not torch.is_inference_mode_enabled())):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)

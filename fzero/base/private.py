@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,8 +48,9 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 
 def dispatch_modes() -> bool:
-    """Tells whether a mode looks at every operator, as one that traces them does."""
-    return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+    """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
+    return not all(getattr(mode, "looks", False) for mode in modes)
 
 
 def traces() -> bool:
@@ -287,7 +287,7 @@ def is_dual(tensor: torch.Tensor, at: int) -> bool:
         return False
     if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
-    with below_transforms(at), outside_inference():
+    with below_transforms(at), outside_inference(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -355,7 +355,7 @@ def function_modes() -> list[object]:
 def under_function_modes(modes: Sequence[object]) -> Iterator[None]:
     """Inside, these are the torch function modes that are on, and no others."""
     before = function_modes()
-    if len(before) == len(modes) and all(map(operator.is_, before, modes)):
+    if [*map(id, before)] == [*map(id, modes)]:
         yield
         return
     exchange_function_modes(len(before), modes)

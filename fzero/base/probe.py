@@ -14,7 +14,7 @@ NAMES: Mapping[str, str] = {
     "torch.Tensor": "_version",
     "torch._C": """
         DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
-        DisableTorchFunctionSubclass _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
+        DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
         _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
         _get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_reduced_precision_reduction
         _get_cudnn_allow_tf32 _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled
@@ -22,7 +22,7 @@ NAMES: Mapping[str, str] = {
         _set_cublas_allow_bf16_reduced_precision_reduction _set_cublas_allow_fp16_reduced_precision_reduction
         _set_cudnn_allow_tf32 _set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_enabled
         _set_deterministic_algorithms _set_fp32_precision_setter _set_mkldnn_deterministic _set_mkldnn_enabled
-        _set_torch_function_state
+        _set_grad_enabled _set_torch_function_state
         _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
@@ -48,7 +48,7 @@ NAMES: Mapping[str, str] = {
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward""",
     "torch.overrides": """
         _get_current_function_mode _get_current_function_mode_stack _pop_mode _pop_mode_temporarily _push_mode""",
-    "torch.utils._python_dispatch": "_pop_mode _push_mode",
+    "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack _pop_mode _push_mode",
 }
 
 

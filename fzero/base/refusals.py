@@ -12,12 +12,14 @@ from types import FrameType
 from typing import TypeVar
 
 import torch
+import typing_extensions
 
 from fzero.base import private, texts
 from fzero.base.context import variable
 
 Error = TypeVar("Error", bound=BaseException)
 _LIBRARIES = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
+_LIBRARIES += [Path(typing_extensions.__file__)]  # torch's deprecated functions are called by it
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _said: contextvars.ContextVar[list[BaseException] | None] = variable("refusals", None)
 
@@ -94,7 +96,7 @@ def frames_of(error: BaseException) -> list[FrameType]:
 
 def is_of_library(path: str) -> bool:
     """Tells whether a file is this library's, torch's or Python's, and so no code of the caller's."""
-    return any(own in Path(path).parents for own in _LIBRARIES)
+    return any(own in (Path(path), *Path(path).parents) for own in _LIBRARIES)
 
 
 def place_of(error: BaseException | None = None) -> str:

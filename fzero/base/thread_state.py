@@ -12,6 +12,7 @@ import torch
 from fzero.base import private
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 
 
 def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:

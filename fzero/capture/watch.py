@@ -35,6 +35,7 @@ from fzero.capture.handle import (
     storage_of,
     writes,
 )
+from fzero.purity.observer import current
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -98,6 +99,8 @@ class Watch(_AsWritten):
         self.own, self.given = {*own}, given
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if (observer := current.get()) is not None:
+            observer.note(func, args, kwargs)
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]

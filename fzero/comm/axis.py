@@ -136,6 +136,11 @@ class Axis:
         return self._with(_run=f"{self._runs[step]} after update {step}", _counts={})
 
     @property
+    def run(self) -> str:
+        """A name of one run of the component's function, the same on its ranks and no other one's; "" for none."""
+        return f"{self.identity} {self._run}" if self.identity and self._run else ""
+
+    @property
     def fake(self) -> bool:
         """True where one rank stands for all, and nothing is sent."""
         return playing.get() is None and backend.is_fake(self.group)

@@ -132,6 +132,24 @@ def failing(what: str, counts: Callable[[Exception], bool] = lambda _: True) -> 
         raise
 
 
+def tell_of_refusal(run: str, words: str) -> None:
+    """Tells the other ranks of a run that this one refuses it, before it sends what they may wait for.
+
+    Args:
+        run: `Axis.run`.
+    """
+    with contextlib.suppress(RuntimeError):  # the store was on a rank that has stopped
+        backend.store().set(f"fzero/refused/{run}", f"Rank {backend.global_rank()} has refused this run. {words}")
+
+
+def refusal_of(run: str) -> str | None:
+    """What another rank has said by `tell_of_refusal`, before it sent anything that has arrived here."""
+    with contextlib.suppress(RuntimeError):
+        store, key = backend.store(), f"fzero/refused/{run}"
+        return store.get(key).decode() if store.check([key]) else None
+    return None
+
+
 def _happened(rank: int) -> list[str]:
     store, key = backend.store(), f"fzero/happened/{rank}"
     return json.loads(store.get(key)) if store.check([key]) else []

@@ -233,6 +233,9 @@ def call_function(
         watch = watching_run(protected())
     elif traversal.acts:
         watch = watching_run(None)
+    observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if traversal.looked_at and (is_strict() or not traversal.schedule.ran_before):
+        observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
@@ -242,6 +245,7 @@ def call_function(
         traversal.running(),
         traversal.schedule.forward(),
         watch,
+        observer,
     ):
         try:
             fn = traversal.fn or step.fn

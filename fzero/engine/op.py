@@ -31,6 +31,7 @@ from fzero.engine.later import Later
 from fzero.engine.recorded import Recorded
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import Memories, named, refusing_uncounted, unit_pulled
+from fzero.purity.observer import current
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES, Names
@@ -293,7 +294,10 @@ class UnitOp(Op):
             self._watched = watch is not None
             one_level = OneLevel(self.unit) if self._nested and derived and not self.call.compiles else None
             noting = recorded and recorded.noting(self.call.first or is_strict())
-            looks = [x for x in (watch, one_level, noting) if x is not None]
+            observer = None
+            if watch is not None and self.call.first and current.get() is None:
+                observer = traversal.observing(f"Unit {self.unit!r}")
+            looks = [x for x in (watch, one_level, noting, observer) if x is not None]
             try:
                 out = call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
             except Again:  # with what is gathered: the other ranks need not run again

@@ -25,6 +25,8 @@ from fzero.engine.delivery import Delivery
 from fzero.engine.later import Late
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
+from fzero.purity.collectives import of_collectives
+from fzero.purity.observer import Observer
 from fzero.table.layout import Key, Layout, Slot
 from fzero.table.rows import Table
 
@@ -88,6 +90,11 @@ class Traversal:
         self.users = False  # whether backwards of users' own are called where its units are pulled back
         self.looked_at = False  # whether the run was, operation by operation
         self.next_seed = Seeds(*seed).next
+
+    def observing(self, who: str) -> Observer:
+        """What looks at operations where nothing is known of a function yet."""
+        run = next((use.axis.run for use in self.uses.values() if use.axis.run), "")
+        return Observer(of_collectives(who, run, self.layout.tensor[1] > 1))
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""

@@ -1,0 +1,690 @@
+"""Torch's own collectives in a function: what communicates a differentiated tensor is refused, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as torchs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import _functional_collectives as functional
+from torch.utils import _python_dispatch
+from torch.utils.checkpoint import checkpoint
+
+import fzero as fz
+from fzero.engine.leaves import Leaves
+
+# torch's own: of plain runs that are wrong, and of deprecated names
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:c10d.*an autograd kernel was not registered:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+Tensor = torch.Tensor
+RANKS = 2
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _parts(h: Tensor) -> list[Tensor]:
+    return [torch.zeros_like(h) for _ in range(dist.get_world_size())]
+
+
+def _next() -> int:
+    return (dist.get_rank() + 1) % dist.get_world_size()
+
+
+def _late(work: object) -> None:
+    work.wait()  # type: ignore[attr-defined]
+
+
+# ---- what is refused: each takes a differentiated tensor of shape (ranks, 3) and gives one
+
+
+def all_reduce(h: Tensor) -> Tensor:
+    dist.all_reduce(h)
+    return h
+
+
+def all_reduce_async(h: Tensor) -> Tensor:
+    _late(dist.all_reduce(h, async_op=True))
+    return h
+
+
+def all_reduce_copy(h: Tensor) -> Tensor:
+    copy = h.clone()
+    dist.all_reduce(copy)
+    return h + copy
+
+
+def all_gather(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h)
+    return h + torch.stack(parts).sum(0)
+
+
+def all_gather_into_tensor(h: Tensor) -> Tensor:
+    out = torch.zeros(dist.get_world_size() * len(h), 3, dtype=h.dtype)
+    dist.all_gather_into_tensor(out, h.contiguous())
+    return h + out[: len(h)]
+
+
+def reduce_scatter(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h[:1])
+    dist.reduce_scatter(out, list((h * 1).split(len(h) // dist.get_world_size())))
+    return h + out
+
+
+def reduce_scatter_tensor(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h[: len(h) // dist.get_world_size()])
+    dist.reduce_scatter_tensor(out, h.contiguous())
+    return h + out.sum()
+
+
+def broadcast(h: Tensor) -> Tensor:
+    dist.broadcast(h, 0)
+    return h
+
+
+def reduce(h: Tensor) -> Tensor:
+    dist.reduce(h, 0)
+    return h
+
+
+def gather(h: Tensor) -> Tensor:
+    dist.gather(h, _parts(h) if dist.get_rank() == 0 else None)
+    return h
+
+
+def scatter(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    dist.scatter(out, [h * 1 for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None)
+    return h + out
+
+
+def all_to_all_single(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    dist.all_to_all_single(out, h.contiguous())
+    return h + out
+
+
+def send(h: Tensor) -> Tensor:
+    """Of which only the first rank knows that it is wrong."""
+    if dist.get_rank() == 0:
+        dist.send(h, 1)
+        return h
+    out = torch.zeros_like(h)
+    dist.recv(out, 0)
+    return h + out
+
+
+def receive(h: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(h.detach(), 1)
+    else:
+        dist.recv(h, 0)
+    return h
+
+
+def isend(h: Tensor) -> Tensor:
+    out, rank = torch.zeros_like(h), _next()
+    works = [dist.isend(h, rank), dist.irecv(out, rank)]
+    for work in works:
+        _late(work)
+    return h + out
+
+
+def batch_isend_irecv(h: Tensor) -> Tensor:
+    out, rank = torch.zeros_like(h), _next()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, h, rank), dist.P2POp(dist.irecv, out, rank)]):
+        _late(work)
+    return h + out
+
+
+def of_a_group(h: Tensor) -> Tensor:
+    _late(_world().allreduce([h]))
+    return h
+
+
+def functional_broadcast(h: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.broadcast(h, 0, _world()))
+
+
+def functional_in_place(h: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(  # type: ignore[no-any-return]
+        torch.ops._c10d_functional.all_reduce_(h, "sum", _world().group_name)
+    )
+
+
+def without_grad(h: Tensor) -> Tensor:
+    with torch.no_grad():  # which is written to all the same
+        dist.all_reduce(h)
+    return h
+
+
+def after_a_write(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = h * 2
+    total = constant.detach() * 0
+    total.add_(h)
+    dist.all_reduce(total)
+    return total
+
+
+class Detached(torch.autograd.Function):
+    """Whose forward hides what its derivative knows."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def of_a_function(h: Tensor) -> Tensor:
+    return all_reduce(Detached.apply(h))
+
+
+def mapped(h: Tensor) -> Tensor:
+    return all_reduce(torch.vmap(lambda row: row * 2)(h))
+
+
+def within_a_gradient(h: Tensor) -> Tensor:
+    return h * torch.func.grad(lambda x: all_reduce(x * 2).square().sum())(h.detach())
+
+
+def of_a_gradient(h: Tensor) -> Tensor:
+    return h * all_reduce(torch.func.grad(lambda x: (x**3).sum())(h))
+
+
+def checkpointed(h: Tensor) -> Tensor:
+    return checkpoint(all_reduce_copy, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def caught(h: Tensor) -> Tensor:
+    with contextlib.suppress(Exception):
+        all_reduce(h)
+    return h
+
+
+REFUSED: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
+    all_reduce: ("all_reduce", "sum"),
+    all_reduce_async: ("all_reduce", "sum"),
+    all_reduce_copy: ("all_reduce", "sum"),
+    all_gather: ("all_gather", "gather"),
+    all_gather_into_tensor: ("all_gather_into_tensor", "gather"),
+    reduce_scatter: ("reduce_scatter", "reduce_scatter"),
+    reduce_scatter_tensor: ("reduce_scatter_tensor", "reduce_scatter"),
+    broadcast: ("broadcast", "gather"),
+    reduce: ("reduce", "sum"),
+    gather: ("gather", "gather"),
+    scatter: ("scatter", "split"),
+    all_to_all_single: ("all_to_all", "all_to_all"),
+    send: ("send", "ring_shift"),
+    receive: ("recv", "ring_shift"),
+    isend: ("send", "ring_shift"),  # isend, to those who see functions
+    batch_isend_irecv: ("send", "ring_shift"),
+    of_a_group: ("all_reduce", "sum"),
+    functional_broadcast: ("broadcast", "gather"),
+    functional_in_place: ("all_reduce", "sum"),
+    without_grad: ("all_reduce", "sum"),
+    after_a_write: ("all_reduce", "sum"),
+    of_a_function: ("all_reduce", "sum"),
+    mapped: ("all_reduce", "sum"),
+    within_a_gradient: ("all_reduce", "sum"),
+    of_a_gradient: ("all_reduce", "sum"),
+    checkpointed: ("all_reduce", "sum"),
+    caught: ("all_reduce", "sum"),
+}
+
+
+# ---- what is not
+
+
+def own_slice(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h.detach())
+    parts[dist.get_rank()] = h
+    return torch.cat(parts)
+
+
+def own_rows(h: Tensor) -> Tensor:
+    out = torch.zeros(dist.get_world_size() * len(h), 3, dtype=h.dtype)
+    dist.all_gather_into_tensor(out, h.detach().contiguous())
+    return torch.cat([out, h])
+
+
+def statistic(h: Tensor) -> Tensor:
+    mean = h.detach().mean(0)
+    dist.all_reduce(mean)
+    return h * mean
+
+
+def number(h: Tensor) -> Tensor:
+    count = torch.tensor(len(h))
+    dist.all_reduce(count)
+    return h / count
+
+
+def constant(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean = h.mean(0)
+        dist.all_reduce(mean)
+        with torch.enable_grad():
+            doubled = h * 2
+    return h * mean + doubled
+
+
+@torch.no_grad()
+def concatenated(h: Tensor) -> Tensor:
+    parts = _parts(h)
+    dist.all_gather(parts, h)
+    return torch.cat(parts)
+
+
+def read_without_grad(h: Tensor) -> Tensor:
+    return h + concatenated(h)[: len(h)]
+
+
+def sent_constant(h: Tensor) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(h.detach(), 1)
+        return h
+    out = torch.zeros_like(h)
+    dist.recv(out, 0)
+    return h + out
+
+
+def before_a_write(h: Tensor) -> Tensor:
+    total = torch.zeros_like(h)
+    dist.all_reduce(total)
+    total.add_(h)
+    return total
+
+
+def data(h: Tensor) -> Tensor:
+    mean = h.data.sum(0)
+    dist.all_reduce(mean)
+    return h * mean
+
+
+def gradient_of_constants(h: Tensor) -> Tensor:
+    return h * all_reduce(torch.func.grad(lambda x: (x**3).sum())(h.detach()))
+
+
+class Summed(torch.autograd.Function):
+    """A map of the user's own, with its derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return all_reduce(x.clone())
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return all_reduce(grad.clone())
+
+
+def summed(h: Tensor) -> Tensor:
+    return Summed.apply(h)  # type: ignore[no-any-return]
+
+
+def torchs_sum(h: Tensor) -> Tensor:
+    return torchs.all_reduce(h)  # type: ignore[no-any-return]
+
+
+def torchs_gather(h: Tensor) -> Tensor:
+    return torch.stack(torchs.all_gather(h)).square().sum(0)
+
+
+def functional_sum(h: Tensor) -> Tensor:
+    return functional.wait_tensor(functional.all_reduce(h, "sum", _world()))
+
+
+ALLOWED = (own_slice, own_rows, statistic, number, constant, read_without_grad, sent_constant, before_a_write, data)
+ALLOWED = (*ALLOWED, gradient_of_constants, summed)
+TORCHS = (torchs_sum, torchs_gather, functional_sum)  # old-style Functions, which torch.func does not take
+
+
+# ---- one run of each on two processes
+
+# in a unit, ZeRO stage, recomputed
+PLACES = [(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)]
+
+
+def _params() -> dict[str, dict[str, Tensor]]:
+    return {"m": {"w": torch.linspace(-1, 1, 9, dtype=torch.float64).reshape(3, 3)}}
+
+
+def _input(rank: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, 6, dtype=torch.float64).reshape(2, 3) * (rank + 1)
+
+
+def _body(kind: Callable[[Tensor], Tensor], p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(kind(x @ p["w"])).square().sum()
+
+
+def _step(kind: Callable[[Tensor], Tensor], unit: bool, stage: int, remat: bool) -> fz.Step:
+    body = functools.partial(_body, kind)
+    body = fz.unit(body) if unit else body
+
+    def fn(p: dict[str, dict[str, Tensor]], x: Tensor) -> Tensor:
+        return body(p["m"], x)
+
+    step = fz.train_step(fn, fz.sgd(0.1), units=["m"] if unit else None)
+    step = getattr(fz.transforms, f"shard_zero{stage}")(step) if stage else step
+    return fz.transforms.remat(step) if remat else step
+
+
+def _plain(kind: Callable[[Tensor], Tensor], rank: int, stage: int) -> Tensor:
+    """The weights after plain torch's update, of the mean of the ranks' gradients where they are reduced."""
+    w = _params()["m"]["w"].requires_grad_()
+    (grad,) = torch.autograd.grad(_body(kind, {"w": w}, _input(rank)), w)
+    if stage:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return w.detach() - 0.1 * grad
+
+
+def _outcome(kind: Callable[[Tensor], Tensor], rank: int, place: tuple[bool, int, bool], updates: int) -> str:
+    try:
+        step = _step(kind, *place)
+        state = step.init(_params())
+        for _ in range(updates):
+            after, _ = step(state, _input(rank))  # type: ignore[misc]
+        got = fz.gather(after.params)["m"]["w"]
+        torch.testing.assert_close(got, _plain(kind, rank, place[1]), rtol=1e-10, atol=1e-10)
+    except (ValueError, TypeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "as plain torch"
+
+
+def _outcomes(rank: int) -> dict[tuple[str, tuple[bool, int, bool]], str]:
+    warnings.simplefilter("ignore")
+    out = {}
+    for place in PLACES:
+        for kind in (*REFUSED, *ALLOWED, *TORCHS):
+            if place[1] == 0 and kind in (send, receive, scatter):  # ranks of which neither knows of the other
+                continue
+            out[kind.__name__, place] = _outcome(kind, rank, place, 1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[tuple[str, tuple[bool, int, bool]], str]]:
+    return fz.testing.run_ranks(_outcomes, RANKS, backend="processes")
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_is_differentiated_is_refused_on_every_rank(kind, outcomes) -> None:
+    name, meant = REFUSED[kind]
+    for own in outcomes:
+        for (which, (unit, stage, _)), said in own.items():
+            if which == kind.__name__ and (kind is not checkpointed or unit or not stage):  # as torch.func refuses it
+                assert said.startswith("ValueError") and f"{name}'" in said and f"fz.parallel.{meant}(" in said, said
+                assert re.search(r"\(in '\w+', test_collectives\.py, line \d+\)", said), said
+
+
+@pytest.mark.parametrize("kind", ALLOWED, ids=lambda kind: kind.__name__)
+def test_constants_are_communicated_as_in_plain_torch(kind, outcomes) -> None:
+    for own in outcomes:
+        assert {said for (which, _), said in own.items() if which == kind.__name__} == {"as plain torch"}
+
+
+@pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
+def test_torchs_own_maps_are_right_in_units(kind, outcomes) -> None:
+    for own in outcomes:
+        for (which, (unit, stage, _)), said in own.items():
+            if which == kind.__name__:
+                outside = "TypeError: step: the function calls an autograd.Function without setup_context"
+                assert said.startswith("as plain torch" if unit or not stage else outside), said
+
+
+# ---- any program: refused exactly if torch says that what is communicated requires a gradient
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _constant(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        return a * b
+
+
+def _written(a: Tensor, b: Tensor) -> Tensor:
+    out = a.clone()
+    out.view(-1).add_(b.view(-1))
+    return out
+
+
+def _half(a: Tensor, b: Tensor) -> Tensor:
+    out = a.detach().clone()
+    out[0] = b[1]
+    return out
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, b: a * b,
+    "detached": lambda a, _: a.detach() * 2,
+    "constant": _constant,
+    "written": _written,
+    "half": _half,
+    "hidden": lambda a, _: Detached.apply(a),
+    "mapped": lambda a, b: torch.vmap(lambda row, other: row + other)(a, b),
+    "gradient": lambda a, b: torch.func.grad(lambda y: (y**3 * b).sum())(a),
+    "data": lambda a, b: a.data + b,
+    "number": lambda a, b: b * float(a.detach().sum()),
+}
+COLLECTIVES = (all_reduce, all_gather_into_tensor, all_gather, of_a_group)
+
+
+def _program(
+    operations: Sequence[tuple[str, int, int]], collective: Callable[[Tensor], Tensor], records: bool, said: list[bool]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of weights and an input, which notes whether what it communicates requires a gradient."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        values = [x @ w, x * 1]
+        for name, a, b in operations:
+            values.append(OPERATIONS[name](values[a % len(values)], values[b % len(values)]))
+        own = values[-1].clone() if collective in (all_reduce, of_a_group) else values[-1]
+        said.append(own.requires_grad and (records or collective in (all_reduce, of_a_group)))
+        with contextlib.nullcontext() if records else torch.no_grad():
+            out = collective(own)
+        return torch.stack([*values, out]).tanh().sum()
+
+    return run
+
+
+@given(
+    operations=st.lists(
+        st.tuples(st.sampled_from(sorted(OPERATIONS)), *[st.integers(0, 9)] * 2), min_size=1, max_size=5
+    ),
+    collective=st.sampled_from(COLLECTIVES),
+    records=st.booleans(),
+    unit=st.booleans(),
+    plain=st.booleans(),
+)
+def test_a_program_is_refused_if_torch_differentiates_what_it_communicates(
+    alone, operations, collective, records, unit, plain
+) -> None:
+    said: list[bool] = []
+    program = _program(operations, collective, records, said)
+    w, x = _params()["m"]["w"].requires_grad_(), _input(0)
+    loss = program(w, x)
+    (grad,) = torch.autograd.grad(loss, w, allow_unused=True)
+    body = fz.unit(lambda p, x: program(p["w"], x)) if unit else lambda p, x: program(p["w"], x)
+    step = fz.shard_zero2(fz.train_step(lambda p, x: body(p["m"], x), fz.sgd(0.1), units=["m"] if unit else None))
+    with contextlib.nullcontext() if plain else mock.patch.object(Leaves, "of", staticmethod(lambda *_: None)):
+        state = step.init(_params())
+        if said[0]:
+            with pytest.raises(ValueError, match="communicates a tensor"):
+                step(state, x)
+            return
+        for _ in range(2):  # also the run that nobody looks at
+            out, pullback = step.vjp(state, x, argnums=())
+            torch.testing.assert_close(out, loss.detach(), rtol=1e-10, atol=1e-10)
+            got = fz.gather(pullback(torch.ones_like(out))[0])["m"]["w"]
+            torch.testing.assert_close(got, torch.zeros_like(w) if grad is None else grad, rtol=1e-10, atol=1e-10)
+
+
+# ---- beside a step's call
+
+
+def _all_reduced(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return all_reduce(x @ p["w"]).square().sum()
+
+
+def _twice(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ p["w"]).square().sum()
+
+
+def test_what_is_not_differentiated_runs(alone) -> None:
+    step = fz.train_step(_all_reduced, fz.sgd(0.1))
+    state, x = step.init({"w": torch.ones(3, 3)}), torch.ones(2, 3)
+    assert step.forward(state, x).item() == 54
+    frozen = fz.freeze(fz.train_step(lambda p, x: _all_reduced(p["a"], x) * p["b"]["w"].sum(), fz.sgd(0.1)), "a.*")
+    out, _ = frozen.vjp(frozen.init({"a": {"w": torch.ones(3, 3)}, "b": {"w": torch.ones(2)}}), x, argnums=())
+    assert out.item() == 108
+
+
+def test_every_verb_refuses(alone) -> None:
+    x, params = torch.ones(2, 3), {"w": torch.ones(3, 3)}
+    step = fz.train_step(_all_reduced, fz.sgd(0.1))
+    state = step.init(params)
+    _, pullback = fz.train_step(_twice, fz.sgd(0.1)).vjp(state, x)
+    grads = pullback(torch.tensor(1.0))[0]
+
+    def taped() -> None:
+        with fz.tape(step, state) as model:
+            model(x).backward()
+
+    verbs: dict[str, Callable[[], object]] = {
+        "step": lambda: step(state, x),
+        "vjp": lambda: step.vjp(state, x),
+        "accumulate": lambda: fz.accumulate(step, 2)(fz.accumulate(step, 2).init(params), x),
+        "tape": taped,
+        "hvp": lambda: fz.hvp(step, state, grads, x),
+        "around": lambda: torch.func.grad(lambda y: step.forward(state, y))(x),
+        "scan": lambda: fz.scan(step, state, x[None]),
+    }
+    for verb, call in verbs.items():
+        with pytest.raises(ValueError, match=r"communicates a tensor .*all_reduce"):
+            call()
+            pytest.fail(verb)
+
+
+def test_an_input_that_is_differentiated_is_refused_alone(alone) -> None:
+    def fn(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (all_reduce(x * 1) @ p["w"] * y).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state, x, y = step.init({"w": torch.ones(3, 3)}), torch.ones(2, 3), torch.ones(3)
+    assert step.vjp(state, x, y, argnums=(1,))[0].item() == 18
+    with pytest.raises(ValueError, match="communicates a tensor"):
+        step.vjp(state, x, y, argnums=(0,))
+
+
+def test_a_unit_that_a_later_run_calls_first_is_looked_at(alone) -> None:
+    inner, branches = fz.unit(lambda p, x: all_reduce(x @ p["w"])), [False, True]
+
+    def fn(p: dict[str, dict[str, Tensor]], x: Tensor, branch: bool) -> Tensor:
+        h = x @ p["a"]["w"]
+        return (inner(p["b"], h) if branch else h).sum()
+
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1), units=["b"]))
+    state = step.init({"a": {"w": torch.ones(3, 3)}, "b": {"w": torch.ones(3, 3)}})
+    state, _ = step(state, torch.ones(2, 3), branches[0])
+    with pytest.raises(ValueError, match="Unit 'b' communicates a tensor"):
+        step(state, torch.ones(2, 3), branches[1])
+
+
+def test_reentrant_checkpoints_hide_what_is_constant(alone) -> None:
+    def fn(p: dict[str, Tensor], x: Tensor, reentrant: bool) -> Tensor:
+        own = lambda w: (x @ w) * all_reduce((x @ w).detach())
+        return checkpoint(own, p["w"], use_reentrant=reentrant).sum()  # type: ignore[no-any-return]
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(3, 3)})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        step(state, torch.ones(2, 3), True)
+    step(state, torch.ones(2, 3), False)
+
+
+def test_later_runs_are_not_looked_at(alone) -> None:
+    seen: list[int] = []
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        seen.append(len(_python_dispatch._get_current_dispatch_mode_stack()))
+        return (x @ p["w"]).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init({"w": torch.ones(3, 3)})
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 3))
+    assert seen == [1, 0, 0]
+    seen.clear()
+    unit = fz.unit(lambda p, x: fn(p, x).square())
+    acting = fz.remat(fz.train_step(lambda p, x: unit(p["m"], x) + 0 * fn({"w": x.T}, x), fz.sgd(0.1), units=["m"]))
+    with fz.tape(acting, acting.init({"m": {"w": torch.ones(3, 3)}})) as model:  # whose functions are, for leaks
+        for _ in range(2):
+            model(torch.ones(2, 3))
+    assert seen == [1, 1, 0, 0]
+
+
+THREADS = (all_reduce, all_gather, broadcast, gather, scatter, without_grad, checkpointed)
+GOOD = (own_slice, statistic, constant, read_without_grad, summed)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_on_ranks_that_are_threads(unit) -> None:
+    """Of which torch's groups are Python's, without an operator behind."""
+    kinds = [kind for kind in (*THREADS, *GOOD) if unit or kind is not checkpointed]
+    ranks = fz.testing.run_ranks(
+        lambda rank: [_outcome(kind, rank, (unit, 2, False), 1) for kind in kinds], RANKS, checked=False
+    )
+    for own in ranks:
+        for kind, said in zip(kinds, own, strict=True):
+            assert ("communicates a tensor" in said) if kind in THREADS else said == "as plain torch", said
+
+
+def _over_tensor_ranks(kind: Callable[[Tensor], Tensor], rank: int) -> str:
+    warnings.simplefilter("ignore")
+    body = fz.unit(lambda p, x: kind((x @ p["w"]).square().sum(-1)))
+    step = fz.train_step(lambda p, x: body(p["m"], x).sum(), fz.sgd(0.1), units=["m"])
+    step = fz.remat(fz.shard_tensor(step, {"m.w": 1}))
+    params = {"m": {"w": torch.arange(12.0, dtype=torch.float64).reshape(3, 4)}}
+    try:
+        step(step.init(params), torch.ones(2, 3, dtype=torch.float64))
+    except ValueError as error:
+        return str(error)
+    return "as it is"
+
+
+def test_torchs_own_maps_are_refused_over_slices() -> None:
+    """Whose derivatives are of the sum of all ranks' losses, where a tensor axis has one loss."""
+    for kind in (torchs_sum, functional_sum):
+        for said in fz.testing.run_ranks(functools.partial(_over_tensor_ranks, kind), RANKS, backend="processes"):
+            assert "communicates a tensor" in said and "fz.parallel.sum(" in said, said
