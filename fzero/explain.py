@@ -155,7 +155,7 @@ class _Replay:
         runs, micro = iter(batch), step.microbatches
         with self._values:
             for number in range(micro.count):
-                self._values.begin(number, self._sizes and self._sizes[number], cotangent)
+                self._values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
                 run, ct = next(runs)
                 self._values.phase = BACKWARD
                 pulled, _ = run.pull(ct, into=total)

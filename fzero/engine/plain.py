@@ -77,8 +77,7 @@ class PlainRun(Outcome):
         again: Callable[[], Run],
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask)
-        self._leaves: Leaves | None = leaves
-        self._partial, self._pulling = partial, threading.RLock()
+        self._leaves, self._partial, self._pulling = leaves, partial, threading.RLock()
         self._rest: _Rest | Waits | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         own = [x for x in flat if isinstance(x, torch.Tensor)]

@@ -70,7 +70,7 @@ class Traversal:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
         self.tensor, self.beside = axis.tensor, axis.further.setdefault
         self.averaged = axis.of_means
-        self.means = (1, False)  # what is not exact in the function, as its step takes means of it
+        self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
         self.mask = Mask()
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False

@@ -55,7 +55,7 @@ def _told(axis: Axis, error: Exception | None) -> Exception:
 def own_weights(micro: Microbatches, parts: Parts) -> list[float]:
     """The weights of this rank's microbatches, outside of any derivative."""
     with private.below_transforms(), torch.no_grad():
-        return micro.weights_at([pytree.map_leaves(_plain, tuple(part)) for part in parts])
+        return micro.weights_at([[pytree.map_leaves(_plain, x) for x in part] for part in parts])
 
 
 def _plain(x: object) -> object:

@@ -25,5 +25,3 @@ def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_any_count_gives_the_same_numbers(count: int) -> None:
     exactness.check("unit", [("it", functools.partial(fz.accumulate, count=count))], 1)
-
-
