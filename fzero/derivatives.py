@@ -23,12 +23,12 @@ from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
-from fzero.engine.weighing import weighed
+from fzero.engine.weighing import counted
 from fzero.state.checks import check_grads, check_state, constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
-from fzero.table.counting import Mask
+from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -130,9 +130,9 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         refuse_carry(step, "hvp of a step whose microbatches have weights")
     with as_found():
         parts = [inputs] if micro.weights is None else micro.split(inputs)
-        weights = weighed(micro, state, inputs, parts) if micro.weights is not None else None
+        counts = counted(micro, state, inputs, parts) if micro.weights is not None else Counts()
         for i, part in enumerate(parts):
-            factor, mask = (weights.factors[i], weights.mask(i)) if weights else (1.0, Mask())
+            factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
             product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)
             total = {key: total[key] + x for key, x in product.items()} if total else product
     return v.with_buffers({key: x * math.nan for key, x in total.items()} if math.isnan(factor) else total)
@@ -145,7 +145,7 @@ def _product(
     inputs: Sequence[object],
     seed: tuple[int, ...],
     factor: float,
-    mask: Mask,
+    mask: Mask | None,
 ) -> dict[Key, torch.Tensor]:
     """The product with the Hessian of one microbatch's loss times `factor`."""
     _, primals, _ = traversal_of(step, state, seed)

@@ -149,7 +149,7 @@ class _Replay:
         rules = tuple([rule for rule in step.rules if rule.column != "compile"])
         self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None, metrics=())
         self._state, self._values = state, Values(state, limit)
-        self._sizes, self._masked = step.microbatches.examples(inputs), set[int]()
+        self._masked, self._sizes = set[int](), step.microbatches.examples(inputs)
         own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
         batch, total = Batch(own, state, inputs, cotangent, rng), None
         runs, micro = iter(batch), step.microbatches

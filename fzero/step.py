@@ -18,7 +18,7 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
-from fzero.engine.weighing import weighed
+from fzero.engine.weighing import counted
 from fzero.optim._tried import need_elements
 from fzero.state.beyond import here
 from fzero.state.checks import (
@@ -119,14 +119,14 @@ class Step(Spec):
         pairs, own = [], Carry(self, state)
         with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
             parts = micro.split(inputs)
-            weights = weighed(micro, state, inputs, parts)
+            counts = counted(micro, state, inputs, parts)
             for i, part in enumerate(parts):
                 out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), follows)
                 pairs.append((out, own.taken(aux)))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")
-            merged = micro.merge(outputs, factors=weights and weights.factors)
-        return (merged, micro.merge(auxes, "aux", weights and weights.of_rank)) if self.has_aux else merged
+            merged = micro.merge(outputs, factors=counts.factors)
+        return (merged, micro.merge(auxes, "aux", counts.of_rank)) if self.has_aux else merged
 
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.

@@ -19,13 +19,14 @@ from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
 from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
-from fzero.engine.weighing import weighed
+from fzero.engine.weighing import counted
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import put_again
+from fzero.table.counting import Counts
 from fzero.table.layout import Key, Layout
 from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
@@ -94,7 +95,7 @@ class Batch:
     Attributes:
         times: by what to divide the sum of the gradients.
         followed: whether a transform may go on through this call: each microbatch's cotangents are reduced then.
-        weights: what microbatches count, once the first of them runs; None where all count the same.
+        counts: what microbatches count, once the first of them runs.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Batch:
         self._losses: list[torch.Tensor] = []
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
-        self.times, self.followed, self.weights = 1.0, is_transformed(), None
+        self.times, self.followed, self.counts = 1.0, is_transformed(), Counts()
         self._carry = Carry(step, state)
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
@@ -113,20 +114,19 @@ class Batch:
         several, cotangent = micro.count > 1, self._cotangent
         pieces: Sequence[object] = ()
         parts = micro.split(self._inputs)
-        self.weights = weights = weighed(micro, state, self._inputs, parts)
+        self.counts = counts = counted(micro, state, self._inputs, parts)
         leaves = None if self._fused else Leaves.of(step, state, several)
         for i, part in enumerate(parts):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
             unreduced = several and not last and not self.followed
             given = self._carry.given(part)
-            mask = weights and weights.mask(i)
             run = run_of(
                 *(leaves, step, state, given, (), seed, scale),
                 unreduced=unreduced,
                 fused=last,
                 partial=several,
-                mask=mask,
+                mask=counts.mask(i),
             )
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
@@ -136,11 +136,11 @@ class Batch:
                 self._scalars += scalars_in(outputs)
             if not pieces:
                 if cotangent is None:
-                    cotangent = torch.ones_like(mean_of([outputs]) if several or weights else outputs)
-                elif several or weights:
+                    cotangent = torch.ones_like(mean_of([outputs]) if several or counts.factors else outputs)
+                elif several or counts.factors:
                     run.check_structure(cotangent)
-                likely = micro.parts_like(outputs, micro.examples(self._inputs))
-                pieces, self.times = micro.split_cotangent(cotangent, likely, weights and weights.factors)
+                likely = micro.parts_like(parts_of(outputs), counts.sizes)
+                pieces, self.times = micro.split_cotangent(cotangent, likely, counts.factors)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
             del outputs, given
@@ -155,15 +155,15 @@ class Batch:
             scalars, self._scalars = self._scalars, []
             need_alike(self._axis, scalars, "step")
             return {}
-        loss = mean_of(self._losses, self.weights and self.weights.factors)
+        loss = mean_of(self._losses, self.counts.factors)
         loss = meaned(self._axis, loss) if follows(loss) else self._axis.mean(loss, "the loss")
         need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail
         return {"loss": loss}
 
     def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""
-        own = self.weights and self.weights.of_rank
-        return {"aux": self._step.microbatches.merge(self._auxes, "aux", own)} if self._step.has_aux else {}
+        merged = lambda: self._step.microbatches.merge(self._auxes, "aux", self.counts.of_rank)
+        return {"aux": merged()} if self._step.has_aux else {}
 
     def kept(self, new: TrainState, metrics: Mapping[str, object]) -> TrainState:
         """The state after an update, with what the step carries."""
@@ -188,10 +188,10 @@ class Pullback:
         several, scale = self._micro.count > 1, scale_of(step, state)
         self._runs, self._auxes, self._carry, self._has_aux = list[Run](), [], Carry(step, state), step.has_aux
         parts = self._micro.split(inputs)
-        self._weights = weights = weighed(self._micro, state, inputs, parts)
+        self._counts = counts = counted(self._micro, state, inputs, parts)
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
-            seed, mask = seed_of(state, rng, i), weights and weights.mask(i)
+            seed, mask = seed_of(state, rng, i), counts.mask(i)
             run = Run(step, state, given, own, seed, scale, alone=not several, partial=several, mask=mask)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
@@ -208,11 +208,10 @@ class Pullback:
         outputs, auxes = [run.outputs for run in self._runs], self._auxes
         for run in self._runs:
             run.outputs = None
-        factors, of_rank = self._weights and self._weights.factors, self._weights and self._weights.of_rank
-        aux = self._carry.beside(self._has_aux, self._micro.merge(auxes, "aux", of_rank))
+        aux = self._carry.beside(self._has_aux, self._micro.merge(auxes, "aux", self._counts.of_rank))
         self._auxes = []
         self._carry.forget()
-        return self._micro.merge(outputs, factors=factors), aux
+        return self._micro.merge(outputs, factors=self._counts.factors), aux
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
@@ -297,9 +296,9 @@ class Pullback:
     def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
         cotangent = here(cotangent)
-        if self._micro.count > 1 or self._weights:
+        if self._micro.count > 1 or self._counts.factors:
             self._runs[0].check_structure(cotangent)
-        pieces = self._micro.split_cotangent(cotangent, self._parts, self._weights and self._weights.factors)
+        pieces = self._micro.split_cotangent(cotangent, self._parts, self._counts.factors)
         self._runs[0].need_graph()
         self._times = None  # a second half that did not come
         return pieces

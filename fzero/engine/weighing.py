@@ -11,14 +11,14 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
-from fzero.table.counting import Weights, weights_of
+from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
 Parts = Sequence[Sequence[object]]
 
 
-def weighed(micro: Microbatches, state: TrainState, inputs: Sequence[object], parts: Parts) -> Weights | None:
-    """What the microbatches of a call count; None where all count the same.
+def counted(micro: Microbatches, state: TrainState, inputs: Sequence[object], parts: Parts) -> Counts:
+    """What the microbatches of a call count.
 
     Args:
         parts: the inputs of each.
@@ -26,21 +26,39 @@ def weighed(micro: Microbatches, state: TrainState, inputs: Sequence[object], pa
     Raises:
         TypeError, ValueError: a weight on some rank is none; on every rank.
     """
-    if micro.weights is None:
-        return micro.by_examples(inputs) if micro.count > 1 else None
-    axis, own, error = state.params.axis, [math.nan] * micro.count, None
+    out = Counts()
+    if micro.count > 1:
+        out.split(micro.examples(inputs))
+    if micro.weights is not None:
+        weigh(out, micro, state, parts)
+    return out
+
+
+def weigh(counts: Counts, micro: Microbatches, state: TrainState, parts: Parts) -> None:
+    """Notes what microbatches count by their weights."""
+    own, error = [math.nan] * micro.count, None
     try:
         own = own_weights(micro, parts)
     except Exception as caught:  # of which the others are told
-        if axis.ranks == 1:
+        if state.params.axis.ranks == 1:
             raise
         error = caught
+    share(counts, state, own, error)
+
+
+def share(counts: Counts, state: TrainState, own: list[float], error: Exception | None = None) -> None:
+    """Notes what microbatches count by these weights, of which all ranks of a state tell each other the sums.
+
+    Args:
+        own: NaN where there is an error.
+    """
+    axis = state.params.axis
     with private.below_transforms():
         sums = torch.tensor(own, dtype=torch.float64, device=state.params.device)
         means = axis.mean(sums, "the weights of microbatches").tolist()
     if any(map(math.isnan, means)):
         raise _told(axis, error)
-    return weights_of(own, means)
+    counts.weigh(own, means)
 
 
 def _told(axis: Axis, error: Exception | None) -> Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
 class Mask:
@@ -29,27 +29,35 @@ class Mask:
         return not self.counts and not (self._anywhere and self._exchanged)
 
 
-class Weights(NamedTuple):
-    """What each microbatch counts, where they do not all count the same.
+@dataclass
+class Counts:
+    """What each microbatch of a call counts.
 
     Attributes:
+        sizes: its examples; None where no input is split.
         factors: by what its scalar outputs are multiplied, so that the mean over ranks of their sum is the weighted
-            mean; NaN where nothing counts.
+            mean; NaN where nothing counts. None where all count the same.
         of_rank: the same for the mean over this rank's microbatches alone.
-        anywhere: whether it counts on some rank.
     """
 
-    factors: tuple[float, ...]
-    of_rank: tuple[float, ...]
-    anywhere: tuple[bool, ...]
+    sizes: Sequence[int] | None = None
+    factors: Sequence[float] | None = None
+    of_rank: Sequence[float] | None = None
+    _anywhere: Sequence[bool] = ()
 
-    def mask(self, microbatch: int) -> Mask:
-        return Mask(self.factors[microbatch] > 0, self.anywhere[microbatch])
+    def split(self, sizes: Sequence[int] | None) -> None:
+        """They have so many examples, and count by them, where ranks count the same."""
+        self.sizes = sizes
+        if sizes is not None and len({*sizes}) > 1:
+            self.weigh(sizes, [sum(sizes) / len(sizes)] * len(sizes))
 
+    def weigh(self, own: Sequence[float], means: Sequence[float]) -> None:
+        """They have these weights here, and these are their means over ranks."""
+        self.factors, self.of_rank = [
+            [w / total for w in own] if total > 0 else [math.nan] * len(own) for total in (sum(means), sum(own))
+        ]
+        self._anywhere = [mean > 0 for mean in means]
 
-def weights_of(own: Sequence[float], means: Sequence[float]) -> Weights:
-    """What microbatches count, by their weights here, and the means of these over ranks."""
-    factors, of_rank = [
-        tuple([w / total for w in own]) if total > 0 else (math.nan,) * len(own) for total in (sum(means), sum(own))
-    ]
-    return Weights(factors, of_rank, tuple([mean > 0 for mean in means]))
+    def mask(self, microbatch: int) -> Mask | None:
+        """Whether a run of one adds anything to gradients; None where all do."""
+        return None if self.factors is None else Mask(self.factors[microbatch] > 0, self._anywhere[microbatch])

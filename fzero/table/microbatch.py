@@ -15,7 +15,6 @@ from fzero.base import pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.ragged import places_in
 from fzero.base.rebound import tensors_inside
-from fzero.table.counting import Weights, weights_of
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,11 @@ class Microbatches:
             _refuse_rows_inside(leaf)
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
-    def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
+    def split(self, inputs: Sequence[object], shares: int = 1) -> list[tuple[object, ...]]:
         """The inputs of every microbatch, in sizes as equal as can be; of ragged examples each has the rows of its own.
+
+        Args:
+            shares: how many batches of one size these are, of which each microbatch has its part of every one.
 
         Raises:
             ValueError: an input has no such dim; they do not divide, and have different sizes there.
@@ -72,7 +74,7 @@ class Microbatches:
                         f"{self.count} microbatches. Pass in_dims= with None for inputs that are not split."
                     )
                 sizes[name] = leaf.shape[dim]
-            columns.append([leaf] * self.count if dim is None else leaf.tensor_split(self.count, dim))
+            columns.append([leaf] * self.count if dim is None else leaf.split(self.sizes(leaf.shape[dim], shares), dim))
         if len({*sizes.values()}) > 1 and any(size % self.count for size in sizes.values()):
             raise ValueError(
                 f"accumulate: got {', '.join(f'{size} in input {name}' for name, size in sizes.items())} along the "
@@ -88,18 +90,16 @@ class Microbatches:
         """How many examples each microbatch has, by the first input that is split; None where none is."""
         ragged = places_in(tuple(inputs))
         for place, (dim, x) in enumerate(self.leaves(inputs)):
-            if dim is not None and place not in ragged and isinstance(x, torch.Tensor) and x.ndim:
-                each, more = divmod(x.shape[dim], self.count)
-                return [each + (i < more) for i in range(self.count)]
+            if dim is None or place in ragged or not isinstance(x, torch.Tensor):
+                continue
+            if -x.ndim <= dim < x.ndim:
+                return self.sizes(x.shape[dim])
         return None
 
-    def by_examples(self, inputs: Sequence[object]) -> Weights | None:
-        """What microbatches count by their examples, where ranks count the same; None if they have equally many."""
-        sizes = self.examples(inputs)
-        if sizes is None or len({*sizes}) == 1:
-            return None
-        total = sum(sizes)
-        return weights_of(sizes, [total / self.count] * self.count)
+    def sizes(self, total: int, shares: int = 1) -> list[int]:
+        """How many of some examples each microbatch has, as `torch.tensor_split` has it of each share of them."""
+        each, more = divmod(total // shares, self.count)
+        return [(each + (i < more)) * shares for i in range(self.count)]
 
     def weights_at(self, parts: Sequence[Sequence[object]]) -> list[float]:
         """The weights of microbatches, of their inputs."""
@@ -142,17 +142,22 @@ class Microbatches:
         merged = [_merged(f"{what} {name}" if name else what, own, factors) for name, *own in columns]
         return pytree.unflatten(spec, merged)
 
-    def parts_like(self, outputs: object, sizes: Sequence[int] | None) -> list[list[Part]]:
-        """`parts_of` every microbatch, of the outputs of the first, where the others have like ones.
+    def parts_like(self, parts: list[Part], sizes: Sequence[int] | None, microbatch: int = 0) -> list[list[Part]]:
+        """`parts_of` every microbatch, by those of one, where the others have like outputs.
 
         Args:
             sizes: the examples of each.
         """
-        first = parts_of(outputs)
-        if sizes is None or len({*sizes}) == 1:
-            return [first] * self.count
-        rows = lambda own, size: own if own is None or own % sizes[0] else own // sizes[0] * size
-        return [[part._replace(length=rows(part.length, size)) for part in first] for size in sizes]
+        if sizes is None:
+            return [parts] * self.count
+        of = sizes[microbatch]
+
+        def rows(own: int | None, size: int) -> int | None:
+            if not own:
+                return own if own is None or of else size  # of no examples it does not show how many each has
+            return own if not of or own % of else own // of * size
+
+        return [[part._replace(length=rows(part.length, size)) for part in parts] for size in sizes]
 
     def split_cotangent(
         self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[float] | None = None
@@ -206,6 +211,12 @@ def need_in_dims(in_dims: object, who: str) -> None:
     for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
         if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise wrong(who, "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
+
+
+def need_weights(weights: object, who: str) -> None:
+    """Refuses weights that are no function."""
+    if weights is not None and not callable(weights):
+        raise wrong(who, "weights", weights, "a function of a microbatch's inputs, or None")
 
 
 class Part(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fzero.base.arguments import need_int, wrong
-from fzero.table.microbatch import Microbatches, need_in_dims
+from fzero.base.arguments import need_int
+from fzero.table.microbatch import Microbatches, need_in_dims, need_weights
 from fzero.table.spec import S, need_step
 
 
@@ -65,6 +65,5 @@ def accumulate(
     need_in_dims(in_dims, "accumulate")
     if count < 1:
         raise ValueError(f"accumulate: got count={count}, expected a number of microbatches of at least 1.")
-    if weights is not None and not callable(weights):
-        raise wrong("accumulate", "weights", weights, "a function of a microbatch's inputs, or None")
+    need_weights(weights, "accumulate")
     return step.with_header("microbatches", Microbatches(count, in_dims, weights), f"accumulate({count})")
