@@ -24,6 +24,7 @@ from fzero.engine.weighing import own_weights, share, weigh
 from fzero.schedules.check import begun_by
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.state.checks import constants
+from fzero.state.train_state import TrainState
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
@@ -63,7 +64,7 @@ class Call:
         places: AllPlaces,
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
-        last: Any = None,
+        last: TrainState | None = None,
     ) -> None:
         self._error: BaseException | None = None
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
@@ -76,6 +77,7 @@ class Call:
                 self.shares.count_examples(inputs, self.counts)
             parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
             if micro.weights is not None and places.line is None:
+                assert last is not None
                 weigh(self.counts, micro, last, parts)
         except Exception as error:  # perhaps of this rank's inputs alone
             if places.line is None:
@@ -155,7 +157,7 @@ class Call:
             self._error = error
         self.agreed(None)
         assert own is not None
-        if self.has_last:
+        if self._last is not None:
             share(self.counts, self._last, own)
         else:  # where nothing is averaged, and all that matters is which of them count
             self.counts.weigh(own, [1.0] * len(own))

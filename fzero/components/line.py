@@ -149,7 +149,7 @@ class Line:
         """One of the seats at the place of a stage."""
         return next(seat for seat in self.seats if seat.place == self._schedule.place_of(stage))
 
-    def need_same(self, said: Sequence[Any], stage: int) -> None:
+    def need_same(self, said: Sequence[tuple[object, int]], stage: int) -> None:
         """Refuses shares of a batch that differ between places: microbatches would count there what they do not here.
 
         Args:

@@ -204,13 +204,11 @@ class DistantStage:
         return out
 
 
-def stages_of(steps: Sequence[Any], micro: Microbatches) -> list[Stage]:
+def stages_of(steps: Sequence[Spec | RemoteComponent], micro: Microbatches) -> list[Stage]:
     """The components of a pipeline."""
     beside = any(isinstance(step, RemoteComponent) for step in steps)
-    return [
-        DistantStage(step) if isinstance(step, RemoteComponent) else LocalStage(step, step, beside, micro)
-        for step in steps
-    ]
+    local = lambda step: LocalStage(step, step, beside, micro)
+    return [DistantStage(step) if isinstance(step, RemoteComponent) else local(step) for step in steps]
 
 
 def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Timeline:
