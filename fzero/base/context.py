@@ -32,7 +32,7 @@ averaged: contextvars.ContextVar[tuple[Members, ...]] = variable("averaged", ())
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # called where a running function exchanges values between the ranks that its step takes means over
 exchanges: contextvars.ContextVar[Callable[[], object] | None] = variable("exchanges", None)
-# (how many microbatches the running step takes a mean of, without weights; whether it takes one over ranks)
+# (how many microbatches the running step takes a mean of, 0 where they have weights; whether it takes one over ranks)
 means: contextvars.ContextVar[tuple[int, bool]] = variable("means", (1, False))
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)

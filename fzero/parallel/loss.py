@@ -116,7 +116,10 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
     values, weights = values.to(wide(values.dtype)), weights.to(wide(values.dtype))
     sums = torch.stack([(values * weights).sum(), weights.sum()])
     total, count = summed(sums, ax) if ax is not None else sums
-    return total / count
+    if means.get()[0]:
+        return total / count
+    nothing = count == 0  # which has no weight in the step's mean: it is NaN, but its derivative is zero
+    return (total / count.masked_fill(nothing, 1.0)).masked_fill(nothing, float("nan"))
 
 
 def _need_one_mean(ax: Axis | None) -> None:

@@ -31,8 +31,8 @@ class Microbatches:
 
     @property
     def means(self) -> int:
-        """How many means a mean of means would be of."""
-        return self.count if self.weights is None else 1
+        """How many means are averaged as if all weighed the same; 0 where weights are given."""
+        return self.count if self.weights is None else 0
 
     def leaves(self, inputs: Sequence[object]) -> list[tuple[int | None, object]]:
         """The flat leaves of the inputs, each behind the dim of its input."""

@@ -492,3 +492,73 @@ def sequences(rank: int, groups: list[list[int]], cuts: int) -> None:
 @pytest.mark.parametrize(("groups", "cuts"), [([[0], [1, 2]], 1), ([[0, 1], [2]], 0)])
 def test_sequences_that_are_cut_over_examples(groups: list[list[int]], cuts: int) -> None:
     run_ranks(functools.partial(sequences, groups=groups, cuts=cuts), 3, backend="processes")
+
+
+def _tanh(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def _token_mean(p: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    told = (y >= 0).to(h.dtype)
+    return ((h @ p["w"])[:, 0].sub(y).square() * told).sum() / told.sum()  # NaN of none
+
+
+def _told(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (y >= 0).sum()
+
+
+class _Raises:
+    """Weights that are none on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        return -1.0 if dist.get_rank() == self.rank else 1.0
+
+
+def weighted(rank: int, grouped: bool) -> None:
+    """Token means over microbatches of which some have no token, and are NaN."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    params = [{"w": draw(3, 3)}, {"w": draw(3, 3)}, {"w": draw(3, 1)}]
+    x, y = draw(11, 3), torch.tensor([1, -1, 2, 0, 1, -1, -1, -1, -1, -1, 3])
+    kept = y >= 0
+
+    def whole(params: Any, x: torch.Tensor) -> torch.Tensor:
+        h = _tanh(params[1], _tanh(params[0], x[kept]))
+        return ((h @ params[2]["w"])[:, 0] - y[kept]).square().mean()
+
+    (grads, by_x), loss = torch.func.grad_and_value(whole, argnums=(0, 1))(params, x)
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",)) if grouped else None
+    groups = mesh["pp"] if mesh is not None else None
+    steps = [fz.train_step(fn, fz.sgd(1.0)) for fn in (_tanh, _tanh, _token_mean)]
+    for schedule in (fz.schedules.one_f_one_b(3, 5), fz.schedules.zero_bubble(3, 5)):
+        pipe = fz.pipeline(steps, schedule, groups, weights=_told)
+        state = pipe.init(params)
+        new, metrics = pipe(state, x, y)
+        out, pullback = pipe.vjp(state, x, y)
+        found, (own_x, _) = pullback(torch.ones_like(out))
+        fz.testing.assert_trees_close([metrics["loss"], out, pipe.forward(state, x, y)], [loss] * 3, rtol=1e-10)
+        for c, own in enumerate(new):
+            if own is not None:
+                assert not metrics["skipped"]
+                want = params[c]["w"] - grads[c]["w"]
+                fz.testing.assert_trees_close(fz.gather(own.params)["w"], want, rtol=1e-10)
+                fz.testing.assert_trees_close(fz.gather(found[c])["w"], grads[c]["w"], rtol=1e-10)
+        if own_x.device.type != "meta":
+            fz.testing.assert_trees_close(own_x, by_x, rtol=1e-10)
+        new, metrics = pipe(state, x, torch.full_like(y, -1))
+        assert metrics["skipped"] and metrics["loss"].isnan() and new.step == 0
+    for broken in range(3) if grouped else ():
+        pipe = fz.pipeline(steps, fz.schedules.one_f_one_b(3, 5), groups, weights=_Raises(broken))
+        state = pipe.init(params)
+        for call in (pipe, pipe.vjp, pipe.forward):
+            with pytest.raises(ValueError, match=r"weights: got -1.0 for microbatch 0, expected a finite number"):
+                call(state, x, y)
+    with pytest.raises(ValueError, match=r"got steps\[0\] with fz.accumulate.*fz.pipeline\(..., weights=...\)"):
+        fz.pipeline([fz.accumulate(steps[0], 1, weights=_told), *steps[1:]], fz.schedules.gpipe(3, 5), groups)
+
+
+def test_weights_over_places() -> None:
+    weighted(0, grouped=False)
+    run_ranks(functools.partial(weighted, grouped=True), 3, backend="processes")
