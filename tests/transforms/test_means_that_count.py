@@ -322,24 +322,10 @@ def test_explain_says_nothing_of_a_microbatch_that_does_not_count() -> None:
     assert report.fault is not None and report.fault.microbatch == 1 and report.fault.examples == (4,)
 
 
-def _embedded(p: Any, ids: torch.Tensor) -> torch.Tensor:
-    h = torch.nn.functional.embedding(ids, p["e"])
-    h = torch.softmax(h @ h.mT, -1) @ h
-    return h.square().sum()
-
-
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_gradients_of_no_examples_on_a_rank(backend: str) -> None:
-    run_ranks(_no_examples, 2, backend=backend, timeout=30)
-
-
-def _no_examples(rank: int) -> None:
-    params = {"e": torch.randn(5, 4, dtype=F64, generator=torch.Generator().manual_seed(0))}
-    step = fz.shard_zero3(fz.train_step(_embedded, fz.sgd(1.0)))
-    state = step.init(params)
-    ids = torch.tensor([[1, 2], [3, 4]])[: 2 * rank]
-    found = fz.per_example_grads(step, state, ids)["e"]
-    assert found.shape == (len(ids), 5, 4) and found.dtype == F64
-    for grad, own in zip(found, ids, strict=True):
-        want = torch.func.grad(lambda p, x: _embedded(p, x))(params, own[None])["e"]
-        assert_trees_close(grad, want, **CLOSE)
+@pytest.mark.parametrize("transform", [lambda step: step, fz.fuse_update])
+def test_an_update_of_nothing_is_skipped_whatever_its_cotangent(transform: Any) -> None:
+    params, (batch,) = params_of(1, 3, 0), batches_of([4], 3, 1.1, 0)
+    step = fz.accumulate(transform(fz.train_step(errors, fz.sgd(1.0))), 2, weights=tokens)
+    new, metrics = step(step.init(params), *batch, cotangent=torch.ones(4, dtype=F64))
+    assert metrics["skipped"] and new.step == 0
+    assert_trees_equal(fz.gather(new.params), params)
