@@ -21,6 +21,7 @@ import fzero as fz
 need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "accumulate": lambda step: fz.accumulate(step, 2, in_dims=(0, None)),
+    "weights": lambda step: fz.accumulate(step, 2, in_dims=(0, None), weights=lambda x, _: len(x)),
     "remat": fz.remat,
     "loss_scale": lambda step: fz.loss_scale(step, 4.0),
     "freeze": lambda step: fz.freeze(step, "blocks.0.*"),
