@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,13 @@ from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
+from fzero.engine.weighing import counted
 from fzero.state.check_state import check_grads, check_state
 from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
+from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -65,7 +68,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     """A step's function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
 
     For code that calls `.backward()`. Gradients are means over ranks, as a pullback's; the loss scale is not applied,
-    and a batch is not split into microbatches.
+    and a batch is not split into microbatches: a step whose microbatches have weights is refused.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -81,6 +84,12 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     with as_found():
         made = Tape(step, state)
     refuse_carry(step, "tape")
+    if step.microbatches.weights is not None:
+        raise ValueError(
+            "tape: got a step with fz.accumulate(..., weights=...), expected one without: a tape splits no batch, and "
+            "its gradients are plain means over ranks. Give it the step as it was before fz.accumulate, and multiply "
+            "the loss by this rank's share of the weights; or call step.vjp."
+        )
     with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
         yield made
 
@@ -95,6 +104,8 @@ def _refuse_transforms(who: str) -> None:
 
 def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     """The Hessian of the mean loss times `v`, by reverse mode over reverse mode (Pearlmutter 1994).
+
+    A batch is not split into microbatches, but where these have weights: the mean is then the weighted one.
 
     Args:
         step: a step whose function returns a scalar loss.
@@ -115,20 +126,42 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     check_grads(step, state, v, "v", "hvp")
     need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
-    given = Carry(step, state).given(inputs)
-    seed = seed_of(state, 0, 0)
+    micro, factor, total = step.microbatches, 1.0, dict[Key, torch.Tensor]()
+    if micro.weights is not None:
+        refuse_carry(step, "hvp of a step whose microbatches have weights")
+    with as_found():
+        parts = [inputs] if micro.weights is None else micro.split(inputs)
+        counts = counted(micro, state, inputs, parts) if micro.weights is not None else Counts()
+        for i, part in enumerate(parts):
+            factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
+            product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)
+            total = {key: total[key] + x for key, x in product.items()} if total else product
+    return v.with_buffers({key: x * math.nan for key, x in total.items()} if math.isnan(factor) else total)
+
+
+def _product(
+    step: Spec,
+    state: TrainState,
+    v: Sharded,
+    inputs: Sequence[object],
+    seed: tuple[int, ...],
+    factor: float,
+    mask: Mask | None,
+) -> dict[Key, torch.Tensor]:
+    """The product with the Hessian of one microbatch's loss times `factor`."""
     _, primals, _ = traversal_of(step, state, seed)
 
     def loss(primals: dict[Key, torch.Tensor]) -> torch.Tensor:
-        traversal, _, fixed = traversal_of(step, state, seed)
-        out = call_function(step, state, traversal, {**primals, **fixed}, given)
-        return scalar_loss(split_result(step, out)[0], "hvp")
+        traversal, _, fixed = traversal_of(step, state, seed, mask=mask)
+        out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+        value = scalar_loss(split_result(step, out)[0], "hvp")
+        return value if factor == 1.0 else value * factor
 
-    with as_found(), failing("a product with the Hessian"), torch.no_grad():
+    with failing("a product with the Hessian"), torch.no_grad():
         _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
         (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
-    return v.with_buffers(product)
+    return product
 
 
 def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str | None = None) -> Any:
@@ -143,7 +176,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         step: a step whose function returns a scalar loss of a batch.
         state: of this step.
         inputs: this rank's share of the batch, examples along dim 0 of every tensor; each is run as a batch of one.
-            What is no tensor is passed as it is.
+            There may be none. What is no tensor is passed as it is.
         only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
 
     Returns:
@@ -166,7 +199,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
     state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
     names, flat, spec = pytree.named_leaves(tuple(inputs))
     dims = [0 if isinstance(x, torch.Tensor) else None for x in flat]
-    _check_examples({name: x for name, x in zip(names, flat, strict=True) if isinstance(x, torch.Tensor)}, inputs)
+    tensors = {name: x for name, x in zip(names, flat, strict=True) if isinstance(x, torch.Tensor)}
+    count = _count_examples(tensors, inputs)
     rows = state.layout.rows
     chosen = [i for i, row in enumerate(rows) if not row.frozen and (only is None or matches(only, row.path))]
     if not chosen:
@@ -203,15 +237,19 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
 
     axis = state.params.axis
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
+    own = {i: leaves[i] for i in chosen}
     with as_found(), failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):
-        grads, losses = mapped({i: leaves[i] for i in chosen}, *flat)
+        if count:
+            grads, losses = mapped(own, *flat)
+        else:  # which torch maps nothing over; nor does any rank that has the same examples
+            grads, losses = {i: x.new_empty((0, *x.shape)) for i, x in own.items()}, torch.empty(0, device="cpu")
         need_alike(axis, [losses.detach()], "per_example_grads", "a loss")
     found = [whole_of(row, axis, grads[i], 1).to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
     return pytree.unflatten(state.params.structure, found)
 
 
-def _check_examples(tensors: Mapping[str, torch.Tensor], inputs: Sequence[object]) -> None:
-    """Refuses inputs whose tensors do not have the same number of examples along dim 0."""
+def _count_examples(tensors: Mapping[str, torch.Tensor], inputs: Sequence[object]) -> int:
+    """The number of examples along dim 0, the same in all tensors of the inputs; otherwise these are refused."""
     for name, x in tensors.items():
         if not x.ndim:
             raise ValueError(
@@ -225,3 +263,4 @@ def _check_examples(tensors: Mapping[str, torch.Tensor], inputs: Sequence[object
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{size} in input {name}" for name, size in sizes.items())
         raise ValueError(f"per_example_grads: got examples along dim 0: {said}; expected the same number in all.")
+    return next(iter(sizes.values()))

@@ -14,7 +14,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.interrupts import as_found
-from fzero.base.ragged import places_in
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
 from fzero.comm.axis import Axis
@@ -151,16 +150,17 @@ class _Replay:
         rules = tuple([rule for rule in step.rules if rule.column != "compile"])
         self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None, metrics=())
         self._state, self._values = state, Values(state, limit)
-        self._batch = _examples(step, inputs)
+        self._masked, self._sizes = set[int](), step.microbatches.examples(inputs)
         own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
         batch, total = Batch(own, state, inputs, cotangent, rng), None
         runs, micro = iter(batch), step.microbatches
         with self._values:
             for number in range(micro.count):
-                self._values.begin(number, self._batch, cotangent)
+                self._values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
                 run, ct = next(runs)
                 self._values.phase = BACKWARD
                 pulled, _ = run.pull(ct, into=total)
+                self._masked |= {number} if run.mask.masked else set()
                 del run
                 total = sum_of(total, pulled)
             next(runs, None)
@@ -178,6 +178,8 @@ class _Replay:
         """
         wrong, found = {path for path, norm in grads.items() if not math.isfinite(norm)}, []
         for number in range(self.step.microbatches.count):
+            if number in self._masked:
+                continue  # what it computes is not added to anything
             pulled = [(path, taint) for at, path, taint in self._values.pulled if at == number and path in wrong]
             forward = fault_of(self._values.left.get(number, Taint()))
             if forward is not None:
@@ -189,7 +191,7 @@ class _Replay:
         return found
 
     def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
-        first = birth.microbatch * (self._batch or 0)
+        first = sum(self._sizes[: birth.microbatch]) if self._sizes else 0
         return Fault(
             phase=birth.phase,
             kind=birth.kind,
@@ -212,16 +214,6 @@ class _Replay:
     def overflows(self) -> list[Overflow]:
         found = self._values.large.items()
         return [Overflow(*key, large.value, large.op, str(large.place or ""), 0) for key, large in found]
-
-
-def _examples(step: Spec, inputs: Sequence[object]) -> int | None:
-    """How many examples a microbatch has, by the first input that is split; None where none is."""
-    micro = step.microbatches
-    ragged = places_in(tuple(inputs))
-    for place, (dim, x) in enumerate(micro.leaves(inputs)):
-        if dim is not None and place not in ragged and isinstance(x, torch.Tensor) and x.ndim:
-            return x.shape[dim] // micro.count
-    return None
 
 
 def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:

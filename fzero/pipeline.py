@@ -14,7 +14,6 @@ from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.components.call import Call, Others, goes_forward, need_constants, need_one_place, told
-from fzero.components.flow import Passes as StagePasses
 from fzero.components.followed import constants_of, goes_on_through
 from fzero.components.joint import updated
 from fzero.components.line import Line
@@ -24,7 +23,7 @@ from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.stages import DistantStage, LocalStage, Stage, need_stages, timeline_of
+from fzero.components.stages import Stage, need_stages, stages_of, timeline_of
 from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
@@ -32,7 +31,7 @@ from fzero.schedules.timeline import Timeline
 from fzero.state.beyond import here
 from fzero.state.checks import constants, need_derivatives
 from fzero.step import Step
-from fzero.table.microbatch import Microbatches, need_in_dims
+from fzero.table.microbatch import Microbatches, need_in_dims, need_weights
 
 SEEDS = 1_000_003  # between the seeds of stages, whose random numbers must differ
 
@@ -55,12 +54,11 @@ class Pipeline:
         wires: Wiring,
         in_dims: int | tuple[int | None, ...] | None,
         groups: object,
+        weights: Callable[..., object] | None,
     ) -> None:
         self.steps, self.schedule, self._wires, self._groups = tuple(steps), schedule, wires, groups
-        distant = any(isinstance(step, RemoteComponent) for step in steps)
-        self._stages = [DistantStage(s) if isinstance(s, RemoteComponent) else LocalStage(s, s, distant) for s in steps]
-        self._micro = Microbatches(schedule.microbatches, in_dims)
-        self._report = check(schedule, wires.edges)
+        self._micro = Microbatches(schedule.microbatches, in_dims, weights)
+        self._stages, self._report = stages_of(steps, self._micro), check(schedule, wires.edges)
 
     def __repr__(self) -> str:
         return f"Pipeline({self.schedule.name}, {len(self.steps)} steps, {self._micro.count} microbatches)"
@@ -301,10 +299,9 @@ class Pipeline:
         keep: Callable[[int, object], object] = lambda _, output: output,
     ) -> Call:
         rng = need_int(rng, "pipeline", "rng")
-        passes: dict[int, StagePasses] = {
-            c: self._stages[c].passes(state[c], self._micro.count, rng, at_once) for c in self._here
-        }
-        return Call(self._wires, passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep)
+        passes = {c: self._stages[c].passes(state[c], self._micro.count, rng, at_once) for c in self._here}
+        own = (passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep, state[self._last])
+        return Call(self._wires, *own)
 
     def _updated(
         self, state: PipelineState, grads: PerStage, grad_norm: object
@@ -327,8 +324,10 @@ class Pipeline:
             need_derivatives("pipeline")
             both: dict[str, object] = dict(zip(("inputs", "cotangent"), here((inputs, cotangent)), strict=True))
             own, given, ct = constants_of(self._own, self._line is None, "pipeline", state, both)
-            losses = Losses(self._micro, ct, 1 if self._line is None else self._line.shares)
-            return self._call(own, given, (), rng, True, records, losses.note), losses
+            losses = Losses(self._micro, ct)
+            call = self._call(own, given, (), rng, True, records, losses.note)
+            losses.begin(call.shares, call.counts)
+            return call, losses
 
         every = lambda _: True
         call, losses = told(self._others, "the pipeline's step", every, begun)
@@ -347,6 +346,7 @@ def pipeline(
     skips: Mapping[Any, int | Sequence[int]] | None = None,
     shared: Number | None = None,
     in_dims: int | tuple[int | None, ...] | None = 0,
+    weights: Callable[..., object] | None = None,
 ) -> Pipeline:
     """A component made of components: stages that run a batch, in microbatches, by a schedule.
 
@@ -372,6 +372,7 @@ def pipeline(
         shared: component -> the stages that it gives its output to: a weight that they share has a step of its own,
             whose function takes params alone, and whose cotangents are summed.
         in_dims: the dim by which inputs are split into microbatches, as in `fz.accumulate`.
+        weights: `weights(*inputs)` of a microbatch, as in `fz.accumulate`; every rank is given all inputs of its share.
 
     Raises:
         TypeError, ValueError: no step for a stage; a schedule that cannot run, and why; wires to what is not there.
@@ -392,7 +393,8 @@ def pipeline(
     if not isinstance(schedule, Schedule):
         raise wrong("pipeline", "schedule", schedule, "a schedule, as fz.schedules.one_f_one_b(stages, microbatches)")
     wires = wiring(len(steps), schedule.stages, inputs, skips, shared)
-    need_stages(steps, schedule, groups is not None)
+    need_stages(steps, schedule, groups is not None, weights is not None)
     need_in_dims(in_dims, "pipeline")
+    need_weights(weights, "pipeline")
     need_groups(groups, schedule)
-    return Pipeline(steps, schedule, wires, in_dims, groups)
+    return Pipeline(steps, schedule, wires, in_dims, groups, weights)

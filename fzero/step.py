@@ -18,6 +18,7 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
+from fzero.engine.weighing import counted
 from fzero.optim._late import need_own_counts
 from fzero.optim._tried import need_elements
 from fzero.state.beyond import here
@@ -115,12 +116,15 @@ class Step(Spec):
         micro = self.microbatches
         pairs, own = [], Carry(self, state)
         with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
-            for i, part in enumerate(micro.split(inputs)):
+            parts = micro.split(inputs)
+            counts = counted(micro, state, inputs, parts)
+            for i, part in enumerate(parts):
                 out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), follows)
                 pairs.append((out, own.taken(aux)))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")
-        return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
+            merged = micro.merge(outputs, factors=counts.factors)
+        return (merged, micro.merge(auxes, "aux", counts.of_rank)) if self.has_aux else merged
 
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.

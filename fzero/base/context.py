@@ -30,6 +30,10 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
 averaged: contextvars.ContextVar[tuple[Members, ...]] = variable("averaged", ())
 # whether a step's function is running, which plain autograd may differentiate
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
+# called where a running function exchanges values between the ranks that its step takes means over
+exchanges: contextvars.ContextVar[Callable[[], object] | None] = variable("exchanges", None)
+# (how many microbatches the running step takes a mean of, 0 where they have weights; whether it takes one over ranks)
+means: contextvars.ContextVar[tuple[int, bool]] = variable("means", (1, False))
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
 # takes (axis, name of a map, its dim) of what a running function calls over an axis that its step takes means over

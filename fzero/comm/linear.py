@@ -121,6 +121,11 @@ class _Followed(torch.autograd.Function):
         return _Followed.apply(back, tensor.movedim(in_dims[1], -1)), -1
 
 
+def passed(back: _Map, value: torch.Tensor) -> torch.Tensor:
+    """A value whose cotangents go through `back`, a differentiable function."""
+    return _Followed.apply(back, value)
+
+
 def meaned(axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """The mean over the ranks that hold different data, as a differentiable function of this rank's value."""
     if axis.ranks == 1:

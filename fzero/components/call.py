@@ -20,9 +20,12 @@ from fzero.components.sequences import refusing_cut_sequences
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
+from fzero.engine.weighing import own_weights, share, weigh
 from fzero.schedules.check import begun_by
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.state.checks import constants
+from fzero.state.train_state import TrainState
+from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
 Pieces = Callable[[int], object]
@@ -44,6 +47,10 @@ class Call:
         tasks: of this place, in order; messages too where there are other places.
         places: of all components; its line is this rank's place, None where all stages are driven from here.
         records: whether to note when each task began and ended, in `spans`.
+        last: the state of the last stage, where that runs here.
+
+    Attributes:
+        counts: what microbatches count, once they run.
     """
 
     def __init__(
@@ -57,20 +64,28 @@ class Call:
         places: AllPlaces,
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
+        last: TrainState | None = None,
     ) -> None:
         self._error: BaseException | None = None
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
-        self.shares = Shares(1 if places.line is None else places.line.shares, micro)
+        self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
         parts: Sequence[Sequence[object]] = ()
         try:
             wires = default_inputs(wires, len(inputs))
-            parts = micro.split(self.shares.inputs_apart(inputs))
+            if micro.count > 1:
+                self.shares.count_examples(inputs, self.counts)
+            parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
+            if micro.weights is not None and places.line is None:
+                assert last is not None
+                weigh(self.counts, micro, last, parts)
         except Exception as error:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
             self._error = error
-        self.flow = Flow(wires, passes, parts, wanted, keep)
+        self.flow, self._parts, self._last = Flow(wires, passes, parts, wanted, keep), parts, last
+        for own in passes.values():
+            own.counts = self.counts
         self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
         self._tasks, self._records = tasks, records
         self.spans: list[tuple[Task, float, float]] = []
@@ -98,6 +113,8 @@ class Call:
             pieces: gives the cotangent of the last stage's outputs of a microbatch, when it is needed.
         """
         tasks = [task for task in self._tasks if chosen(task)]
+        if self.line is not None and self.micro.weights is not None and any(map(goes_forward, tasks)):
+            self._weigh(verb, self.line)
         if any(not goes_forward(task) for task in tasks):
             if self._pulled:
                 self.flow.begin_again()
@@ -129,6 +146,21 @@ class Call:
                 if self.line is None:
                     raise
                 self._error = error
+
+    def _weigh(self, verb: str, line: Line) -> None:
+        """Notes what microbatches count; where they have no weights on one rank, all are told why."""
+        line.begin_call(f"the weights of {verb}")
+        own: list[float] | None = None
+        try:
+            own = own_weights(self.micro, self._parts) if self._error is None else None
+        except Exception as error:
+            self._error = error
+        self.agreed(None)
+        assert own is not None
+        if self._last is not None:
+            share(self.counts, self._last, own)
+        else:  # where nothing is averaged, and all that matters is which of them count
+            self.counts.weigh(own, [1.0] * len(own))
 
     def _room(self, task: Task) -> int:
         """How many backward tasks whose cotangents have left may wait with their gradients while a task is done.
@@ -246,10 +278,10 @@ class Call:
                 own = make()
             except Exception as error:
                 self._error = error
-        said = self.agreed((shapes_of(own) if self.has_last else None,))
-        if self.has_last:
-            return own
-        return self.line.nearest(said, self.wires.stages - 1)[0]
+        examples = sum(self.counts.sizes or ()) // self.shares.count
+        said = self.agreed((shapes_of(own) if self.has_last else None, examples))
+        self.line.need_same(said, self.wires.stages - 1)
+        return own if self.has_last else self.line.nearest(said, self.wires.stages - 1)[0]
 
     def grads(self, times: float) -> PerStage:
         """The gradients of the components here, over `times`."""
@@ -258,7 +290,9 @@ class Call:
 
     def merged(self, found: Mapping[int, object], what: str) -> object:
         """The last stage's outputs, or aux, of all microbatches."""
-        return self.shares.together(self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what), what)
+        factors = self.counts.of_rank if what == "aux" else self.counts.factors
+        every = [fetch(found[i]) for i in range(self.micro.count)]
+        return self.shares.together(self.micro.merge(every, what, factors), what)
 
     def _elsewhere(self, place: int, leaf: object) -> torch.Tensor | None:
         """What stands for an input's cotangent in another place than that of the stage which takes the input."""

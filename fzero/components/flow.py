@@ -11,10 +11,13 @@ import torch
 from fzero.base import private, pytree
 from fzero.capture.handle import storage_of
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
+from fzero.table.counting import Counts
 
 
 class Passes(Protocol):
     """What a stage does during one call: `fzero.engine.passes.Passes` of a step, or the like elsewhere."""
+
+    counts: Counts
 
     def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int]) -> tuple[object, object]: ...
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]: ...

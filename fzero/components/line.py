@@ -149,9 +149,23 @@ class Line:
         """One of the seats at the place of a stage."""
         return next(seat for seat in self.seats if seat.place == self._schedule.place_of(stage))
 
-    def nearest(self, said: Sequence[Any], stage: int) -> Any:
+    def need_same(self, said: Sequence[tuple[object, int]], stage: int) -> None:
+        """Refuses shares of a batch that differ between places: microbatches would count there what they do not here.
+
+        Args:
+            said: by each rank, something and its number of examples.
+        """
+        for rank, (_, examples) in enumerate(said):
+            _, other = self.nearest(said, stage, rank)
+            if examples != other:
+                raise ValueError(
+                    f"pipeline: rank {rank} of its group was given {examples} examples, and the rank of the last "
+                    f"stage that has its share {other}; expected the same share of the batch in all places."
+                )
+
+    def nearest(self, said: Sequence[Any], stage: int, rank: int | None = None) -> Any:
         """What a rank of a stage's place said, of all that ranks did: the one that has this rank's examples."""
-        place, own = self._schedule.place_of(stage), self.seats[self.rank]
+        place, own = self._schedule.place_of(stage), self.seats[self.rank if rank is None else rank]
         found = {seat.data: rank for rank, seat in enumerate(self.seats) if seat.place == place and not seat.copy}
         return said[found[own.data % len(found)]]
 

@@ -14,6 +14,7 @@ from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
 from fzero.components.shares import Shares
 from fzero.engine.outcome import need_structure, scalar_loss
+from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
 
 WHO = "pipeline(state, *inputs)"
@@ -26,31 +27,44 @@ class Losses:
         times: by what to divide the sum of the gradients.
     """
 
-    def __init__(self, micro: Microbatches, cotangent: object, shares: int) -> None:
-        self._micro, self._cotangent = micro, Shares(shares, micro).apart(cotangent, "the outputs' cotangent")
+    def __init__(self, micro: Microbatches, cotangent: object) -> None:
+        self._micro, self._cotangent = micro, cotangent
+        self._shares, self._counts = Shares(1, micro), Counts()
         self._losses: dict[int, Any] = {}  # by microbatch
         self._pieces: dict[int, object] = {}
         self.times = 1.0
+
+    def begin(self, shares: Shares, counts: Counts) -> None:
+        """A call begins, whose microbatches will count so."""
+        self._shares, self._counts = shares, counts
 
     def note(self, microbatch: int, output: object) -> object:
         """Takes the loss of an output, or notes its form; returns what else is to be kept of it."""
         if isinstance(output, Value) and self._cotangent is None:
             # nothing is waited for: that it is a loss shows at the end
             self._losses[microbatch] = output
-            self._pieces[microbatch] = torch.full_like(output, 1 / self._micro.count)  # type: ignore[arg-type]
+            factors = self._counts.factors
+            share = factors[microbatch] if factors else 1 / self._micro.count
+            self._pieces[microbatch] = torch.full_like(output, share)  # type: ignore[arg-type]
             return None
         alone = isinstance(output, torch.Tensor) and output.ndim == 0 and output.is_floating_point()
         if self._cotangent is None or alone:
             self._losses[microbatch] = scalar_loss(output, WHO)
         if not self._pieces:
-            several, cotangent = self._micro.count > 1, self._cotangent
+            several = self._micro.count > 1 or self._counts.factors
+            cotangent = self._shares.apart(self._cotangent, "the outputs' cotangent")
             if cotangent is not None:
                 need_structure(cotangent, pytree.flatten(output)[1])
             if cotangent is None:
                 cotangent = torch.ones_like(mean_of([output]) if several else output)  # type: ignore[arg-type]
-            pieces, self.times = self._micro.split_cotangent(cotangent, [known_parts(output)] * self._micro.count)
+            likely = self._likely(output, microbatch)
+            pieces, self.times = self._micro.split_cotangent(cotangent, likely, self._counts.factors)
             self._pieces = dict(enumerate(pieces))
         return None
+
+    def _likely(self, output: object, microbatch: int) -> list[list[Part]]:
+        """The parts of all microbatches, by those of one."""
+        return self._micro.parts_like(known_parts(output), self._counts.sizes, microbatch)
 
     def piece(self, microbatch: int) -> object:
         """The cotangent of a microbatch's outputs."""
@@ -68,17 +82,17 @@ class Losses:
         if axis is None:
             for loss in losses:
                 self._need_exact(scalar_loss(loss, WHO))
-            return mean_of(losses)
-        loss = mean_of(losses)
+            return mean_of(losses, self._counts.factors)
+        loss = mean_of(losses, self._counts.factors)
         return meaned(axis, loss) if follows(loss) else axis.mean(loss, "the loss")
 
     def _need_exact(self, loss: torch.Tensor) -> None:
         """Refuses a loss whose cotangent its dtype does not hold, which was a fraction of it all the same."""
         count = self._micro.count
-        if loss.dtype.itemsize < 4 and count & (count - 1):
+        if loss.dtype.itemsize < 4 and (count & (count - 1) or self._counts.factors):
             raise ValueError(
                 f"pipeline: got a loss of {loss.dtype} from a component on ranks of its own, in {count} microbatches; "
-                f"expected one of float32, which holds 1 / {count} nearly, or a power of two of microbatches. Return "
+                f"expected one of float32, which holds 1 / {count} nearly, or a power of two of equal ones. Return "
                 "loss.float()."
             )
 

@@ -25,6 +25,7 @@ class PipelinePullback:
         self._number = call.line.call if call.line is not None else 0
         self._others = call.others()
         found = call.flow.outputs
+        self._counts = call.counts
         self._parts = [known_parts(found[i]) for i in sorted(found)]
         self._spec = pytree.flatten(found[0])[1] if found else None
         found.clear()
@@ -56,7 +57,7 @@ class PipelinePullback:
             if not pieces:
                 need_structure(cotangent, self._spec)
                 own = call.shares.apart(cotangent, "the outputs' cotangent")
-                found, times[0] = self._micro.split_cotangent(own, self._parts)
+                found, times[0] = self._micro.split_cotangent(own, self._parts, self._counts.factors)
                 pieces.extend(found)
             return pieces[microbatch]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from fzero.schedules.timeline import Timeline
 from fzero.state.check_state import check_grads, check_optimizer, check_state
 from fzero.state.checks import can_follow_here, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
+from fzero.table.microbatch import Microbatches
 from fzero.table.spec import Spec
 from fzero.update.known import known_metrics
 from fzero.update.update import apply_update, with_kept
@@ -102,11 +104,13 @@ class LocalStage:
         step: its data.
         verbs: the same step.
         beside: whether other stages are on ranks of their own.
+        micro: the microbatches of the pipeline.
     """
 
     distant = False
 
-    def __init__(self, step: Spec, verbs: Initialised, beside: bool) -> None:
+    def __init__(self, step: Spec, verbs: Initialised, beside: bool, micro: Microbatches) -> None:
+        self._in_parts = dataclasses.replace(step, microbatches=micro)
         self.step, self._verbs, self.has_aux = step, verbs, step.has_aux
         self._passes = _Fetching if beside else Passes
 
@@ -130,7 +134,7 @@ class LocalStage:
         check_grads(self.step, state, grads, argument)
 
     def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses:
-        return self._passes(self.step, state, count, rng, at_once)
+        return self._passes(self._in_parts, state, count, rng, at_once)
 
     def weighed(self, state: State, grads: Grads) -> Weighed:
         grads = with_kept(state, grads)
@@ -201,6 +205,13 @@ class DistantStage:
         return out
 
 
+def stages_of(steps: Sequence[Spec | RemoteComponent], micro: Microbatches) -> list[Stage]:
+    """The components of a pipeline."""
+    beside = any(isinstance(step, RemoteComponent) for step in steps)
+    local = lambda step: LocalStage(step, step, beside, micro)
+    return [DistantStage(step) if isinstance(step, RemoteComponent) else local(step) for step in steps]
+
+
 def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Timeline:
     """When the tasks of a call began and ended, in all places."""
     own = call.spans
@@ -217,14 +228,21 @@ def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Time
     return Timeline([span for spans in places.values() for span in spans], "measured")
 
 
-def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool) -> None:
+def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool, weighted: bool) -> None:
     """Refuses what is no component, or none that can be a stage.
 
     Args:
         grouped: whether places are ranks of a process group.
+        weighted: whether microbatches have weights.
     """
     for c, step in enumerate(steps):
         if isinstance(step, RemoteComponent):
+            if weighted:
+                raise ValueError(
+                    f"pipeline: got weights= and steps[{c}], a component on ranks of its own, expected one of them: "
+                    "its ranks are not told which microbatches do not count. Return the loss as a sum and a count, "
+                    "with a dim, and give cotangent=; or make the stages steps."
+                )
             if grouped:
                 raise ValueError(
                     f"pipeline: got steps[{c}], a component on ranks of its own, and groups, expected groups=None: "
@@ -233,10 +251,11 @@ def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool) -> N
             continue
         if not isinstance(step, Spec):
             raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes, or what fz.remote made")
-        if step.microbatches.count > 1:
+        if step.microbatches.count > 1 or step.microbatches.weights is not None:
             raise ValueError(
                 f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "
-                f"schedule says how many microbatches there are, {schedule.microbatches}. Leave accumulate out."
+                f"schedule says how many microbatches there are, {schedule.microbatches}, and fz.pipeline(..., "
+                "weights=...) what they count. Leave accumulate out."
             )
         refuse_carry(step, f"pipeline: steps[{c}]")
         if step.has_aux and c != schedule.stages - 1:

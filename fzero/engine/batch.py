@@ -19,12 +19,14 @@ from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
 from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
+from fzero.engine.weighing import counted
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import put_again
+from fzero.table.counting import Counts
 from fzero.table.layout import Key, Layout
 from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
@@ -93,6 +95,7 @@ class Batch:
     Attributes:
         times: by what to divide the sum of the gradients.
         followed: whether a transform may go on through this call: each microbatch's cotangents are reduced then.
+        counts: what microbatches count, once the first of them runs.
     """
 
     def __init__(
@@ -103,20 +106,28 @@ class Batch:
         self._losses: list[torch.Tensor] = []
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
-        self.times, self.followed = 1.0, is_transformed()
+        self.times, self.followed, self.counts = 1.0, is_transformed(), Counts()
         self._carry = Carry(step, state)
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
         several, cotangent = micro.count > 1, self._cotangent
         pieces: Sequence[object] = ()
+        parts = micro.split(self._inputs)
+        self.counts = counts = counted(micro, state, self._inputs, parts)
         leaves = None if self._fused else Leaves.of(step, state, several)
-        for i, part in enumerate(micro.split(self._inputs)):
+        for i, part in enumerate(parts):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
             unreduced = several and not last and not self.followed
             given = self._carry.given(part)
-            run = run_of(leaves, step, state, given, (), seed, scale, unreduced=unreduced, fused=last, partial=several)
+            run = run_of(
+                *(leaves, step, state, given, (), seed, scale),
+                unreduced=unreduced,
+                fused=last,
+                partial=several,
+                mask=counts.mask(i),
+            )
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
             if cotangent is None or alone:
@@ -125,10 +136,11 @@ class Batch:
                 self._scalars += scalars_in(outputs)
             if not pieces:
                 if cotangent is None:
-                    cotangent = torch.ones_like(mean_of([outputs]) if several else outputs)
-                elif several:
+                    cotangent = torch.ones_like(mean_of([outputs]) if several or counts.factors else outputs)
+                elif several or counts.factors:
                     run.check_structure(cotangent)
-                pieces, self.times = micro.split_cotangent(cotangent, [parts_of(outputs)] * micro.count)
+                likely = micro.parts_like(parts_of(outputs), counts.sizes)
+                pieces, self.times = micro.split_cotangent(cotangent, likely, counts.factors)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
             del outputs, given
@@ -143,14 +155,15 @@ class Batch:
             scalars, self._scalars = self._scalars, []
             need_alike(self._axis, scalars, "step")
             return {}
-        loss = mean_of(self._losses)
+        loss = mean_of(self._losses, self.counts.factors)
         loss = meaned(self._axis, loss) if follows(loss) else self._axis.mean(loss, "the loss")
         need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail
         return {"loss": loss}
 
     def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""
-        return {"aux": self._step.microbatches.merge(self._auxes, "aux")} if self._step.has_aux else {}
+        merged = lambda: self._step.microbatches.merge(self._auxes, "aux", self.counts.of_rank)
+        return {"aux": merged()} if self._step.has_aux else {}
 
     def kept(self, new: TrainState, metrics: Mapping[str, object]) -> TrainState:
         """The state after an update, with what the step carries."""
@@ -174,9 +187,12 @@ class Pullback:
         self._micro = step.microbatches
         several, scale = self._micro.count > 1, scale_of(step, state)
         self._runs, self._auxes, self._carry, self._has_aux = list[Run](), [], Carry(step, state), step.has_aux
-        for i, part in enumerate(self._micro.split(inputs)):
+        parts = self._micro.split(inputs)
+        self._counts = counts = counted(self._micro, state, inputs, parts)
+        for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
-            run = Run(step, state, given, own, seed_of(state, rng, i), scale, alone=not several, partial=several)
+            seed, mask = seed_of(state, rng, i), counts.mask(i)
+            run = Run(step, state, given, own, seed, scale, alone=not several, partial=several, mask=mask)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
             self._runs.append(run)
@@ -192,10 +208,10 @@ class Pullback:
         outputs, auxes = [run.outputs for run in self._runs], self._auxes
         for run in self._runs:
             run.outputs = None
-        aux = self._carry.beside(self._has_aux, self._micro.merge(auxes, "aux"))
+        aux = self._carry.beside(self._has_aux, self._micro.merge(auxes, "aux", self._counts.of_rank))
         self._auxes = []
         self._carry.forget()
-        return self._micro.merge(outputs), aux
+        return self._micro.merge(outputs, factors=self._counts.factors), aux
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
@@ -280,9 +296,9 @@ class Pullback:
     def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
         cotangent = here(cotangent)
-        if self._micro.count > 1:
+        if self._micro.count > 1 or self._counts.factors:
             self._runs[0].check_structure(cotangent)
-        pieces = self._micro.split_cotangent(cotangent, self._parts)
+        pieces = self._micro.split_cotangent(cotangent, self._parts, self._counts.factors)
         self._runs[0].need_graph()
         self._times = None  # a second half that did not come
         return pieces

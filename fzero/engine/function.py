@@ -34,6 +34,7 @@ from fzero.state.sharded import Sharded
 from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
+from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.names import need_given
 from fzero.table.spec import Spec
@@ -46,6 +47,7 @@ def traversal_of(
     unreduced: bool = False,
     fused: bool = False,
     derived: bool = True,
+    mask: Mask | None = None,
 ) -> tuple[Traversal, dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
     """Makes what one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
@@ -53,6 +55,7 @@ def traversal_of(
         unreduced: leave cotangents full and unreduced where no rank keeps a slice of them, as microbatches are summed.
         fused: params may be overwritten once their cotangents are there.
         derived: whether it will be pulled back.
+        mask: whether it then adds anything to gradients.
     """
     params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
@@ -99,6 +102,11 @@ def traversal_of(
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)
+    traversal.means = step.microbatches.means, derived and step.microbatches.weights is None
+    if mask is not None:
+        traversal.mask = mask
+        for use in () if mask.counts else uses.values():
+            use.mask = mask
     if is_transformed() and params.axis.ranks > 1:
         traversal.fn, traversal.give_back = _alike(step.fn, params.axis)
     return traversal, primals, fixed

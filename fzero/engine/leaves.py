@@ -18,6 +18,7 @@ from fzero.engine.schedule import Record
 from fzero.engine.traversal import Traversal
 from fzero.engine.use import Use
 from fzero.state.train_state import TrainState
+from fzero.table.counting import Mask
 from fzero.table.layout import Key, Slot
 from fzero.table.spec import Spec
 
@@ -196,10 +197,11 @@ class Leaves:
             known = self._cuts[key] = total, self.layout.groups[key].cut(total)
         return known[1]
 
-    def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor]) -> Traversal:
+    def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor], mask: Mask) -> Traversal:
         """Another run over the same buffers."""
         own = self._traversal
         out = Traversal(own.layout, own.table, own.uses, seed, own.device, self._axis)
+        out.means, out.mask = own.means, mask
         out.given = leaves
         return out
 

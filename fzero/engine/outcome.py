@@ -16,6 +16,7 @@ from fzero.capture.contents import tensors_in
 from fzero.engine.op import used_up
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
+from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -26,6 +27,7 @@ class Outcome:
     Args:
         argnums: the inputs to differentiate, which must float; of those in a set, what floats.
         scale: what cotangents are multiplied by.
+        mask: whether it adds anything to gradients.
 
     Attributes:
         count: the number of the flat inputs.
@@ -36,8 +38,9 @@ class Outcome:
     aux: object
 
     def __init__(
-        self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float
+        self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float, mask: Mask
     ) -> None:
+        self.mask = mask
         self.state: TrainState | None = state
         self.scale = scale
         self.count = len(pytree.flatten(tuple(inputs))[0])
@@ -73,7 +76,8 @@ class Outcome:
         """Cotangents of the flat inputs, None where there is none."""
         out: list[torch.Tensor | None] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
-            out[place] = value / self.scale if self.scale != 1.0 else value
+            own = torch.zeros_like(value) if self.mask.masked else value
+            out[place] = own / self.scale if self.scale != 1.0 else own
         return out
 
     def check_structure(self, cotangent: object) -> None:

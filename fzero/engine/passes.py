@@ -26,6 +26,7 @@ from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.stores.put import put_again
+from fzero.table.counting import Counts
 from fzero.table.spec import Spec
 
 
@@ -58,10 +59,11 @@ class Passes:
 
     Attributes:
         scale: by which cotangents are multiplied inside of the pullback.
+        counts: what the microbatches count.
     """
 
     def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
-        self._step, self._state, self._rng, self.count = step, state, rng, count
+        self._step, self._state, self._rng, self.count, self.counts = step, state, rng, count, Counts()
         self._at_once, self._unreduced = at_once, at_once and count > 1 and not is_transformed()
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
         self._runs: dict[int, Run | PlainRun] = {}
@@ -101,6 +103,7 @@ class Passes:
                 unreduced=self._unreduced,
                 alone=False,  # other runs wait for their pullbacks meanwhile
                 partial=several,
+                mask=self.counts.mask(microbatch),
             )
             self._forwards += 1
             if self._forwards == self.count:

@@ -35,6 +35,7 @@ from fzero.engine.written import run_pulled
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
+from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -55,7 +56,7 @@ class PlainRun(Outcome):
     """A forward by plain autograd. `outputs`, `aux`, and the pullbacks of `Run`.
 
     Args:
-        argnums, seed, scale, partial: as in `Run`.
+        argnums, seed, scale, partial, mask: as in `Run`.
         again: makes a `Run` of the same.
 
     Raises:
@@ -72,11 +73,11 @@ class PlainRun(Outcome):
         scale: float,
         leaves: Leaves,
         partial: bool,
+        mask: Mask,
         again: Callable[[], Run],
     ) -> None:
-        super().__init__(state, inputs, argnums, scale)
-        self._leaves: Leaves | None = leaves
-        self._partial, self._pulling = partial, threading.RLock()
+        super().__init__(state, inputs, argnums, scale, mask)
+        self._leaves, self._partial, self._pulling = leaves, partial, threading.RLock()
         self._rest: _Rest | Waits | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         own = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -96,7 +97,7 @@ class PlainRun(Outcome):
                 filled[place] = alike(Alias.apply(leaf), flat[place])
             arguments = pytree.unflatten(spec, filled)
             try:
-                traversal = leaves.traversal(seed, every)
+                traversal = leaves.traversal(seed, every, mask)
                 with failing("a forward", lambda error: not says_unfit(error)):
                     result = call_function(step, state, traversal, {}, arguments)
                 self._looked_at = traversal.looked_at
@@ -134,7 +135,8 @@ class PlainRun(Outcome):
                 return pulled
             self.need_graph()
             assert self._leaves is not None
-            finish, out = self._pulled(cotangent, retain_graph, Adding(self._leaves, into))
+            sums = Adding(self._leaves, None if self.mask.masked else into)
+            finish, out = self._pulled(cotangent, retain_graph, sums)
             return finish(None), out
 
     def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
@@ -232,7 +234,7 @@ class PlainRun(Outcome):
         with self._pulling, self._around():
             leaves = self._leaves
             assert leaves is not None
-            sums = Adding(leaves, into) if waits.sums is None else waits.sums
+            sums = Adding(leaves, None if self.mask.masked else into) if waits.sums is None else waits.sums
             quick = waits.add_to(sums)
             if leaves.products is None:  # those to come have such products, too
                 leaves.products = quick
@@ -300,7 +302,7 @@ class PlainRun(Outcome):
             if isinstance(rest, Waits):
                 return self._finish(rest, into)
             parts, found, weights, retain_graph = rest
-            sums, params, added = Adding(self._leaves, into), self._params, set[int]()
+            sums, params, added = Adding(self._leaves, None if self.mask.masked else into), self._params, set[int]()
             for part in parts:
                 weight, edge = weights.get(part.params[0], (None, None)) if len(part.params) == 1 else (None, None)
                 kept = part.only(edge) if edge is not None else None
@@ -364,7 +366,7 @@ class PlainRun(Outcome):
         out: dict[Key, Buffer] = {}
         for key, total in sums.fresh.items():
             own = total if self._partial else total.to(self._leaves.uses[key].grad)
-            out[key] = settle(self.state.params, key, "grads", own)
+            out[key] = settle(self.state.params, key, "grads", own.zero_() if self.mask.masked else own)
         return out
 
     def drop(self) -> None:
@@ -386,12 +388,13 @@ def run_of(
     unreduced: bool,
     alone: bool = True,
     fused: bool = False,
+    mask: Mask | None = None,
 ) -> Run | PlainRun:
     """A forward on these leaves, where there are any; otherwise, and where the function is not fit for it, a `Run`."""
-    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial)
+    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask)
     if leaves is not None and leaves.fit:
         try:
-            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, own)
+            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), own)
         except Unfit:
             leaves.fit = False
     return own()

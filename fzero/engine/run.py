@@ -25,6 +25,7 @@ from fzero.engine.written import run_pulled
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
+from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -38,6 +39,7 @@ class Run(Outcome):
         alone: whether no other run of the same step waits for its pullback meanwhile.
         fused: params may be overwritten once their cotangents are there.
         partial: cotangents of params stay in `reduce` dtype, as others will be added to them.
+        mask: as in `Outcome`.
     """
 
     def __init__(
@@ -52,13 +54,14 @@ class Run(Outcome):
         alone: bool = True,
         fused: bool = False,
         partial: bool = False,
+        mask: Mask | None = None,
     ) -> None:
-        super().__init__(state, inputs, argnums, scale)
+        super().__init__(state, inputs, argnums, scale, mask or Mask())
         self.partial, self._pulling, self._overwrites = partial, threading.RLock(), fused and step.donates
         flat, spec = pytree.flatten(tuple(inputs))
         # no graph takes tensors of inference mode
         flat = [x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x for x in flat]
-        traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
+        traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused, mask=self.mask)
         self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
         traversal.schedule.keeps = alone

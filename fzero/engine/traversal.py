@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import averaged, beside, during, in_function, variable
+from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
@@ -27,6 +27,7 @@ from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
 from fzero.purity.collectives import of_collectives
 from fzero.purity.observer import Observer
+from fzero.table.counting import Mask
 from fzero.table.layout import Key, Layout, Slot
 from fzero.table.rows import Table
 
@@ -71,6 +72,8 @@ class Traversal:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
         self.tensor, self.beside = axis.tensor, axis.further.setdefault
         self.averaged = axis.of_means
+        self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
+        self.mask = Mask()
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
@@ -145,10 +148,11 @@ class Traversal:
         Args:
             alone: whether it is all that there will be for the group.
         """
-        if alone and self.delivery is not None and self.delivery.add_into(key, cotangents):
+        own = [None] * len(cotangents) if self.mask.masked else cotangents
+        if alone and self.delivery is not None and self.delivery.add_into(key, own):
             return None
         full = self.schedule.buffer(key, self.layout.groups[key].numel)
-        self.layout.groups[key].join_into(full, cotangents)
+        self.layout.groups[key].join_into(full, own)
         if isinstance(cotangents, list):
             cotangents.clear()
         if self.delivery is not None:
@@ -170,6 +174,8 @@ class Traversal:
                 during(in_function, True),
                 during(averaged, self.averaged),
                 during(beside, self.beside),
+                during(exchanges, self.mask.exchanges),
+                during(means, self.means),
                 seeded(self.next_seed()),
             ):
                 yield

@@ -14,9 +14,10 @@ import torch
 from fzero.base import pages, private
 from fzero.base.node import direct, first_order
 from fzero.comm.axis import Axis
-from fzero.comm.linear import Wire
+from fzero.comm.linear import Wire, passed
 from fzero.formats.formats import Blocks, Stored, decode, encode
 from fzero.stores.away import Placed
+from fzero.table.counting import Mask
 
 _BLOCKS = Blocks()
 
@@ -34,6 +35,7 @@ class Use(Wire):
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
         whole: whether every rank has the full buffer, in a memory that it is brought from.
         followed: whether a transform around the run goes on through the shard.
+        mask: of a run that may add nothing to gradients.
     """
 
     shard: Placed
@@ -44,6 +46,7 @@ class Use(Wire):
     held: torch.Tensor | None = None
     whole: bool = False
     followed: bool = False
+    mask: Mask | None = None
 
     def value(self) -> torch.Tensor:
         """The full buffer in compute dtype: what is at hand or stored where it is that already, otherwise a new one."""
@@ -105,6 +108,19 @@ class Use(Wire):
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""
+        full = self._full(primal)
+        return full if self.mask is None else passed(self._kept, full)
+
+    def collect(self, full: torch.Tensor) -> torch.Tensor:
+        return Wire.collect(self, full if self.mask is None else self._kept(full))
+
+    def _kept(self, cotangent: torch.Tensor) -> torch.Tensor:
+        """A full cotangent, or zeros where it is not to be added, whatever it is."""
+        if self.mask is None or not self.mask.masked:
+            return cotangent
+        return cotangent.masked_fill(torch.ones((), dtype=torch.bool, device=cotangent.device), 0.0)
+
+    def _full(self, primal: torch.Tensor) -> torch.Tensor:
         if self.trivial:
             return primal
         if self.followed:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
-from fzero.base.context import averaged, beside, one_by_one, over_means
+from fzero.base.context import averaged, beside, exchanges, one_by_one, over_means
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
@@ -94,6 +94,14 @@ def is_averaged(ax: Axis) -> bool:
     Raises:
         ValueError: it does so over some of the ranks only.
     """
+    found = _is_averaged(ax)
+    note = exchanges.get()
+    if found and note is not None:
+        note()
+    return found
+
+
+def _is_averaged(ax: Axis) -> bool:
     own = [each.members for each in averaged.get()]
     if len(own) > 1 and is_spanned(own, ax.members):
         return True

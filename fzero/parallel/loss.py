@@ -8,6 +8,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.context import averaged, means
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.comm import pieces
@@ -76,6 +77,10 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
     right on an axis that the step takes means over (`fz.shard_zero3(step, mesh=mesh, axis=("dp", "sp"))`): all axes
     together are then one, `fz.parallel.axis(mesh, ("dp", "sp"))`.
 
+    The mean of several is not the mean over all of their tokens. So in a step with microbatches (`fz.accumulate`,
+    `fz.pipeline`) it is refused, as is one over some of the ranks only; `fz.accumulate(step, n, weights=...)` is right
+    there, with the sum of `weights` as a microbatch's weight, whichever axis this is given.
+
     Args:
         values: such as the losses of this rank's tokens; floating. 16-bit ones are added in float32, which the mean
             has, too.
@@ -86,7 +91,7 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
         The mean; where all weights are zero NaN, as in torch.
 
     Raises:
-        TypeError, ValueError: the arguments are none of these.
+        TypeError, ValueError: the arguments are none of these; the running step takes a mean of several such means.
 
     Example:
         >>> def rank_main(rank):
@@ -107,10 +112,34 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
         )
     if ax is not None:
         need_axis(ax, who)
+    _need_one_mean(ax)
     values, weights = values.to(wide(values.dtype)), weights.to(wide(values.dtype))
     sums = torch.stack([(values * weights).sum(), weights.sum()])
     total, count = summed(sums, ax) if ax is not None else sums
-    return total / count
+    if means.get()[0]:
+        return total / count
+    nothing = count == 0  # which has no weight in the step's mean: it is NaN, but its derivative is zero
+    return (total / count.masked_fill(nothing, 1.0)).masked_fill(nothing, float("nan"))
+
+
+def _need_one_mean(ax: Axis | None) -> None:
+    """Refuses a mean of which the running step takes a mean: over microbatches, or over ranks that it is not over."""
+    several, over_ranks = means.get()
+    given = () if ax is None else ax.members
+    ranks = next((each.members for each in averaged.get() if not {*given}.issuperset(each.members)), None)
+    if several > 1:
+        what = f"in a step of {several} microbatches, over whose means it takes a mean"
+    elif over_ranks and ranks is not None:
+        over = "no axis" if ax is None else f"axis {ax.name!r} of ranks {list(given)}"
+        what = f"over {over} in a step that takes means over ranks {list(ranks)}"
+    else:
+        return
+    raise ValueError(
+        f"parallel.weighted_mean: got a call {what}; expected one mean over all of the batch, as a mean of means is "
+        "another number wherever weights differ. Say what a microbatch counts, fz.accumulate(step, n, weights=...) or "
+        "fz.pipeline(..., weights=...), such as lambda x, y: (y >= 0).sum()"
+        + ("." if several > 1 else ", or give all axes that the step averages over: fz.parallel.axis(mesh, (...)).")
+    )
 
 
 # ---- the parts that ranks send each other

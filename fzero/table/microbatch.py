@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +19,20 @@ from fzero.base.rebound import tensors_inside
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How many, and along which dim every input is split (as in torch.func.vmap; None: not split)."""
+    """How many, and along which dim every input is split (as in torch.func.vmap; None: not split).
+
+    Attributes:
+        weights: gives the weight of a microbatch, of its inputs; None weighs by examples within a rank.
+    """
 
     count: int = 1
     in_dims: int | tuple[int | None, ...] | None = 0
+    weights: Callable[..., object] | None = None
+
+    @property
+    def means(self) -> int:
+        """How many means are averaged as if all weighed the same; 0 where weights are given."""
+        return self.count if self.weights is None else 0
 
     def leaves(self, inputs: Sequence[object]) -> list[tuple[int | None, object]]:
         """The flat leaves of the inputs, each behind the dim of its input."""
@@ -39,25 +50,61 @@ class Microbatches:
             _refuse_rows_inside(leaf)
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
-    def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
-        """The inputs of every microbatch; of ragged examples each has the rows of its own."""
+    def split(self, inputs: Sequence[object], shares: int = 1) -> list[tuple[object, ...]]:
+        """The inputs of every microbatch, in sizes as equal as can be; of ragged examples each has the rows of its own.
+
+        Args:
+            shares: how many batches of one size these are, of which each microbatch has its part of every one.
+
+        Raises:
+            ValueError: an input has no such dim; they do not divide, and have different sizes there.
+        """
         if self.count == 1:
             return [tuple(inputs)]
         names, flat, spec = pytree.named_leaves(tuple(inputs))
         columns: list[Sequence[object]] = []
         dims, ragged = self.dims(inputs), places_in(tuple(inputs))
+        sizes: dict[str, int] = {}
         for place, (name, leaf, dim) in enumerate(zip(names, flat, dims, strict=True)):
             dim = None if place in ragged else dim
-            if dim is not None and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] % self.count):
-                raise ValueError(
-                    f"accumulate: input {name} has shape {tuple(leaf.shape)}, expected dim {dim} to divide into "
-                    f"{self.count} microbatches. Change the batch size or the number of microbatches, or pass in_dims= "
-                    "with None for inputs that are not split."
-                )
-            columns.append([leaf] * self.count if dim is None else leaf.chunk(self.count, dim))
+            if dim is not None:
+                if not -leaf.ndim <= dim < leaf.ndim:
+                    raise ValueError(
+                        f"accumulate: input {name} has shape {tuple(leaf.shape)}, expected a dim {dim} to split into "
+                        f"{self.count} microbatches. Pass in_dims= with None for inputs that are not split."
+                    )
+                sizes[name] = leaf.shape[dim]
+            columns.append([leaf] * self.count if dim is None else leaf.split(self.sizes(leaf.shape[dim], shares), dim))
+        if len({*sizes.values()}) > 1 and any(size % self.count for size in sizes.values()):
+            raise ValueError(
+                f"accumulate: got {', '.join(f'{size} in input {name}' for name, size in sizes.items())} along the "
+                f"dims that are split, expected the same number in all, or numbers that divide into {self.count} "
+                "microbatches: otherwise rows of one example would be parted. Pass in_dims= with None for inputs that "
+                "are not split."
+            )
         for place, lengths in ragged.items():
             columns[place] = self._rows(flat[place], columns[lengths], names[place], dims[lengths])
         return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
+
+    def examples(self, inputs: Sequence[object]) -> list[int] | None:
+        """How many examples each microbatch has, by the first input that is split; None where none is."""
+        ragged = places_in(tuple(inputs))
+        for place, (dim, x) in enumerate(self.leaves(inputs)):
+            if dim is None or place in ragged or not isinstance(x, torch.Tensor):
+                continue
+            if -x.ndim <= dim < x.ndim:
+                return self.sizes(x.shape[dim])
+        return None
+
+    def sizes(self, total: int, shares: int = 1) -> list[int]:
+        """How many of some examples each microbatch has, as `torch.tensor_split` has it of each share of them."""
+        each, more = divmod(total // shares, self.count)
+        return [(each + (i < more)) * shares for i in range(self.count)]
+
+    def weights_at(self, parts: Sequence[Sequence[object]]) -> list[float]:
+        """The weights of microbatches, of their inputs."""
+        assert self.weights is not None
+        return [_weight(self.weights(*part), i) for i, part in enumerate(parts)]
 
     def _rows(self, rows: object, lengths: Sequence[object], name: str, dim: int | None) -> Sequence[object]:
         """The rows of every microbatch's examples."""
@@ -71,14 +118,17 @@ class Microbatches:
             )
         return rows.split(sizes)
 
-    def merge(self, outputs: Sequence[object], what: str = "outputs") -> Any:
+    def merge(self, outputs: Sequence[object], what: str = "outputs", factors: Sequence[float] | None = None) -> Any:
         """The outputs of all microbatches as one.
 
         Tensors with dims are concatenated along dim 0. 0-d floating ones and Python floats are averaged, in float32 or
         float64; other 0-d ones, Python ints and bools are stacked as [microbatches]. What else there is stays where it
         is the same in all.
+
+        Args:
+            factors: by what averaged ones are multiplied, and then added up; None takes the mean.
         """
-        if self.count == 1:
+        if self.count == 1 and factors is None:
             return outputs[0]
         names, _, spec = pytree.named_leaves(outputs[0])
         flat = [pytree.flatten(output) for output in outputs]
@@ -89,26 +139,48 @@ class Microbatches:
                     "one structure for all. Return the same containers with the same keys every time."
                 )
         columns = zip(names, *[leaves for leaves, _ in flat], strict=True)
-        return pytree.unflatten(spec, [_merged(f"{what} {name}" if name else what, own) for name, *own in columns])
+        merged = [_merged(f"{what} {name}" if name else what, own, factors) for name, *own in columns]
+        return pytree.unflatten(spec, merged)
 
-    def split_cotangent(self, cotangent: object, parts: Sequence[Sequence[Part]]) -> tuple[list[object], float]:
+    def parts_like(self, parts: list[Part], sizes: Sequence[int] | None, microbatch: int = 0) -> list[list[Part]]:
+        """`parts_of` every microbatch, by those of one, where the others have like outputs.
+
+        Args:
+            sizes: the examples of each.
+        """
+        if sizes is None:
+            return [parts] * self.count
+        of = sizes[microbatch]
+
+        def rows(own: int | None, size: int) -> int | None:
+            if not own:
+                return own if own is None or of else size  # of no examples it does not show how many each has
+            return own if not of or own % of else own // of * size
+
+        return [[part._replace(length=rows(part.length, size)) for part in parts] for size in sizes]
+
+    def split_cotangent(
+        self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[float] | None = None
+    ) -> tuple[list[object], float]:
         """The transpose of `merge` by `parts_of` every microbatch, and by what to divide what it is pulled back to.
 
         A loss's share is 1 / count, which 16 bits do not hold for every count: then it is a power of two, and what is
-        left is the second value.
+        left is the second value. Where no microbatch counts that is NaN: a mean over nothing.
         """
-        if self.count == 1:
+        if self.count == 1 and factors is None:
             return [cotangent], 1.0
-        real = [(part.length, part.dtype.itemsize) for part in parts[0] if part.dtype]
-        apart = all(length is None for length, _ in real) and any(size == 2 for _, size in real)
-        divisor = 1 << (self.count.bit_length() - 1) if apart else self.count
+        if factors is not None:
+            by, times = factors, math.nan if math.isnan(factors[0]) else 1.0
+        else:
+            real = [(part.length, part.dtype.itemsize) for part in parts[0] if part.dtype]
+            apart = all(length is None for length, _ in real) and any(size == 2 for _, size in real)
+            by = 1 << (self.count.bit_length() - 1) if apart else self.count
+            times = self.count / by
         names, flat, spec = pytree.named_leaves(cotangent)
         columns = [
-            _split(name or "the output", leaf, own, divisor)
-            for name, leaf, *own in zip(names, flat, *parts, strict=True)
+            _split(name or "the output", leaf, own, by) for name, leaf, *own in zip(names, flat, *parts, strict=True)
         ]
-        pieces = [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
-        return pieces, self.count / divisor
+        return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)], times
 
     def merge_inputs(
         self, inputs: Sequence[object], cotangents: Sequence[Sequence[torch.Tensor | None]]
@@ -141,6 +213,12 @@ def need_in_dims(in_dims: object, who: str) -> None:
             raise wrong(who, "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
 
 
+def need_weights(weights: object, who: str) -> None:
+    """Refuses weights that are no function."""
+    if weights is not None and not callable(weights):
+        raise wrong(who, "weights", weights, "a function of a microbatch's inputs, or None")
+
+
 class Part(NamedTuple):
     """One microbatch's part of an output leaf: its dim 0, and its cotangent's dtype, each None where it has none."""
 
@@ -158,11 +236,19 @@ def parts_of(outputs: object) -> list[Part]:
     ]
 
 
-def mean_of(parts: Sequence[object]) -> torch.Tensor:
-    """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is."""
+def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> torch.Tensor:
+    """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is.
+
+    Args:
+        factors: by what each is multiplied, and then added up, in its place; one of factor 0 may be not finite.
+    """
     tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu").float() for x in parts]
     dtype = _widest([tensor.dtype for tensor in tensors])
-    return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
+    wide = [tensor.to(dtype) for tensor in tensors]
+    if factors is None:
+        return torch.stack(wide).mean(0)
+    pairs = zip(wide, factors, strict=True)
+    return torch.stack([x * factor if factor > 0 else torch.full_like(x, factor) for x, factor in pairs]).sum(0)
 
 
 def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -177,8 +263,22 @@ def _is_real(x: object) -> bool:
     return not isinstance(x, numbers.Integral)
 
 
-def _merged(name: str, parts: Sequence[object]) -> object:
+def _weight(value: object, microbatch: int) -> float:
+    """A weight as a number."""
+    is_scalar = isinstance(value, torch.Tensor) and not value.ndim and not value.is_complex()
+    if not is_scalar and not isinstance(value, numbers.Real):
+        got = named(value)
+        raise TypeError(f"weights: got {got} for microbatch {microbatch}, expected a real number or a 0-d tensor.")
+    weight = float(value)  # type: ignore[arg-type]
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(f"weights: got {weight} for microbatch {microbatch}, expected a finite number of at least 0.")
+    return weight
+
+
+def _merged(name: str, parts: Sequence[object], factors: Sequence[float] | None) -> object:
     """One leaf of all microbatches' outputs."""
+    if len(parts) == 1 and not (isinstance(parts[0], torch.Tensor) and not parts[0].ndim and _is_real(parts[0])):
+        return parts[0]
     tensors = [x for x in parts if isinstance(x, torch.Tensor)]
     if len(tensors) == len(parts) and all(x.ndim for x in tensors):
         shapes = [tuple(x.shape) for x in tensors]
@@ -187,7 +287,7 @@ def _merged(name: str, parts: Sequence[object]) -> object:
         return torch.cat(tensors)
     if all(isinstance(x, (numbers.Number, torch.Tensor)) and not getattr(x, "ndim", 0) for x in parts):
         if any(_is_real(x) for x in parts):
-            return mean_of(parts)
+            return mean_of(parts, factors)
         return torch.stack([torch.as_tensor(x, device=tensors[0].device if tensors else None) for x in parts])
     if tensors or not all(_same(parts[0], x) for x in parts[1:]):
         some = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in parts]
@@ -209,8 +309,12 @@ def _refused(name: str, got: str, expected: str) -> ValueError:
     )
 
 
-def _split(name: str, leaf: object, parts: Sequence[Part], divisor: int) -> Sequence[object]:
-    """The cotangents of every microbatch's part of one output leaf."""
+def _split(name: str, leaf: object, parts: Sequence[Part], by: int | Sequence[float]) -> Sequence[object]:
+    """The cotangents of every microbatch's part of one output leaf.
+
+    Args:
+        by: what a scalar's is divided by, or what it is multiplied by in each.
+    """
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * len(parts)
     dtypes = [part.dtype for part in parts if part.dtype]
@@ -224,7 +328,15 @@ def _split(name: str, leaf: object, parts: Sequence[Part], divisor: int) -> Sequ
                 f"cotangent of {name}: got shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected () and "
                 f"{expected}, those of the output, which is the mean over all microbatches. Convert it with .to(...)."
             )
-        return [(leaf / divisor).to(dtype) for dtype in dtypes]
+        if isinstance(by, int):
+            return [(leaf / by).to(dtype) for dtype in dtypes]
+        if any(dtype.itemsize == 2 for dtype in dtypes):
+            raise ValueError(
+                f"accumulate: {name} is a scalar of {dtypes[0]}, and its microbatches count differently; expected one "
+                "of float32, as 16 bits do not hold their shares. Return loss.float()."
+            )
+        shares = [leaf * factor if factor > 0 else torch.zeros_like(leaf) for factor in by]
+        return [share.to(dtype) for share, dtype in zip(shares, dtypes, strict=True)]
     total = sum(lengths)
     if leaf.ndim == 0 or leaf.shape[0] != total:
         raise ValueError(

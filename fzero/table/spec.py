@@ -243,7 +243,9 @@ class Spec:
     def header(self) -> tuple[str, ...]:
         """The words for what holds for the step as a whole, a line each."""
         micro, mode = self.microbatches, self.fused_norm
-        lines = [f"accumulate: {micro.count} microbatches, in_dims={micro.in_dims}"] if micro.count > 1 else []
+        by = "" if micro.weights is None else f", weights={getattr(micro.weights, '__name__', 'given')}"
+        said = f"accumulate: {micro.count} microbatches, in_dims={micro.in_dims}{by}"
+        lines = [said] if micro.count > 1 or by else []
         lines += [f"state.extra[{extra.name!r}]: {extra.source}" for extra in self.extras]
         if self.fusion:
             modes = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fzero.base.arguments import as_float64
 from fzero.base.follow import is_transformed
 from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
@@ -107,7 +108,8 @@ def _fused(
         loss, earlier = batch.loss(), earlier or {}
         run.unreduced = {key: tensor_of(earlier.pop(key)) for key in list(earlier) if sums_whole(state.params, key)}
         try:
-            decision = _pulled(update, run, ct, _Grads(step, state, earlier, batch.times), loss.get("loss"))
+            told = loss.get("loss", batch.times)  # which is not finite where no microbatch counts
+            decision = _pulled(update, run, ct, _Grads(step, state, earlier, batch.times), told)
         except BaseException as error:
             update.lost(error)
             raise
@@ -116,14 +118,15 @@ def _fused(
         return new, {**metrics, **loss, **batch.aux()}
 
 
-def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Tensor | None) -> Decision:
+def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Tensor | float) -> Decision:
     """Pulls back and updates; returns what was decided."""
     step, state = grads.step, grads.state
     mode = step.fused_norm
     if mode == "once":
-        if loss is not None and not is_finite(loss):
+        loss = as_float64(loss)
+        if not is_finite(loss):
             run.drop()
-            return Decision(step, state, loss.double())
+            return Decision(step, state, loss)
 
         def at_once(key: Key, shard: torch.Tensor) -> None:
             update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})

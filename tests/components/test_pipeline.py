@@ -26,10 +26,11 @@ def make(fn: Any) -> fz.Step:
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> tuple[Case, Schedule, torch.dtype]:
+def drawn(draw: st.DrawFn) -> tuple[Case, Schedule, torch.dtype, str]:
     schedule = draw(strategies.schedules())
     case = draw(cases(schedule.stages))
-    return case, schedule.computes, draw(st.sampled_from([torch.float32, torch.float64]))
+    how = draw(st.sampled_from(["even", "uneven", "fewer", "weighted"]))
+    return case, schedule.computes, draw(st.sampled_from([torch.float32, torch.float64])), how
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -37,18 +38,26 @@ def assert_same(got: Any, want: Any) -> None:
     fz.testing.assert_trees_close(got, want, rtol=0, atol=0)
 
 
-def pair(case: Case, schedule: Schedule, dtype: torch.dtype) -> tuple[Any, Any, Any, Any, list[torch.Tensor]]:
+def kept(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return (x[:, 0] > 0).sum()
+
+
+def pair(case: Case, schedule: Schedule, dtype: torch.dtype, how: str) -> tuple[Any, Any, Any, Any, list[torch.Tensor]]:
     """The pipeline and the step that accumulates, their states, and a batch."""
-    pipe, whole = piped(case, schedule, make), fz.accumulate(make(case.whole), schedule.microbatches)
-    params = case.params(dtype)
-    return pipe, whole, pipe.init(params), whole.init(params), case.batch(2 * schedule.microbatches, dtype)
+    weights, count = kept if how == "weighted" else None, schedule.microbatches
+    pipe = piped(case, schedule, make, weights=weights)
+    whole = fz.accumulate(make(case.whole), count, weights=weights)
+    rows = {"even": 2 * count, "fewer": max(1, count - 1)}.get(how, 2 * count + count // 2)
+    params, batch = case.params(dtype), case.batch(rows, dtype)
+    if how == "weighted":
+        batch[0][:2, 0], batch[0][2:, 0] = 1.0, -batch[0][2:, 0].abs()  # the first microbatch alone counts
+    return pipe, whole, pipe.init(params), whole.init(params), batch
 
 
 @by_day(30)
 @given(drawn(), st.booleans())
 def test_vjp_and_forward(one: Any, retain: bool) -> None:
-    case, schedule, dtype = one
-    pipe, whole, state, other, batch = pair(case, schedule, dtype)
+    pipe, whole, state, other, batch = pair(*one)
     out, pullback = pipe.vjp(state, *batch)
     want, pull = whole.vjp(other, *batch)
     assert_same(out, want)
@@ -66,8 +75,8 @@ def test_vjp_and_forward(one: Any, retain: bool) -> None:
 @by_day(30)
 @given(drawn(), st.data())
 def test_steps(one: Any, data: Any) -> None:
-    case, schedule, dtype = one
-    pipe, whole, state, other, batch = pair(case, schedule, dtype)
+    case = one[0]
+    pipe, whole, state, other, batch = pair(*one)
     cotangent = None
     if case.stages[-1].gives != "loss":
         cotangent = optree.tree_map(torch.sin, whole.forward(other, *batch))
@@ -82,8 +91,7 @@ def test_steps(one: Any, data: Any) -> None:
 @by_day(15)
 @given(drawn(), st.data())
 def test_argnums(one: Any, data: Any) -> None:
-    case, schedule, dtype = one
-    pipe, whole, state, other, batch = pair(case, schedule, dtype)
+    pipe, whole, state, other, batch = pair(*one)
     numbers = data.draw(st.lists(st.integers(0, len(batch) - 1), unique=True))
     _, pullback = pipe.vjp(state, *batch, argnums=numbers)
     want, pull = whole.vjp(other, *batch, argnums=numbers)
@@ -159,13 +167,14 @@ def test_pullbacks_that_live_at_once(name: str, monkeypatch: pytest.MonkeyPatch)
 
     def init(self: PlainRun, step: Any, *arguments: Any, **more: Any) -> None:
         begin(self, step, *arguments, **more)
-        stage = next(i for i, own in enumerate(pipe.steps) if own is step)
+        stage = next(i for i, own in enumerate(state) if own is arguments[0])
         own = made.setdefault(stage, [])
         own.append(weakref.ref(self))
         most[stage] = max(most.get(stage, 0), sum(run() is not None and run().state is not None for run in own))
 
     monkeypatch.setattr(PlainRun, "__init__", init)
-    pipe(pipe.init(params), torch.cat([x, x[:4]]))
+    state = pipe.init(params)
+    pipe(state, torch.cat([x, x[:4]]))
     own = tuple(most[stage] for stage in range(3))
     alive = fz.schedules.check(schedule).alive
     assert own == alive
@@ -217,8 +226,8 @@ def test_refusals() -> None:
         pipe(other, torch.ones(2))
     with pytest.raises(TypeError, match="what the init of this pipeline returned"):
         pipe(state[0], torch.ones(2))
-    with pytest.raises(ValueError, match="expected dim 0 to divide into 2 microbatches"):
-        pipe(state, torch.ones(3))
+    with pytest.raises(ValueError, match=r"input 0 has shape \(\), expected a dim 0 to split into 2 microbatches"):
+        pipe(state, torch.ones(()))
     with pytest.raises(ValueError, match="expected each of"):
         fz.pipeline([step, step], schedule, inputs={0: 0})(state, torch.ones(2), torch.ones(2))
     with pytest.raises(TypeError, match="grads"):

@@ -48,18 +48,23 @@ def known(got: Any, want: Any) -> None:
             same(a, b)
 
 
+def kept(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return (x[:, 0] > 0).sum()
+
+
 def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
     """Some pipelines, one after the other, over `dp` lines of places, each stage sharded in its own way."""
     # in one step of ZeRO-3 each use of a shared leaf is reduced; the sum of all uses here
     rtol = 1e-12 if stage == 3 else 0.0
-    for case, schedule in jobs:
+    for number, (case, schedule) in enumerate(jobs):
+        weights = kept if number % 2 else None
         ranks = len(schedule.places) * dp
         mesh = init_device_mesh("cpu", (len(schedule.places), dp), mesh_dim_names=("pp", "dp"))
         if rank >= ranks:
             continue
         shard = (lambda step: SHARDS[stage](step, mesh=mesh, axis="dp")) if dp > 1 else lambda step: step
-        pipe = piped(case, schedule, lambda fn: shard(make(fn)), groups=mesh["pp"])
-        whole = shard(fz.accumulate(make(case.whole), schedule.microbatches))
+        pipe = piped(case, schedule, lambda fn: shard(make(fn)), groups=mesh["pp"], weights=weights)
+        whole = shard(fz.accumulate(make(case.whole), schedule.microbatches, weights=weights))
         params = case.params(torch.float64)
         state, other = pipe.init(params), whole.init(params)
         place = rank // dp
@@ -69,8 +74,9 @@ def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
             *[len(case.stages) + i for i, u in enumerate(case.shared) if schedule.place_of(min(u)) == place],
         ]
         for turn in range(2):
-            rows = schedule.microbatches * (2 + turn)  # which makes messages grow
+            rows = schedule.microbatches * (2 + turn) - turn  # which makes messages grow, and not divide
             batch = case.batch(rows, torch.float64, seed=1 + rank % dp)
+            batch[0][0, 0] = 1.0  # so that something counts
             takers = {n: {schedule.place_of(s) for s, own in case.inputs if n in own} for n in range(len(batch))}
             chosen = [number for number, places in takers.items() if len(places) == 1]
             out, pullback = pipe.vjp(state, *batch, argnums=chosen)
@@ -131,6 +137,10 @@ def test_sharded_stages(stage: int) -> None:
     run_ranks(functools.partial(against_one, jobs=drawn, dp=2, stage=stage), 4, backend="processes")
 
 
+def counted(x: torch.Tensor, *_: torch.Tensor) -> int:
+    return len(x)
+
+
 def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) -> None:
     """A place has more ranks than the other; rows go where they belong, cotangents come home."""
     case = Case(
@@ -155,13 +165,14 @@ def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) 
     schedule = Schedule("two places", 3, 3, (first, second))
     kinds = (stages[0], stages[0], stages[1])
     steps = [SHARDS[k](make(fn), mesh=mesh) for fn, k in zip(case.fns, kinds, strict=True)]
-    pipe = fz.pipeline(steps, schedule, groups, **case.wires)
-    params, rows = case.params(torch.float64), 6
+    # in the larger place one counts what each of its ranks has, in the smaller one what all of them have
+    pipe = fz.pipeline(steps, schedule, groups, **case.wires, weights=counted if stages[0] == 1 else None)
+    params, most = case.params(torch.float64), max(map(len, groups))
     state = pipe.init(params)
     whole = fz.accumulate(make(case.whole), 3)
     other = whole.init(params)
     for turn in range(3):
-        batch = case.batch(3 * rows, torch.float64, seed=turn)
+        batch = case.batch(most * (6, 8, 10)[turn], torch.float64, seed=turn)
         own, datas = groups[place].index(rank), len(groups[place])
         mine = [x.chunk(datas)[own] for x in batch]
         out, pullback = pipe.vjp(state, *mine, argnums=0)
@@ -256,8 +267,10 @@ def unlike(rank: int) -> None:
         fz.pipeline(steps[:1], fz.schedules.gpipe(1, 2), groups=[[0]]).init([eye])
     pipe = fz.pipeline(steps, fz.schedules.gpipe(2, 2), groups=mesh["pp"])
     state = pipe.init([eye, eye])
-    with pytest.raises(ValueError, match="expected dim 0 to divide into 2 microbatches"):
-        pipe(state, x[: 3 + rank])  # wrong on the first rank alone
+    with pytest.raises(ValueError, match="rank 0 of its group was given 3 examples, and the rank of the last stage"):
+        pipe(state, x[: 3 + rank])
+    with pytest.raises(ValueError, match="got 3 in input 0, 4 in input 1 along the dims that are split"):
+        pipe(state, x[: 3 + rank], x)  # wrong on the first rank alone
     with pytest.raises(TypeError, match="plain autograd differentiates"):
         pipe.vjp(state, x.clone().requires_grad_())
     with pytest.raises(TypeError, match=r"torch.func.grad transforms|that torch.func"):
@@ -479,3 +492,73 @@ def sequences(rank: int, groups: list[list[int]], cuts: int) -> None:
 @pytest.mark.parametrize(("groups", "cuts"), [([[0], [1, 2]], 1), ([[0, 1], [2]], 0)])
 def test_sequences_that_are_cut_over_examples(groups: list[list[int]], cuts: int) -> None:
     run_ranks(functools.partial(sequences, groups=groups, cuts=cuts), 3, backend="processes")
+
+
+def _tanh(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def _token_mean(p: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    told = (y >= 0).to(h.dtype)
+    return ((h @ p["w"])[:, 0].sub(y).square() * told).sum() / told.sum()  # NaN of none
+
+
+def _told(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (y >= 0).sum()
+
+
+class _Raises:
+    """Weights that are none on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        return -1.0 if dist.get_rank() == self.rank else 1.0
+
+
+def weighted(rank: int, grouped: bool) -> None:
+    """Token means over microbatches of which some have no token, and are NaN."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    params = [{"w": draw(3, 3)}, {"w": draw(3, 3)}, {"w": draw(3, 1)}]
+    x, y = draw(11, 3), torch.tensor([1, -1, 2, 0, 1, -1, -1, -1, -1, -1, 3])
+    kept = y >= 0
+
+    def whole(params: Any, x: torch.Tensor) -> torch.Tensor:
+        h = _tanh(params[1], _tanh(params[0], x[kept]))
+        return ((h @ params[2]["w"])[:, 0] - y[kept]).square().mean()
+
+    (grads, by_x), loss = torch.func.grad_and_value(whole, argnums=(0, 1))(params, x)
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",)) if grouped else None
+    groups = mesh["pp"] if mesh is not None else None
+    steps = [fz.train_step(fn, fz.sgd(1.0)) for fn in (_tanh, _tanh, _token_mean)]
+    for schedule in (fz.schedules.one_f_one_b(3, 5), fz.schedules.zero_bubble(3, 5)):
+        pipe = fz.pipeline(steps, schedule, groups, weights=_told)
+        state = pipe.init(params)
+        new, metrics = pipe(state, x, y)
+        out, pullback = pipe.vjp(state, x, y)
+        found, (own_x, _) = pullback(torch.ones_like(out))
+        fz.testing.assert_trees_close([metrics["loss"], out, pipe.forward(state, x, y)], [loss] * 3, rtol=1e-10)
+        for c, own in enumerate(new):
+            if own is not None:
+                assert not metrics["skipped"]
+                want = params[c]["w"] - grads[c]["w"]
+                fz.testing.assert_trees_close(fz.gather(own.params)["w"], want, rtol=1e-10)
+                fz.testing.assert_trees_close(fz.gather(found[c])["w"], grads[c]["w"], rtol=1e-10)
+        if own_x.device.type != "meta":
+            fz.testing.assert_trees_close(own_x, by_x, rtol=1e-10)
+        new, metrics = pipe(state, x, torch.full_like(y, -1))
+        assert metrics["skipped"] and metrics["loss"].isnan() and new.step == 0
+    for broken in range(3) if grouped else ():
+        pipe = fz.pipeline(steps, fz.schedules.one_f_one_b(3, 5), groups, weights=_Raises(broken))
+        state = pipe.init(params)
+        for call in (pipe, pipe.vjp, pipe.forward):
+            with pytest.raises(ValueError, match=r"weights: got -1.0 for microbatch 0, expected a finite number"):
+                call(state, x, y)
+    with pytest.raises(ValueError, match=r"got steps\[0\] with fz.accumulate.*fz.pipeline\(..., weights=...\)"):
+        fz.pipeline([fz.accumulate(steps[0], 1, weights=_told), *steps[1:]], fz.schedules.gpipe(3, 5), groups)
+
+
+def test_weights_over_places() -> None:
+    weighted(0, grouped=False)
+    run_ranks(functools.partial(weighted, grouped=True), 3, backend="processes")

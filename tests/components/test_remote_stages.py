@@ -59,15 +59,16 @@ def test_stages_elsewhere(on: str, ranks: tuple[int, ...], tmp_path: Path) -> No
         for schedule in (fz.schedules.one_f_one_b(3, 4), fz.schedules.zero_bubble(3, 4)):
             pipe, whole = fz.pipeline(made, schedule, **WIRES), local(schedule)
             state, other = pipe.init(), whole.init([params(s) for s in range(3)])
-            for _ in range(2):
-                state, metrics = pipe(state, X, Y)
-                other, expected = whole(other, X, Y)
+            x, y = X[:14], Y[:14]  # which do not divide
+            for rows in (16, 14):
+                state, metrics = pipe(state, X[:rows], Y[:rows])
+                other, expected = whole(other, X[:rows], Y[:rows])
                 close(metrics, expected)
             close(list(fz.gather(state.params)), list(fz.gather(other.params)))
-            out, pullback = pipe.vjp(state, X, Y)
-            want, pull = whole.vjp(other, X, Y)
+            out, pullback = pipe.vjp(state, x, y)
+            want, pull = whole.vjp(other, x, y)
             close(out, want)
-            close(pipe.forward(state, X, Y), want)
+            close(pipe.forward(state, x, y), want)
             grads, cotangents = pullback(torch.ones_like(out))
             ours, theirs = pull(torch.ones_like(want))
             close(list(cotangents), list(theirs))
@@ -77,7 +78,7 @@ def test_stages_elsewhere(on: str, ranks: tuple[int, ...], tmp_path: Path) -> No
             state, metrics = pipe.update(state, grads)
             other, expected = whole.update(other, ours)
             close(metrics, expected)
-            timeline = pipe.timeline(state, X, Y)
+            timeline = pipe.timeline(state, x, y)
             tasks = {span.task for span in timeline.spans}
             assert tasks == {task for _, task in fz.schedules.check(schedule).order if not task.is_message}
             assert 0 < timeline.total < 60
@@ -105,6 +106,20 @@ def test_here_and_elsewhere() -> None:
             pipe.init([params(0), params(1), params(2)])
         with pytest.raises(ValueError, match="expected groups=None"):
             fz.pipeline([steps[0], component, steps[2]], schedule, [[0], [1], [2]], **WIRES)
+        with pytest.raises(ValueError, match=r"got weights= and steps\[1\], a component on ranks of its own"):
+            fz.pipeline([steps[0], component, steps[2]], schedule, **WIRES, weights=len)
+
+
+def meaned(rank: int) -> Any:
+    fn = lambda p, h: fz.parallel.weighted_mean((h @ p["w"]).square(), torch.ones_like(h), None)
+    return fz.train_step(fn, OPTIMIZER), params(1)
+
+
+def test_a_mean_of_means_elsewhere_is_refused() -> None:
+    with fz.remote(meaned, on="threads") as component:
+        pipe = fz.pipeline([fz.train_step(middle, OPTIMIZER), component], fz.schedules.gpipe(2, 2))
+        with pytest.raises(ValueError, match="weighted_mean: got a call in a step of 2 microbatches"):
+            pipe(pipe.init([params(0), None]), X)
 
 
 def wrong(rank: int) -> Any:

@@ -179,7 +179,7 @@ def test_integer_outputs_beside_a_loss_have_no_cotangent() -> None:
 @pytest.mark.parametrize("dim", [2, -3, (5,)])
 def test_a_dim_that_an_input_does_not_have_is_refused(dim: Any) -> None:
     step = fz.accumulate(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.sgd(1.0)), 2, in_dims=dim)
-    with pytest.raises(ValueError, match=r"input 0 has shape \(4, 1\), expected dim -?\d to divide into 2"):
+    with pytest.raises(ValueError, match=r"input 0 has shape \(4, 1\), expected a dim -?\d to split into 2"):
         step(step.init({"w": torch.ones(1)}), torch.ones(4, 1))
 
 

@@ -6,7 +6,6 @@ import functools
 
 import exactness
 import pytest
-import scenarios
 import torch
 
 import fzero as fz
@@ -26,10 +25,3 @@ def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_any_count_gives_the_same_numbers(count: int) -> None:
     exactness.check("unit", [("it", functools.partial(fz.accumulate, count=count))], 1)
-
-
-def test_a_batch_that_does_not_divide_is_refused_by_input() -> None:
-    loss, params = scenarios.stack()
-    step = fz.accumulate(fz.train_step(loss, fz.sgd(0.1)), 3)
-    with pytest.raises(ValueError, match=r"input 0 has shape \(4, 5\), expected dim 0 to divide into 3"):
-        step(step.init(params), *scenarios.vector_batches(1)[0])

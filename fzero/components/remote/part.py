@@ -105,6 +105,8 @@ class Part:
             ValueError: the shares of several inputs are not the same.
         """
         place = self.place
+        if self.step.microbatches.weights is not None:  # which is in what the rank has
+            return 1 / place.means
         shares = {own: share for own, share in shares.items() if {*own} & {*place.averaged}}  # others have it alike
         names = [name for own in shares for name in own]
         if all(total % place.piece(own)[1] == 0 for own, (_, total) in shares.items()):
@@ -126,19 +128,23 @@ class Part:
 
     def need_microbatches(self, operands: Operands) -> None:
         """Refuses on all ranks what some could not split into the step's microbatches, for whom others would wait."""
-        micro = self.step.microbatches
+        micro, sizes, uneven = self.step.microbatches, set[int](), False
         if micro.count == 1:
             return
         slots = pytree.flatten(slots_of(operands.skeleton))[0]
         for slot, dim in zip(slots, micro.dims(operands.inputs), strict=True):
             dims = operands.dims[slot.number] if isinstance(slot, Slot) and dim is not None else ()
             names = dims[dim] if dim is not None and -len(dims) <= dim < len(dims) else ()
+            if not isinstance(slot, Slot) or dim is None:
+                continue
             total, count = operands.shares.get(names, (0, 0))[1], self.place.piece(names)[1]
-            if total % count:
+            sizes.add(total)
+            uneven |= total % (count * micro.count) > 0
+            if uneven and len(sizes) > 1:
                 raise ValueError(
-                    f"accumulate: dim {dim} of an input has size {total}, which {count} ranks over {names} share "
-                    f"unevenly; expected the same number on each, which divides into {micro.count} microbatches. Give "
-                    f"a size that {count * micro.count} divides."
+                    f"accumulate: got inputs of sizes {sorted(sizes)} along the dims that are split into {micro.count} "
+                    f"microbatches, which some of {count} ranks could not divide; expected the same size in all, or "
+                    f"sizes that {count * micro.count} divides."
                 )
 
     def need_numbers(self, tensors: Iterable[torch.Tensor], what: str) -> None:

@@ -14,6 +14,7 @@ from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, cotangent_for, inputs_for
 from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
 from fzero.engine.op import used_up
+from fzero.table.counting import Counts
 
 
 class Calling(Protocol):
@@ -115,7 +116,7 @@ class RemotePasses:
     """
 
     def __init__(self, component: Calling, state: Away, count: int, rng: int, at_once: bool) -> None:
-        self._component, self.count = component, count
+        self._component, self.count, self.counts = component, count, Counts()
         options = {"count": count, "rng": rng, "at_once": at_once}
         self._passes = Away(component.made("passes", {"objects": {"state": state}, "options": options}), 0)
         self._runs: dict[int, RemotePullback] = {}

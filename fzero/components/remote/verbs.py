@@ -19,6 +19,7 @@ from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
 from fzero.state.sharded import Sharded
+from fzero.table.microbatch import Microbatches
 from fzero.update.update import with_kept
 
 HALVES = ("", "both", "inputs", "params")
@@ -192,7 +193,8 @@ class _Stage:
 
 
 def _passes(part: Part, operands: Operands, number: int) -> Results:
-    return Results({0: _Stage(Passes(part.step, operands.objects["state"], **operands.options))})
+    step = dataclasses.replace(part.step, microbatches=Microbatches(operands.options["count"]))
+    return Results({0: _Stage(Passes(step, operands.objects["state"], **operands.options))})
 
 
 def _pass_forward(part: Part, operands: Operands, number: int) -> Results:

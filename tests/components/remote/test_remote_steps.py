@@ -21,6 +21,7 @@ import fzero as fz
 need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "accumulate": lambda step: fz.accumulate(step, 2, in_dims=(0, None)),
+    "weights": lambda step: fz.accumulate(step, 2, in_dims=(0, None), weights=lambda x, _: len(x)),
     "remat": fz.remat,
     "loss_scale": lambda step: fz.loss_scale(step, 4.0),
     "freeze": lambda step: fz.freeze(step, "blocks.0.*"),
@@ -36,9 +37,8 @@ def base(optimizer: Any = None) -> fz.Step:
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("on", ["threads"])
 def test_transforms_go_on_inside(name: str, on: str) -> None:
-    """Uneven shares of a batch where the transform takes them."""
-    rows = 8 if name == "accumulate" else 5
-    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """Uneven shares of a batch."""
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     params = builds.weights()
     plain = fz.freeze(base(), "blocks.0.*") if name == "freeze" else base()
     local = plain.init(params)
@@ -168,21 +168,34 @@ def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5, 6])
-def test_shares_that_some_ranks_cannot_split_cost_the_call_alone(rows: int) -> None:
-    """Into microbatches: all ranks refuse them, or those that can would wait for the others."""
+def test_shares_that_do_not_divide_into_microbatches(rows: int) -> None:
+    """Of some ranks or all: the numbers are those of the batch. What would part rows of examples, all ranks refuse."""
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain = base()
+    begun = plain.init(builds.weights())
+    want, wanted = plain(begun, x, ("loss",))
 
-    def build(rank: int) -> Any:
-        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=(0, None))), builds.weights()
+    def build(rank: int, in_dims: object = (0, None)) -> Any:
+        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=in_dims)), builds.weights()  # type: ignore[arg-type]
 
-    good, bad = torch.ones(8, 3, dtype=torch.float64), torch.ones(rows, 3, dtype=torch.float64)
     with fz.remote(build, 2, "threads", timeout=20) as own:
-        state = own.init()
-        begun = time.monotonic()
+        state, metrics = own(own.init(), x, ("loss",))
+        fz.testing.assert_trees_close(fz.fetch(metrics["loss"]), wanted["loss"])
+        fz.testing.assert_trees_close(fz.gather(state.params), fz.gather(want.params))
+    specs: Any = (fz.PartitionSpec("dp"), fz.PartitionSpec(), fz.PartitionSpec())
+    with fz.remote(
+        functools.partial(build, in_dims=(0, None, 0)),
+        2,
+        "threads",
+        timeout=20,
+        in_specs=specs,
+        out_specs=fz.PartitionSpec(),
+    ) as own:
+        state, begun_at = own.init(), time.monotonic()
         for call in (own, own.vjp, own.forward):
-            with pytest.raises(ValueError, match=r"accumulate: .* microbatches"):
-                fz.fetch(call(state, bad, ("loss",)))
-        assert time.monotonic() - begun < 3
-        fz.fetch(own(state, good, ("loss",)))
+            with pytest.raises(ValueError, match=r"accumulate: got inputs of sizes .* microbatches"):
+                fz.fetch(call(state, x, ("loss",), torch.ones(2)))
+        assert time.monotonic() - begun_at < 3
 
 
 def test_a_checkpoint_is_held_against_the_params_of_build(tmp_path: Path) -> None:

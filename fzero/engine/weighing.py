@@ -1,0 +1,87 @@
+"""The weights of a call's microbatches, of which every rank knows the sum before the first of them runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import named
+from fzero.comm.axis import Axis
+from fzero.state.train_state import TrainState
+from fzero.table.counting import Counts
+from fzero.table.microbatch import Microbatches
+
+Parts = Sequence[Sequence[object]]
+
+
+def counted(micro: Microbatches, state: TrainState, inputs: Sequence[object], parts: Parts) -> Counts:
+    """What the microbatches of a call count.
+
+    Args:
+        parts: the inputs of each.
+
+    Raises:
+        TypeError, ValueError: a weight on some rank is none; on every rank.
+    """
+    out = Counts()
+    if micro.count > 1:
+        out.split(micro.examples(inputs))
+    if micro.weights is not None:
+        weigh(out, micro, state, parts)
+    return out
+
+
+def weigh(counts: Counts, micro: Microbatches, state: TrainState, parts: Parts) -> None:
+    """Notes what microbatches count by their weights."""
+    own, error = [math.nan] * micro.count, None
+    try:
+        own = own_weights(micro, parts)
+    except Exception as caught:  # of which the others are told
+        if state.params.axis.ranks == 1:
+            raise
+        error = caught
+    share(counts, state, own, error)
+
+
+def share(counts: Counts, state: TrainState, own: list[float], error: Exception | None = None) -> None:
+    """Notes what microbatches count by these weights, of which all ranks of a state tell each other the sums.
+
+    Args:
+        own: NaN where there is an error.
+    """
+    axis = state.params.axis
+    with private.below_transforms():
+        sums = torch.tensor(own, dtype=torch.float64, device=state.params.device)
+        means = axis.mean(sums, "the weights of microbatches").tolist()
+    if any(map(math.isnan, means)):
+        raise _told(axis, error)
+    counts.weigh(own, means)
+
+
+def _told(axis: Axis, error: Exception | None) -> Exception:
+    """This rank's error, or in other words that of another one."""
+    said = axis.exchange("" if error is None else f"{type(error).__name__}: {error}", "the weights of microbatches")
+    if error is not None:
+        return error
+    rank, text = next((i, text) for i, text in enumerate(said) if text)
+    return (TypeError if text.startswith("TypeError") else ValueError)(f"on data rank {rank}: {text}")
+
+
+def own_weights(micro: Microbatches, parts: Parts) -> list[float]:
+    """The weights of this rank's microbatches, outside of any derivative."""
+    with private.below_transforms(), torch.no_grad():
+        return micro.weights_at([[pytree.map_leaves(_plain, x) for x in part] for part in parts])
+
+
+def _plain(x: object) -> object:
+    if not isinstance(x, torch.Tensor):
+        return x
+    if private.is_mapped(x):
+        raise TypeError(
+            f"weights: got {named(private.unwrapped(x))} that torch.func.vmap maps over, expected inputs that all of "
+            "the map have alike: each would have weights of its own. Map over the state alone, or leave weights= out."
+        )
+    return private.unwrapped(x).detach()
