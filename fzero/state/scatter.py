@@ -180,7 +180,11 @@ class _Scatter:
             check_buffers(self._who, where, own)
         if set(own.groups) > set(like.groups):
             own = own.only(like.groups)
-        return own.replaced(buffers=own.entries | {key: like.local(key) for key in missing}) if missing else own
+        if not missing:
+            return own
+        alike = own.kind == like.kind  # otherwise these are values, and may be codes there
+        rest = like.only(missing).entries if alike else {key: like.local(key) for key in missing}
+        return own.replaced(buffers=own.entries | rest)
 
     def _leaves(self, where: str, tree: object, like: Sharded) -> _Leaves:
         """What a natural tree has of each leaf."""

@@ -347,6 +347,23 @@ def test_moments_of_a_frozen_leaf_are_refused_and_its_params_stay() -> None:
     assert_trees_equal(fz.gather(got.params, "base*"), {"base.w": torch.ones(4, 5)})
 
 
+@pytest.mark.parametrize("policy", [None, fz.Policy.exact(torch.float32)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_params_of_trained_leaves_alone(stage: int, policy: Any) -> None:
+    """What they lack stays as it is stored."""
+
+    def rank_main(rank: int) -> None:
+        step = fz.freeze(fz.train_step(lambda p: (p["a"].sum() * p["b"].sum()).float(), fz.sgd(0.1), policy), "b")
+        step = sliced.SHARDS[stage](step, mesh=None)
+        state = step.init({"a": torch.linspace(0, 1, 3), "b": torch.linspace(1, 2, 5)})
+        trained = state.params.only(state.layout.trainable)
+        for other in (state.replace(params=trained), state.replace(params=fz.scatter(trained, like=state.params))):
+            sliced.same_bits(fz.gather(other.params), fz.gather(state.params))
+            assert torch.equal(step.forward(other), step.forward(state))
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
 @pytest.mark.parametrize("field", ["params", "grads", "moments"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_differ_are_refused_on_every_rank(field: str, stage: int) -> None:
