@@ -54,7 +54,7 @@ def test_with_the_same_weights_it_is_exact_over_any_axis(sizes: Any, count: int,
             ax = None if name is None else fz.parallel.axis(mesh, name)
             fn = lambda p, x, kept, ax=ax: fz.parallel.weighted_mean(values(p, x), kept, ax)
             step = fz.accumulate(fz.train_step(fn, fz.sgd(1.0)), count, weights=counted)
-            more = {"axis": "sp", "replicate": "dp"} if replicated else {"axis": ("dp", "sp")}
+            more: dict[str, Any] = {"axis": "sp", "replicate": "dp"} if replicated else {"axis": ("dp", "sp")}
             step = fz.shard_zero2(step, mesh=mesh, **more)
             new, metrics = step(step.init(PARAMS), *batches[rank])
             assert_trees_close(metrics["loss"], want, **CLOSE)
@@ -105,7 +105,7 @@ def test_one_over_some_of_the_ranks_alone_is_refused(name: str | None, replicate
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
         ax = None if name is None else fz.parallel.axis(mesh, name)
         fn = lambda p, x, kept: fz.parallel.weighted_mean(values(p, x), kept, ax)
-        more = {"axis": "sp", "replicate": "dp"} if replicated else {"axis": ("dp", "sp")}
+        more: dict[str, Any] = {"axis": "sp", "replicate": "dp"} if replicated else {"axis": ("dp", "sp")}
         step = fz.shard_zero3(fz.train_step(fn, fz.sgd(1.0)), mesh=mesh, **more)
         state = step.init(PARAMS)
         match = r"weighted_mean: got a call over .* in a step that takes means over ranks \[.*fz.parallel.axis\(mesh"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,13 +67,13 @@ def batches_of(sizes: Sequence[int], width: int, ignored: float, seed: int) -> l
 
 def in_one_process(loss: Any, params: Any, batches: Sequence[Batch]) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """(the mean of `loss` over some batches, its gradient, those by the inputs), by plain autograd."""
-    leaves, spec = torch.utils._pytree.tree_flatten(params)
+    leaves, spec = torch_pytree.tree_flatten(params)
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     given = [(x.clone().requires_grad_(), y) for x, y in batches]
-    tree = torch.utils._pytree.tree_unflatten(leaves, spec)
+    tree = torch_pytree.tree_unflatten(leaves, spec)
     value = torch.stack([loss(tree, *batch, block=_block) for batch in given]).mean()
     found = torch.autograd.grad(value, [*leaves, *[x for x, _ in given]])
-    grads = torch.utils._pytree.tree_unflatten(list(found[: len(leaves)]), spec)
+    grads = torch_pytree.tree_unflatten(list(found[: len(leaves)]), spec)
     return value.detach(), grads, list(found[len(leaves) :])
 
 
@@ -114,7 +115,7 @@ def ranks_of(case: Any, loss: Any, weights: Any) -> list[Any]:
 def hold(case: Any, found: list[Any], value: torch.Tensor, grads: Any, by_inputs: Sequence[torch.Tensor]) -> None:
     """Every rank has the numbers of one process."""
     world, params = case[0], case[4]
-    after = torch.utils._pytree.tree_map(torch.sub, params, grads)
+    after = torch_pytree.tree_map(torch.sub, params, grads)
     for (metrics, new, _, own, by_x), want in zip(found, by_inputs, strict=True):
         assert not metrics["skipped"]
         assert_trees_close(metrics["loss"], value, **CLOSE)
@@ -179,7 +180,7 @@ def test_outputs_with_dims_are_concatenated_and_their_cotangents_split(shard: in
         want = in_one_process(whole, params, [batch])[1]
         assert_trees_close(fz.gather(grads), want, **CLOSE)
         new, _ = step(state, *batch, cotangent=cotangent)
-        assert_trees_close(fz.gather(new.params), torch.utils._pytree.tree_map(torch.sub, params, want), **CLOSE)
+        assert_trees_close(fz.gather(new.params), torch_pytree.tree_map(torch.sub, params, want), **CLOSE)
 
     run_ranks(rank_main, 1)
 
@@ -276,7 +277,7 @@ def test_a_product_with_the_hessian_of_the_weighted_mean() -> None:
     params, batches = params_of(2, 3, 0), batches_of([4, 3], 3, 0.5, 1)
     batches[0][1][2:] = IGNORED
     x, y = map(torch.cat, zip(*batches, strict=True))
-    v = torch.utils._pytree.tree_map(torch.ones_like, params)
+    v = torch_pytree.tree_map(torch.ones_like, params)
     grad = torch.func.grad(lambda p: token_mean(p, x, y, block=_block))
     want = torch.func.jvp(grad, (params,), (v,))[1]
 
@@ -303,7 +304,7 @@ def test_torch_func_goes_through_a_weighted_step() -> None:
     grads = in_one_process(token_mean, params, [batch])[1]
 
     def plain(rate: torch.Tensor) -> torch.Tensor:
-        new = torch.utils._pytree.tree_map(lambda p, g: p - rate * g, params, grads)
+        new = torch_pytree.tree_map(lambda p, g: p - rate * g, params, grads)
         return token_mean(new, *batch, block=_block)
 
     rate = torch.tensor(0.1, dtype=F64)
