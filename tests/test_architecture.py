@@ -168,10 +168,14 @@ def test_what_makes_a_tensor_says_where() -> None:
 def test_the_import_is_quick_and_says_nothing() -> None:
     """Three times in forks of a process with torch: the first one compiles what was changed.
 
-    A look of the garbage collector at all that torch has made takes a tenth of a second, and comes at any time.
+    A look of the garbage collector at all that torch has made takes a tenth of a second, and comes at any time. What is
+    quick is told by torch's own import, as machines differ, and one machine from hour to hour.
     """
     code = """
-        import gc, os, time, torch
+        import gc, os, time
+        begun = time.process_time()
+        import torch
+        print(time.process_time() - begun, flush=True)
         gc.freeze()
         for _ in range(3):
             if not os.fork():
@@ -185,8 +189,8 @@ def test_the_import_is_quick_and_says_nothing() -> None:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert not done.stderr
-    times = [float(line) for line in done.stdout.split()]
-    assert len(times) == 3 and min(times) < 0.3, times
+    of_torch, *times = [float(line) for line in done.stdout.split()]
+    assert len(times) == 3 and min(times) < 0.3 * of_torch, (times, of_torch)
 
 
 def test_any_is_rare() -> None:

@@ -300,6 +300,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.accumulate(v, 2), {"a step"}),
         "count": (lambda v: fz.accumulate(STEP, v), {"an int"}),
         "in_dims": (lambda v: fz.accumulate(STEP, 2, v), {"an int", "a negative", "None"}),
+        "weights": (lambda v: fz.accumulate(STEP, 2, weights=v), {"None", "a function", "a class", "a module", "a step"}),
     },
     "autocast": {
         "step": (lambda v: fz.autocast(v), {"a step"}),
@@ -320,6 +321,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "freeze": {
         "step": (lambda v: fz.freeze(v, "w"), {"a step"}),
         "pattern": (lambda v: fz.freeze(STEP, v), {"a string"}),
+        "keep_moments": (lambda v: fz.freeze(STEP, "w", keep_moments=v), {"a bool"}),
     },
     "fuse_update": {
         "step": (lambda v: fz.fuse_update(v), {"a step"}),
@@ -410,6 +412,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "skips": (lambda v: fz.pipeline([STEP], ORDER, skips=v), {"None"}),
         "shared": (lambda v: fz.pipeline([STEP], ORDER, shared=v), {"None"}),
         "in_dims": (lambda v: fz.pipeline([STEP], ORDER, in_dims=v), {"None", "an int", "a negative"}),
+        "weights": (lambda v: fz.pipeline([STEP], ORDER, weights=v), {"None", "a function", "a class", "a module", "a step"}),
     },
     "remote": {
         "build": (lambda v: fz.remote(v, on="threads"), set()),
