@@ -60,6 +60,7 @@ KINDS: dict[str, Any] = {
     "an object": object(),
 }
 NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
+CALLED = {"a function", "a class", "a module", "a step"}
 TREE = {"a tensor", "a 0-d tensor", "full params"}
 
 JSON = {"None", "a list", "a string", "an int", "a negative", "a float", "a bool", "a dict"}
@@ -300,7 +301,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.accumulate(v, 2), {"a step"}),
         "count": (lambda v: fz.accumulate(STEP, v), {"an int"}),
         "in_dims": (lambda v: fz.accumulate(STEP, 2, v), {"an int", "a negative", "None"}),
-        "weights": (lambda v: fz.accumulate(STEP, 2, weights=v), {"None", "a function", "a class", "a module", "a step"}),
+        "weights": (lambda v: fz.accumulate(STEP, 2, weights=v), {"None", *CALLED}),
     },
     "autocast": {
         "step": (lambda v: fz.autocast(v), {"a step"}),
@@ -412,7 +413,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "skips": (lambda v: fz.pipeline([STEP], ORDER, skips=v), {"None"}),
         "shared": (lambda v: fz.pipeline([STEP], ORDER, shared=v), {"None"}),
         "in_dims": (lambda v: fz.pipeline([STEP], ORDER, in_dims=v), {"None", "an int", "a negative"}),
-        "weights": (lambda v: fz.pipeline([STEP], ORDER, weights=v), {"None", "a function", "a class", "a module", "a step"}),
+        "weights": (lambda v: fz.pipeline([STEP], ORDER, weights=v), {"None", *CALLED}),
     },
     "remote": {
         "build": (lambda v: fz.remote(v, on="threads"), set()),
