@@ -13,7 +13,7 @@ from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.parallel.axis import need_axis
+from fzero.parallel.axis import is_averaged, need_axis
 from fzero.parallel.maps import _own_sizes, gather
 from fzero.parallel.maps import sum as summed
 
@@ -134,11 +134,12 @@ def _need_one_mean(ax: Axis | None) -> None:
         what = f"over {over} in a step that takes means over ranks {list(ranks)}"
     else:
         return
+    wider = several < 2 and (ax is None or is_averaged(ax))  # an axis is over ranks of means or over others, not both
     raise ValueError(
         f"parallel.weighted_mean: got a call {what}; expected one mean over all of the batch, as a mean of means is "
         "another number wherever weights differ. Say what a microbatch counts, fz.accumulate(step, n, weights=...) or "
         "fz.pipeline(..., weights=...), such as lambda x, y: (y >= 0).sum()"
-        + ("." if several > 1 else ", or give all axes that the step averages over: fz.parallel.axis(mesh, (...)).")
+        + (", or give all axes that the step averages over: fz.parallel.axis(mesh, (...))." if wider else ".")
     )
 
 

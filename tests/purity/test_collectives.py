@@ -533,8 +533,10 @@ def test_a_program_is_refused_if_torch_differentiates_what_it_communicates(
     said: list[bool] = []
     program = _program(operations, collective, records, said)
     w, x = _params()["m"]["w"].requires_grad_(), _input(0)
-    loss = program(w, x)
-    (grad,) = torch.autograd.grad(loss, w, allow_unused=True)
+    try:
+        loss = program(w, x)
+    except RuntimeError:  # of some collectives torch itself says that they have no derivative
+        assert said[0]
     body = fz.unit(lambda p, x: program(p["w"], x)) if unit else lambda p, x: program(p["w"], x)
     step = fz.shard_zero2(fz.train_step(lambda p, x: body(p["m"], x), fz.sgd(0.1), units=["m"] if unit else None))
     with contextlib.nullcontext() if plain else mock.patch.object(Leaves, "of", staticmethod(lambda *_: None)):
@@ -543,6 +545,7 @@ def test_a_program_is_refused_if_torch_differentiates_what_it_communicates(
             with pytest.raises(ValueError, match="communicates a tensor"):
                 step(state, x)
             return
+        (grad,) = torch.autograd.grad(loss, w, allow_unused=True)
         for _ in range(2):  # also the run that nobody looks at
             out, pullback = step.vjp(state, x, argnums=())
             torch.testing.assert_close(out, loss.detach(), rtol=1e-10, atol=1e-10)

@@ -43,6 +43,7 @@ def loss(attend: Any, mean: Any, p: Any, x: torch.Tensor, y: torch.Tensor) -> to
 def on_rank(rank: int, sizes: Any, attention: str, over: str, others: Any, optimizer: str, how: str, name: str) -> Any:
     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
     ax = fz.parallel.axis(mesh, "sp")
+    tokens = fz.parallel.axis(mesh, ("dp", "sp"))
     attend = fz.parallel.ring(ax) if attention == "ring" else fz.parallel.ulysses(None, ax)
     (x, y), low = batches(sizes[0])[rank // sizes[1]], rank % sizes[1]
     batch = tuple(z.tensor_split(sizes[1], 1)[low] for z in (x, y))
@@ -56,7 +57,8 @@ def on_rank(rank: int, sizes: Any, attention: str, over: str, others: Any, optim
     def own(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if over == "model":  # each rank has other tokens, and the step does not add what they say of the params
             p = {key: fz.parallel.copy(w, ax) for key, w in p.items()}
-        return loss(attend, lambda x: fz.parallel.weighted_mean(x, torch.ones_like(x), ax), p, x, y)
+            return loss(attend, lambda x: fz.parallel.sum(x.sum(), ax) / (2 * TOKENS), p, x, y)
+        return loss(attend, lambda x: fz.parallel.weighted_mean(x, torch.ones_like(x), tokens), p, x, y)
 
     run = whole_runs.by_steps(own, optimizer, 2, batch, batch, transform, how)
     return whole_runs.TRANSFORMS[name](run, (made(), *whole_runs.NUMBERS))
