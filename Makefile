@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch wheel lint soak lasting killing killing-components mutants hf bench bench-gpu clean
+.PHONY: demo test test-torch wheel docs docs-check lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
@@ -19,6 +19,22 @@ lint: .venv/.installed
 	@echo "== ruff and pyright"
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
+
+# the documentation, in docs/_build/html; every warning is an error
+docs: .venv/.docs
+	@echo "== building the documentation"
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "== docs/_build/html/index.html"
+
+# every link, and every page in a browser: wants chromium (apt-get install chromium)
+docs-check: docs
+	@echo "== looking at every page"
+	@$(BIN)/python docs/check.py
+
+.venv/.docs: .venv/.installed
+	@echo "== installing the extra docs"
+	@$(PIP) -e '.[docs]'
+	@touch $@
 
 # an environment outside of the repository, for what must not find the source beside it
 ENVIRONMENTS ?= $(or $(TMPDIR),/tmp)/fzero-environments

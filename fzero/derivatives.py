@@ -180,7 +180,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
 
     Returns:
-        The natural tree, leaves [this rank's examples, *leaf shape].
+        The natural tree, whose leaves have this rank's examples as a first dim.
 
     Raises:
         ValueError: no leaf matches; tensors with different numbers of examples; a function that exchanges values

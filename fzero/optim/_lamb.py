@@ -17,7 +17,7 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 def lamb(
     lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0
 ) -> GradientTransformation:
-    """p - lr * (|p| / |r|) * r, with r = m̂ / (sqrt(v̂) + eps) + weight_decay * p, by leaves.
+    """LAMB: `p - lr * (norm(p) / norm(r)) * r`, with `r = m̂ / (sqrt(v̂) + eps) + weight_decay * p`, leaf by leaf.
 
     A leaf's norms are of all its shards. Where one of them is zero, their ratio counts as one (as in optax).
 
