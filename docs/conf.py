@@ -66,7 +66,7 @@ intersphinx_timeout = 1
 
 # ---- looks
 
-html_theme = "furo"
+html_theme, pygments_style, pygments_dark_style = "furo", "default", "github-dark"
 html_title = f"fzero {version}"
 html_static_path = ["_static"]
 html_css_files = ["fzero.css"]
