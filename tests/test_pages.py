@@ -18,7 +18,7 @@ import fzero as fz
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 NAMES = [str(page.relative_to(DOCS)) for page in PAGES]
-_BLOCK = re.compile(r"(?P<why>^% not run: .+\n)?^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
+_BLOCK = re.compile(r"(?P<why>^% not run: [^\n]+\n)?^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
 API = re.compile(r"auto(?:function|class|exception|data):: fzero\.([\w.]+)")
 
 
