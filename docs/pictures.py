@@ -23,7 +23,9 @@ def axes(width: float, height: float) -> Any:
     return own
 
 
-def box(own: Any, x: float, y: float, width: float, height: float, color: str, text: str = "", ink: str = "white") -> None:
+def box(
+    own: Any, x: float, y: float, width: float, height: float, color: str, text: str = "", ink: str = "white"
+) -> None:
     own.add_patch(plt.Rectangle((x, y), width, height, facecolor=color, edgecolor="none", linewidth=0))
     if text:
         own.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=9)

@@ -18,7 +18,10 @@ import fzero as fz
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 NAMES = [str(page.relative_to(DOCS)) for page in PAGES]
-_BLOCK = re.compile(r"(?P<why>^% not run: [^\n]+\n)?^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
+_BLOCK = re.compile(
+    r"(?P<why>^% not run: [^\n]+\n)?^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$",
+    re.M | re.S,
+)
 API = re.compile(r"auto(?:function|class|exception|data):: fzero\.([\w.]+)")
 
 
@@ -32,6 +35,7 @@ def code_of(page: pathlib.Path) -> str:
     return "\n".join([*lines, ""])
 
 
+@pytest.mark.filterwarnings("default::UserWarning")  # a page may show one
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_runs(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_of(page)
@@ -46,7 +50,9 @@ def test_runs(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 
 
 def test_every_public_name_is_in_the_reference_once_and_in_a_guide() -> None:
-    public = {name for name in dir(fz) if not name.startswith("_") and not isinstance(getattr(fz, name), types.ModuleType)}
+    public = {
+        name for name in dir(fz) if not name.startswith("_") and not isinstance(getattr(fz, name), types.ModuleType)
+    }
     reference = [name for page in (DOCS / "api").glob("*.md") for name in API.findall(page.read_text())]
     assert len(reference) == len(set(reference))
     assert public == {name for name in reference if "." not in name}
