@@ -1,4 +1,4 @@
-"""The drawings of the documentation, in a light and a dark version: `python docs/pictures.py` writes docs/_static/*.svg."""
+"""The drawings of the documentation, light and dark: `python docs/pictures.py` writes docs/_static/*.svg."""
 
 from __future__ import annotations
 
