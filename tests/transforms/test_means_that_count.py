@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
@@ -221,6 +223,7 @@ def test_ragged_examples_that_do_not_divide() -> None:
         (lambda x, y: torch.tensor(float("nan")), ValueError, r"weights: got nan for microbatch 0"),
         (lambda x, y: y, TypeError, r"weights: got a tensor of shape .* for microbatch 0, expected a real number"),
         (lambda x, y: None, TypeError, r"weights: got None for microbatch 0"),
+        (lambda x, y: 1e308, ValueError, r"weights: got 1e\+308 for microbatch 0"),  # the sum is infinite
         (lambda x, y: 1 / 0, ZeroDivisionError, "division by zero"),
     ],
 )
@@ -310,6 +313,71 @@ def test_torch_func_goes_through_a_weighted_step() -> None:
     rate = torch.tensor(0.1, dtype=F64)
     for derive in (torch.func.grad, torch.func.jacfwd):
         assert_trees_close(derive(after)(rate), torch.func.grad(plain)(rate), **CLOSE)
+
+
+@settings(max_examples=60 if NIGHTLY else 5)
+@given(st.integers(1, 2), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=2, max_size=2), st.integers(0, 9))
+def test_torch_func_goes_through_runs_on_ranks_whose_microbatches_do_not_count(
+    world: int, count: int, sizes: list[int], seed: int
+) -> None:
+    """By params, a rate, inputs and what the function closes over, where the loss of what does not count is NaN."""
+    params, batches = params_of(1, 2, seed), batches_of([3, *sizes][:world], 2, 0.6, seed)
+    batches[0][1][0] = 1
+    more = torch.tensor(1.5, dtype=F64), torch.tensor(0.1, dtype=F64)
+
+    def after(rank: int, params: Any, scale: torch.Tensor, rate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        loss = lambda p, x, y: token_mean(p, x * scale, y)
+        step = fz.accumulate(fz.train_step(loss, fz.sgd(rate)), count, weights=lambda x, y: (y != IGNORED).sum())
+        step = fz.shard_zero3(step) if world > 1 else step
+        state, metrics = step(step.init(params), x, batches[rank][1])
+        return metrics["loss"] + step.forward(state, x, batches[rank][1])
+
+    def plain(params: Any, scale: torch.Tensor, rate: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([y for _, y in batches])
+        loss = lambda p: token_mean(p, torch.cat(inputs) * scale, y, block=_block)
+        grads, value = torch.func.grad_and_value(loss)(params)
+        return value + loss(torch_pytree.tree_map(lambda p, g: p - rate * g, params, grads))
+
+    want = torch.func.grad(plain, tuple(range(3 + world)))(params, *more, *[x for x, _ in batches])
+
+    def rank_main(rank: int) -> None:
+        found = torch.func.grad(functools.partial(after, rank), (0, 1, 2, 3))(params, *more, batches[rank][0])
+        assert_trees_close(found[:3], want[:3], **CLOSE)
+        assert_trees_close(found[3], world * want[3 + rank], **CLOSE)
+
+    run_ranks(rank_main, world)
+
+
+def test_a_weight_that_is_differentiated_is_refused() -> None:
+    params, (batch,) = params_of(1, 3, 0), batches_of([4], 3, 0.0, 1)
+    for weights, refused in ((lambda x, y: x.abs().sum(), True), (lambda x, y: x.abs().sum().detach(), False)):
+        step = fz.accumulate(fz.train_step(token_mean, fz.sgd(0.1)), 2, weights=weights)
+        state = step.init(params)
+        for run in (step.forward, lambda state, *batch, step=step: step(state, *batch)[1]["loss"]):
+            match = r"a weight of microbatch 0 that torch.func.grad goes through, expected a constant"
+            with pytest.raises(TypeError, match=match) if refused else contextlib.nullcontext():
+                torch.func.grad(functools.partial(run, state))(*batch)
+
+
+def test_inputs_that_do_not_split_on_one_rank_are_refused_on_all() -> None:
+    params, batches = params_of(1, 3, 0), batches_of([3, 3], 3, 0.0, 1)
+
+    def rank_main(rank: int) -> None:
+        x, y = batches[rank]
+        step = fz.accumulate(fz.shard_zero3(fz.train_step(token_mean, fz.sgd(1.0))), 2, weights=tokens)
+        pipe = fz.pipeline(
+            [fz.shard_zero3(fz.train_step(token_mean, fz.sgd(1.0)))],
+            fz.schedules.gpipe(stages=1, microbatches=2),
+            weights=tokens,
+            inputs={0: (0, 1)},
+        )
+        verbs: list[tuple[Any, Any]] = [(step, step.init(params)), (pipe, pipe.init([params]))]
+        for of, state in verbs:
+            for call in (of, of.vjp, of.forward):
+                with pytest.raises(ValueError, match=r"got 3 in input 0, 2 in input 1 along the dims that are split"):
+                    call(state, x, y[: 2 + (not rank)])
+
+    run_ranks(rank_main, 2)
 
 
 def test_explain_says_nothing_of_a_microbatch_that_does_not_count() -> None:
