@@ -197,6 +197,24 @@ def test_aux_is_averaged_over_this_rank() -> None:
         assert aux["n"].tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_are_weighted_and_cotangents_of_outputs_with_dims_are_not(count: int) -> None:
+    params, batches = params_of(1, 3, 0), batches_of([4, 4], 3, 0.0, 0)
+    batches[1][1][:] = IGNORED  # whose outputs are somebody else's to weigh
+    want = [in_one_process(lambda p, x, y, block: errors(p, x, y, block).sum(), params, [own])[1] for own in batches]
+
+    def rank_main(rank: int) -> None:
+        fn = lambda p, x, y: {"each": errors(p, x, y), "number": 2.5}
+        step = fz.accumulate(fz.shard_zero3(fz.train_step(fn, fz.sgd(1.0))), count, weights=tokens)
+        out, pullback = step.vjp(step.init(params), *batches[rank])
+        assert out["number"] == (0.0 if rank else 5.0)  # this rank's part
+        grads, _ = pullback({"each": torch.ones_like(out["each"]), "number": None})
+        mean = torch_pytree.tree_map(lambda a, b: (a + b) / 2, *want)
+        assert_trees_close(fz.gather(grads), mean, **CLOSE)
+
+    run_ranks(rank_main, 2)
+
+
 def test_ragged_examples_that_do_not_divide() -> None:
     """Each microbatch has the rows of its own examples."""
     lengths = torch.tensor([2, 0, 3, 1, 2])
@@ -357,27 +375,6 @@ def test_a_weight_that_is_differentiated_is_refused() -> None:
             match = r"a weight of microbatch 0 that torch.func.grad goes through, expected a constant"
             with pytest.raises(TypeError, match=match) if refused else contextlib.nullcontext():
                 torch.func.grad(functools.partial(run, state))(*batch)
-
-
-def test_inputs_that_do_not_split_on_one_rank_are_refused_on_all() -> None:
-    params, batches = params_of(1, 3, 0), batches_of([3, 3], 3, 0.0, 1)
-
-    def rank_main(rank: int) -> None:
-        x, y = batches[rank]
-        step = fz.accumulate(fz.shard_zero3(fz.train_step(token_mean, fz.sgd(1.0))), 2, weights=tokens)
-        pipe = fz.pipeline(
-            [fz.shard_zero3(fz.train_step(token_mean, fz.sgd(1.0)))],
-            fz.schedules.gpipe(stages=1, microbatches=2),
-            weights=tokens,
-            inputs={0: (0, 1)},
-        )
-        verbs: list[tuple[Any, Any]] = [(step, step.init(params)), (pipe, pipe.init([params]))]
-        for of, state in verbs:
-            for call in (of, of.vjp, of.forward):
-                with pytest.raises(ValueError, match=r"got 3 in input 0, 2 in input 1 along the dims that are split"):
-                    call(state, x, y[: 2 + (not rank)])
-
-    run_ranks(rank_main, 2)
 
 
 def test_explain_says_nothing_of_a_microbatch_that_does_not_count() -> None:
