@@ -41,6 +41,9 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     A leaf that the step thaws begins with moments of zero and a count of its own, as in torch's optimizers; if it has
     kept moments, both go on where they stopped. The run's count, which schedules go by, goes on.
 
+    What a module's `requires_grad=False` has frozen stays so, as the state's tree says it; `fz.load(path, step,
+    like=params)` takes that of other params.
+
     Args:
         state: of another step, without kept grads.
         step: whose policy, units, sharding or frozen leaves differ.

@@ -130,8 +130,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     if micro.weights is not None:
         refuse_carry(step, "hvp of a step whose microbatches have weights")
     with as_found():
-        parts = [inputs] if micro.weights is None else micro.split(inputs)
-        counts = counted(micro, state, inputs, parts) if micro.weights is not None else Counts()
+        parts, counts = ([inputs], Counts()) if micro.weights is None else counted(micro, state, inputs)
         for i, part in enumerate(parts):
             factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
             product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)

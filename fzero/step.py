@@ -116,10 +116,9 @@ class Step(Spec):
         micro = self.microbatches
         pairs, own = [], Carry(self, state)
         with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
-            parts = micro.split(inputs)
-            counts = counted(micro, state, inputs, parts)
+            parts, counts = counted(micro, state, inputs)
             for i, part in enumerate(parts):
-                out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), follows)
+                out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), counts.mask(i), follows)
                 pairs.append((out, own.taken(aux)))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")

@@ -308,6 +308,15 @@ def test_ones_own_without_counts(tmp_path: Any) -> None:
     assert_trees_close(fz.gather(own.params), fz.gather(sgd.params), rtol=1e-10)
 
 
+@pytest.mark.parametrize("own", [fz.lamb(0.1), fz.chain(fz.clip_by_block_norm(1.0), fz.sgd(0.1))], ids=["lamb", "clip"])
+def test_a_part_whose_leaves_are_all_frozen(own: fz.GradientTransformation) -> None:
+    """It has no norms of leaves to go by."""
+    frozen = phases.phase(1, forgotten=[path for path in LEAVES if path.startswith("blocks.")])
+    state, _ = begun(fz.partition({"blocks.*": own, "*": fz.adamw(0.1)}), frozen, frozen)
+    want, _ = begun(fz.adamw(0.1), frozen, frozen)
+    assert_trees_close(fz.gather(state.params), fz.gather(want.params), rtol=1e-10)
+
+
 def test_it_is_said_once_of_a_leaf_how_it_is_frozen() -> None:
     loss, params = phases.loss_and_params()
     step = fz.freeze(fz.train_step(loss, fz.adamw(0.1)), "blocks.*")
@@ -357,11 +366,19 @@ def test_states_of_leaves_that_began_otherwise_are_not_stacked() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_checkpoints_have_the_own_counts(tmp_path: Any) -> None:
-    state, _ = begun(fz.adamw(0.1), *LATE)
+    for last in ((), (phases.phase(1, kept=["blocks.1.b"], forgotten=["head.w"]),)):  # torch begins moments with zeros
+        state, _ = begun(fz.adamw(0.1), *LATE, *last)
+        fz.compat.save_dcp(tmp_path, state)
+        own = {path: torch.zeros(()) for path in LEAVES}
+        dcp.load({f"optim.state.{path}.step": x for path, x in own.items()}, checkpoint_id=tmp_path, no_dist=True)
+        *_, want = phases.own_counts((*LATE, *last))
+        assert {path: x.item() for path, x in own.items()} == want
+        with pytest.raises(ValueError, match=r"leaf '.*' has seen . updates, leaf 'blocks.0.b' ."):
+            fz.compat.load_dcp(tmp_path, fz.train_step(phases.loss_and_params()[0], fz.adamw(0.1)))
+
+
+def test_torchs_checkpoints_have_one_count_for_kept_moments_too(tmp_path: Any) -> None:
+    state, step = begun(fz.adamw(0.1), phases.phase(1), phases.phase(1, kept=["head.w"]))
     fz.compat.save_dcp(tmp_path, state)
-    own = {path: torch.zeros(()) for path in LEAVES}
-    dcp.load({f"optim.state.{path}.step": x for path, x in own.items()}, checkpoint_id=tmp_path, no_dist=True)
-    *_, want = phases.own_counts(LATE)
-    assert {path: x.item() for path, x in own.items()} == want
-    with pytest.raises(ValueError, match=r"leaf 'blocks.1.w' has seen 1 updates, leaf 'blocks.0.b' 3"):
-        fz.compat.load_dcp(tmp_path, fz.train_step(phases.loss_and_params()[0], fz.adamw(0.1)))
+    with pytest.raises(ValueError, match=r"leaf 'head.w' has seen 1 updates, leaf 'blocks.0.b' 2"):
+        fz.compat.load_dcp(tmp_path, step)

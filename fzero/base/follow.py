@@ -53,6 +53,11 @@ def below_unless(follows: bool) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if follows else private.below_transforms()
 
 
+def nothing_of(x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+    """A constant in the place of a value that may be not finite; it depends on that, with a derivative of zero."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), value)
+
+
 def root(x: torch.Tensor) -> torch.Tensor:
     """The square root; its derivative at zero, which is infinite, counts as zero.
 

@@ -69,9 +69,9 @@ class Choice:
         return len(self.taken) < len(self.layout.rows)
 
     @property
-    def trained(self) -> list[str]:
+    def with_moments(self) -> list[str]:
         """The paths that are read of leaves which have moments."""
-        return [row.path for row in self.layout.rows if row.path in self.taken and not row.frozen]
+        return [row.path for row in self.layout.rows if row.path in self.taken and row.moments is not None]
 
     def warn(self, wanted: Wanted, level: int) -> None:
         """Reports what only one side has."""

@@ -157,7 +157,7 @@ def load_dcp(
         axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
         agreed(axis, lambda: origin.need_ties(pattern, axis))
         choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
-        count = agreed(axis, lambda: None if optim is None else origin.count(choice.trained))
+        count = agreed(axis, lambda: None if optim is None else origin.count(choice.with_moments))
         state = filled(origin, choice, wanted, step, axis, seed, count)
         agreed(axis, origin.check)
         if Everyone(axis).leads:

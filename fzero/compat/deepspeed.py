@@ -97,7 +97,7 @@ def load_deepspeed(
         axis.check_same(f"{given} {said} seed {seed}", "The checkpoints", "Give every rank the same path.")
         origin = _Reading(given, found)
         choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
-        count = agreed(axis, lambda: origin.count(choice.trained) if optim else None)
+        count = agreed(axis, lambda: origin.count(choice.with_moments) if optim else None)
         with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
             files = [*found.files][Everyone(axis).number :: Everyone(axis).count]
             verified = beside.submit(lambda: [verify(file) for file in files])

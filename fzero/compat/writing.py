@@ -80,8 +80,10 @@ class Writing:
             )
         every = [item.value for item in items if item.kind == "count"]
         began, paused = dict([x for own in every for x in own.began]), dict([x for own in every for x in own.paused])
+        # torch begins the moments that are not there with zeros: their count is zero, too
+        begins = {row.path for row in rows if row.moments is None} if any(is_sharded(x.value) for x in items) else ()
         for path in state.params if optim is not None else ():
-            own = paused.get(path, count - began.get(path, 0))
+            own = 0 if path in begins else paused.get(path, count - began.get(path, 0))
             self._one(path, functools.partial(names, word="step"), torch.tensor(float(own), device="cpu"))
         self._planner = Save(self._pieces, self.known, self._slices)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False

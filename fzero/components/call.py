@@ -20,7 +20,7 @@ from fzero.components.sequences import refusing_cut_sequences
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
-from fzero.engine.weighing import own_weights, share, weigh
+from fzero.engine.weighing import counted, own_weights, share
 from fzero.schedules.check import begun_by
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.state.checks import constants
@@ -73,12 +73,12 @@ class Call:
         parts: Sequence[Sequence[object]] = ()
         try:
             wires = default_inputs(wires, len(inputs))
-            if micro.count > 1:
-                self.shares.count_examples(inputs, self.counts)
-            parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
-            if micro.weights is not None and places.line is None:
-                assert last is not None
-                weigh(self.counts, micro, last, parts)
+            if places.line is None:
+                parts, self.counts = counted(micro, last, inputs)
+            else:
+                if micro.count > 1:
+                    self.shares.count_examples(inputs, self.counts)
+                parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
         except Exception as error:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise

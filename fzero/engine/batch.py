@@ -113,8 +113,8 @@ class Batch:
         step, state, micro = self._step, self._state, self._step.microbatches
         several, cotangent = micro.count > 1, self._cotangent
         pieces: Sequence[object] = ()
-        parts = micro.split(self._inputs)
-        self.counts = counts = counted(micro, state, self._inputs, parts)
+        parts, self.counts = counted(micro, state, self._inputs)
+        counts = self.counts
         leaves = None if self._fused else Leaves.of(step, state, several)
         for i, part in enumerate(parts):
             last = self._fused and i == micro.count - 1
@@ -187,11 +187,10 @@ class Pullback:
         self._micro = step.microbatches
         several, scale = self._micro.count > 1, scale_of(step, state)
         self._runs, self._auxes, self._carry, self._has_aux = list[Run](), [], Carry(step, state), step.has_aux
-        parts = self._micro.split(inputs)
-        self._counts = counts = counted(self._micro, state, inputs, parts)
+        parts, self._counts = counted(self._micro, state, inputs)
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
-            seed, mask = seed_of(state, rng, i), counts.mask(i)
+            seed, mask = seed_of(state, rng, i), self._counts.mask(i)
             run = Run(step, state, given, own, seed, scale, alone=not several, partial=several, mask=mask)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None

@@ -23,6 +23,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
 from fzero.engine.hidden import Hidden, looking, on_ranks
+from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
@@ -267,7 +268,7 @@ def call_function(
                     follow,
                     _hidden(traversal, primals, inputs, fn),
                 ):
-                    out = fn(tree, *inputs)
+                    out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
             finally:  # also what it wrote before an error
                 traversal.give_back()
         except (RuntimeError, KeyError) as error:
@@ -276,6 +277,7 @@ def call_function(
         except StopIteration as error:  # which would end an iterator around the call as if all was well
             raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error
         out = pytree.map_leaves(_given_out, out)
+        out = noting(traversal.mask, out) if traversal.guards else out
         if not traversal.schedule.ran_before:
             _need_names(traversal)
         if known:

@@ -13,6 +13,7 @@ from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
 from fzero.capture.contents import tensors_in
+from fzero.engine.masking import is_given
 from fzero.engine.op import used_up
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -70,6 +71,8 @@ class Outcome:
     def scaled(self, cotangent: object) -> list[torch.Tensor]:
         """The scaled cotangents of the real outputs."""
         cotangents = self.check(cotangent)
+        if not self.mask.counts:
+            self.mask.given = is_given(cotangents)
         return [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
 
     def _placed(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

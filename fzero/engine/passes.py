@@ -26,21 +26,28 @@ from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.stores.put import put_again
-from fzero.table.counting import Counts
+from fzero.table.counting import Counts, Mask
 from fzero.table.spec import Spec
 
 
 def evaluated(
-    step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...], follows: bool = False
+    step: Spec,
+    state: TrainState,
+    inputs: Sequence[object],
+    seed: tuple[int, ...],
+    mask: Mask | None,
+    follows: bool = False,
 ) -> tuple[object, object]:
     """(outputs, aux) of one run of the step's function, of which gradients are taken by a transform around it only.
 
     Args:
+        mask: whether it then adds anything to gradients.
         follows: whether one may be.
     """
     grads = contextlib.nullcontext() if follows else torch.no_grad()
     with failing("a forward"), private.outside_inference(), without_fast_attention(), grads:
-        traversal, primals, fixed = traversal_of(step, state, seed, derived=follows)
+        traversal, primals, fixed = traversal_of(step, state, seed, derived=follows, mask=mask)
+        traversal.guards = follows and not traversal.mask.counts
         call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)
         return split_result(step, call() if traversal.fn is None or not private.level() else in_a_level(call))
 
@@ -162,7 +169,8 @@ class Passes:
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""
         seed = seed_of(self._state, self._rng, microbatch)
-        return evaluated(self._step, self._state, inputs, seed, can_follow_here(self._step, self._state, inputs))
+        follows = can_follow_here(self._step, self._state, inputs)
+        return evaluated(self._step, self._state, inputs, seed, self.counts.mask(microbatch), follows)
 
     def _add(self, microbatch: int, grads: Sums) -> None:
         self._early[microbatch] = grads

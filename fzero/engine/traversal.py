@@ -74,6 +74,7 @@ class Traversal:
         self.averaged = axis.of_means
         self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
         self.mask = Mask()
+        self.guards = False  # whether a transform around the run sends cotangents to what it masks
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once

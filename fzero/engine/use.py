@@ -6,6 +6,7 @@ other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from fzero.base import pages, private
 from fzero.base.node import direct, first_order
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, passed
+from fzero.engine.masking import kept
 from fzero.formats.formats import Blocks, Stored, decode, encode
 from fzero.stores.away import Placed
 from fzero.table.counting import Mask
@@ -109,16 +111,10 @@ class Use(Wire):
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""
         full = self._full(primal)
-        return full if self.mask is None else passed(self._kept, full)
+        return full if self.mask is None else passed(functools.partial(kept, self.mask), full)
 
     def collect(self, full: torch.Tensor) -> torch.Tensor:
-        return Wire.collect(self, full if self.mask is None else self._kept(full))
-
-    def _kept(self, cotangent: torch.Tensor) -> torch.Tensor:
-        """A full cotangent, or zeros where it is not to be added, whatever it is."""
-        if self.mask is None or not self.mask.masked:
-            return cotangent
-        return cotangent.masked_fill(torch.ones((), dtype=torch.bool, device=cotangent.device), 0.0)
+        return Wire.collect(self, full if self.mask is None else kept(self.mask, full))
 
     def _full(self, primal: torch.Tensor) -> torch.Tensor:
         if self.trivial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -17,33 +18,31 @@ from fzero.table.microbatch import Microbatches
 Parts = Sequence[Sequence[object]]
 
 
-def counted(micro: Microbatches, state: TrainState, inputs: Sequence[object], parts: Parts) -> Counts:
-    """What the microbatches of a call count.
+def counted(micro: Microbatches, state: TrainState | None, inputs: Sequence[object]) -> tuple[Parts, Counts]:
+    """The inputs of each microbatch of a call, and what they count.
 
     Args:
-        parts: the inputs of each.
+        state: whose ranks tell each other weights, if there are any.
 
     Raises:
-        TypeError, ValueError: a weight on some rank is none; on every rank.
+        TypeError, ValueError: inputs do not split; a weight on some rank is none. On every rank, where there are
+            weights.
     """
-    out = Counts()
-    if micro.count > 1:
-        out.split(micro.examples(inputs))
-    if micro.weights is not None:
-        weigh(out, micro, state, parts)
-    return out
-
-
-def weigh(counts: Counts, micro: Microbatches, state: TrainState, parts: Parts) -> None:
-    """Notes what microbatches count by their weights."""
-    own, error = [math.nan] * micro.count, None
+    counts, own, error = Counts(), [math.nan] * micro.count, None
+    parts: Parts = ()
     try:
-        own = own_weights(micro, parts)
+        parts = micro.split(inputs)
+        if micro.count > 1:
+            counts.split(micro.examples(inputs))
+        own = own if micro.weights is None else own_weights(micro, parts)
     except Exception as caught:  # of which the others are told
-        if state.params.axis.ranks == 1:
+        if micro.weights is None or state is None or state.params.axis.ranks == 1:
             raise
         error = caught
-    share(counts, state, own, error)
+    if micro.weights is not None:
+        assert state is not None
+        share(counts, state, own, error)
+    return parts, counts
 
 
 def share(counts: Counts, state: TrainState, own: list[float], error: Exception | None = None) -> None:
@@ -71,8 +70,13 @@ def _told(axis: Axis, error: Exception | None) -> Exception:
 
 
 def own_weights(micro: Microbatches, parts: Parts) -> list[float]:
-    """The weights of this rank's microbatches, outside of any derivative."""
-    with private.below_transforms(), torch.no_grad():
+    """The weights of this rank's microbatches, outside of any derivative, or inside of one through which they are seen
+    to be no constants."""
+    leaves = [x for x in pytree.leaves(parts) if isinstance(x, torch.Tensor)]
+    with contextlib.ExitStack() as outside:
+        if all(private.transform_of(x) is None for x in leaves):
+            outside.enter_context(private.below_transforms())
+            outside.enter_context(torch.no_grad())
         return micro.weights_at([[pytree.map_leaves(_plain, x) for x in part] for part in parts])
 
 
@@ -84,4 +88,4 @@ def _plain(x: object) -> object:
             f"weights: got {named(private.unwrapped(x))} that torch.func.vmap maps over, expected inputs that all of "
             "the map have alike: each would have weights of its own. Map over the state alone, or leave weights= out."
         )
-    return private.unwrapped(x).detach()
+    return x if private.transform_of(x) is not None else private.unwrapped(x).detach()

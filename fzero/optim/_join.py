@@ -207,6 +207,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
 
     Works on the trees of a step, whose buffers never mix leaves of different optimizers. An update's metrics have the
     rate of each by its pattern, `metrics["lr/*bias"]`; `metrics["lr"]` is that of the first pattern that has one.
+    `fz.whole`, and so Adafactor, has none while all of its leaves are frozen without moments.
 
     Raises:
         ValueError: at `init`, a leaf that no pattern matches, or a pattern that is used for no leaf.

@@ -62,6 +62,9 @@ def need_axis(ax: object, who: str) -> Axis:
     noted = beside.get()
     if noted is not None and ax.size > 1 and all(len(_common(each.members, ax)) < 2 for each in averaged.get()):
         noted(ax.members, ax)
+    exchanged = exchanges.get()
+    if exchanged is not None and any(len(_common(each.members, ax)) > 1 for each in averaged.get()):
+        exchanged()
     if who in _ALONG_SEQUENCES:
         note_over_means(ax, who, 1)
     return ax
@@ -94,14 +97,6 @@ def is_averaged(ax: Axis) -> bool:
     Raises:
         ValueError: it does so over some of the ranks only.
     """
-    found = _is_averaged(ax)
-    note = exchanges.get()
-    if found and note is not None:
-        note()
-    return found
-
-
-def _is_averaged(ax: Axis) -> bool:
     own = [each.members for each in averaged.get()]
     if len(own) > 1 and is_spanned(own, ax.members):
         return True

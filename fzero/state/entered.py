@@ -39,6 +39,8 @@ def of_leaves(tree: Sharded, values: Mapping[int, torch.Tensor]) -> dict[Key, to
     Args:
         values: 0-d tensors, by the leaf's number.
     """
+    if not values:  # of a part of the leaves that are all frozen
+        return {}
     rows, axis, numbers = tree.layout.rows, tree.axis, sorted(values)
     kinds = {leaf: (rows[leaf].cuts, rows[leaf].slices is not None) for leaf in numbers}
     every = torch.stack([values[leaf] for leaf in numbers])

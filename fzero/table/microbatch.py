@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
+from fzero.base.follow import nothing_of
 from fzero.base.ragged import places_in
 from fzero.base.rebound import tensors_inside
+
+LARGEST = 1e300  # weight, of which sums are finite
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> 
     if factors is None:
         return torch.stack(wide).mean(0)
     pairs = zip(wide, factors, strict=True)
-    return torch.stack([x * factor if factor > 0 else torch.full_like(x, factor) for x, factor in pairs]).sum(0)
+    return torch.stack([x * factor if factor > 0 else nothing_of(x, factor) for x, factor in pairs]).sum(0)
 
 
 def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -269,15 +272,26 @@ def _weight(value: object, microbatch: int) -> float:
     if not is_scalar and not isinstance(value, numbers.Real):
         got = named(value)
         raise TypeError(f"weights: got {got} for microbatch {microbatch}, expected a real number or a 0-d tensor.")
+    if isinstance(value, torch.Tensor):
+        if (transform := private.transform_of(value)) is not None:
+            raise TypeError(
+                f"weights: got a weight of microbatch {microbatch} that {transform} goes through, expected a constant: "
+                "no derivative goes through weights. Detach it there, or leave weights= out and take the mean in the "
+                "function."
+            )
+        value = private.unwrapped(value)
     weight = float(value)  # type: ignore[arg-type]
-    if not 0.0 <= weight < math.inf:
-        raise ValueError(f"weights: got {weight} for microbatch {microbatch}, expected a finite number of at least 0.")
+    if not 0.0 <= weight <= LARGEST:
+        raise ValueError(
+            f"weights: got {weight} for microbatch {microbatch}, expected a finite number of at least 0, and at most "
+            f"{LARGEST:g}."
+        )
     return weight
 
 
 def _merged(name: str, parts: Sequence[object], factors: Sequence[float] | None) -> object:
     """One leaf of all microbatches' outputs."""
-    if len(parts) == 1 and not (isinstance(parts[0], torch.Tensor) and not parts[0].ndim and _is_real(parts[0])):
+    if len(parts) == 1 and (getattr(parts[0], "ndim", 0) or not _is_real(parts[0])):
         return parts[0]
     tensors = [x for x in parts if isinstance(x, torch.Tensor)]
     if len(tensors) == len(parts) and all(x.ndim for x in tensors):

@@ -33,17 +33,18 @@ def accumulate(
             passes an input whole.
         weights: `weights(*inputs)` gives the weight of a microbatch, a number or 0-d tensor of at least 0: what its
             loss is the mean over, such as the number of its tokens. It is called once for each, before any of them
-            runs, outside of any derivative. Loss and gradients are then the weighted means over the microbatches of all
-            ranks, for one more all-reduce of `count` numbers a call, so that all ranks call `step.forward`, too. A
-            scalar output of `step.vjp` and `step.forward` is this rank's part, whose mean over ranks is the weighted
-            mean. Scalars in aux are weighted means over this rank's microbatches. One of weight 0 runs, and adds
-            nothing, be its loss NaN (a mean over nothing); only where the function exchanges values between the ranks
-            of the batch (`fz.parallel`) its values must be finite. If no microbatch of any rank has any weight, the
-            update is skipped.
+            runs, outside of any derivative: a weight is a constant, which pullbacks do not go through. Loss and
+            gradients are then the weighted means over the microbatches of all ranks, for one more all-reduce of `count`
+            numbers a call, so that all ranks call `step.forward`, too. A scalar output of `step.vjp` and `step.forward`
+            is this rank's part, whose mean over ranks is the weighted mean. Scalars in aux are weighted means over this
+            rank's microbatches. Outputs with dims have no weights: their cotangents count as they are. A microbatch of
+            weight 0 runs, and its loss adds nothing, even if it is NaN (a mean over nothing); only where the function
+            exchanges values between the ranks of the batch (`fz.parallel`) its values must be finite. If no microbatch
+            of any rank has any weight, the update is skipped.
 
     Raises:
-        TypeError, ValueError: a weight that is none, on every rank. Inputs of different sizes that do not divide. A
-            scalar output in 16 bits, where microbatches count differently.
+        TypeError, ValueError: a weight that is none, on every rank, or that `torch.func` differentiates. Inputs of
+            different sizes that do not divide. A scalar output in 16 bits, where microbatches count differently.
 
     Example:
         >>> step = fz.accumulate(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.sgd(0.1)), 2)

@@ -20,7 +20,8 @@ def freeze(step: S, pattern: str, keep_moments: bool = False) -> S:
         pattern: fnmatch over dotted paths, alternatives separated by `|`. An alternative that matches nothing is an
             error at `plan` and `init`: what should be frozen would be trained.
         keep_moments: keeps moments and counts while the leaves are frozen, as torch does. They take memory, and are
-            saved and converted like all others. Otherwise a conversion drops them.
+            saved and converted like all others. Otherwise a conversion drops them, as it drops averages (`fz.ema`,
+            `fz.lookahead`) in either case: they begin anew when the leaf is thawed.
 
     Raises:
         ValueError: a column of a leaf is set twice: frozen with and without its moments. At `init` and `convert`: an

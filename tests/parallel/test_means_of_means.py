@@ -120,6 +120,53 @@ def test_one_over_some_of_the_ranks_alone_is_refused(name: str | None, replicate
     run_ranks(rank_main, 4)
 
 
+def _attended(x: torch.Tensor, attention: Any) -> torch.Tensor:
+    return attention(*[x.expand(-1, 2)[None, None]] * 3)[0, 0, :, :1]
+
+
+MIXED: dict[str, Any] = {
+    "sum": fz.parallel.sum,
+    "gather": lambda x, ax: sum(fz.parallel.gather(x, ax, 0).chunk(2)),
+    "reduce_scatter": lambda x, ax: fz.parallel.reduce_scatter(x.repeat(2, 1), ax, 0),
+    "ring_shift": fz.parallel.ring_shift,
+    "all_to_all": lambda x, ax: sum(fz.parallel.all_to_all(x.expand(-1, 2), ax, 1, 0).chunk(2)),
+    "ring": lambda x, ax: _attended(x, fz.parallel.ring(ax)),
+    "ulysses": lambda x, ax: _attended(x, fz.parallel.ulysses(None, ax)),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("staged", [False, True])
+def test_whatever_ranks_exchange_counts_where_their_own_loss_does_not(mixed: str, staged: bool) -> None:
+    """In a function, and in a stage behind others: as in a step without weights whose losses are weighted already."""
+    batches = batches_of([4, 4], 0, left_out=0.0)
+    batches[1][1][:] = 0.0
+    last = {"w": torch.ones(1, 1, dtype=F64)}
+    first = lambda p, x: torch.tanh(x @ p["w"])
+
+    def rank_main(rank: int) -> None:
+        ax = fz.parallel.axis(None, "dp")
+
+        def second(p: Any, own: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            return (((own * MIXED[mixed](own, ax)) @ p["w"])[:, 0].square() * kept).sum() / kept.sum().clamp(min=1)
+
+        both = lambda p, x, kept: second(p["last"], first(p["first"], x), kept)
+        plain = fz.shard_zero3(fz.train_step(lambda *args: 2 * both(*args), fz.sgd(1.0)))
+        state, metrics = plain(plain.init({"first": PARAMS, "last": last}), *batches[rank])
+        want = metrics["loss"], *fz.gather(state.params).values()
+        if staged:
+            steps = [fz.shard_zero3(fz.train_step(fn, fz.sgd(1.0))) for fn in (first, second)]
+            pipe = fz.pipeline(steps, fz.schedules.gpipe(stages=2, microbatches=1), weights=counted)
+            states, metrics = pipe(pipe.init([PARAMS, last]), *batches[rank])
+            assert_trees_close((metrics["loss"], *[fz.gather(own.params) for own in states]), want, **CLOSE)
+        else:
+            step = fz.accumulate(fz.shard_zero3(fz.train_step(both, fz.sgd(1.0))), 1, weights=counted)
+            state, metrics = step(step.init({"first": PARAMS, "last": last}), *batches[rank])
+            assert_trees_close((metrics["loss"], *fz.gather(state.params).values()), want, **CLOSE)
+
+    run_ranks(rank_main, 2)
+
+
 @pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero3])
 def test_what_a_rank_gives_to_others_counts_where_its_own_loss_does_not(shard: Any) -> None:
     """Keys and values of a piece without targets, say: its gradients belong to the losses of other ranks."""

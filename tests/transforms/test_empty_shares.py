@@ -129,3 +129,24 @@ def _no_examples(rank: int) -> None:
         for own, x, y in zip(grad, tokens, targets, strict=False):
             want = torch.func.grad(loss)(params, x[None], y[None])[name]
             assert_trees_close(own, want, **CLOSE)
+
+
+def test_inputs_that_do_not_split_on_one_rank_are_refused_on_all() -> None:
+    apply, params, x, y = made()
+    loss = functools.partial(token_mean, apply=apply)
+
+    def rank_main(rank: int) -> None:
+        step = fz.accumulate(fz.shard_zero3(fz.train_step(loss, fz.sgd(1.0))), 2, weights=counted)
+        pipe = fz.pipeline(
+            [fz.shard_zero3(fz.train_step(loss, fz.sgd(1.0)))],
+            fz.schedules.gpipe(stages=1, microbatches=2),
+            weights=counted,
+            inputs={0: (0, 1)},
+        )
+        verbs: list[tuple[Any, Any]] = [(step, step.init(params)), (pipe, pipe.init([params]))]
+        for of, state in verbs:
+            for call in (of, of.vjp, of.forward):
+                with pytest.raises(ValueError, match=r"got 3 in input 0, 2 in input 1 along the dims that are split"):
+                    call(state, x, y[: 2 + (not rank)])
+
+    run_ranks(rank_main, 2)

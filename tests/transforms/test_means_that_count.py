@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
@@ -195,6 +197,24 @@ def test_aux_is_averaged_over_this_rank() -> None:
         assert aux["n"].tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_numbers_are_weighted_and_cotangents_of_outputs_with_dims_are_not(count: int) -> None:
+    params, batches = params_of(1, 3, 0), batches_of([4, 4], 3, 0.0, 0)
+    batches[1][1][:] = IGNORED  # whose outputs are somebody else's to weigh
+    want = [in_one_process(lambda p, x, y, block: errors(p, x, y, block).sum(), params, [own])[1] for own in batches]
+
+    def rank_main(rank: int) -> None:
+        fn = lambda p, x, y: {"each": errors(p, x, y), "number": 2.5}
+        step = fz.accumulate(fz.shard_zero3(fz.train_step(fn, fz.sgd(1.0))), count, weights=tokens)
+        out, pullback = step.vjp(step.init(params), *batches[rank])
+        assert out["number"] == (0.0 if rank else 5.0)  # this rank's part
+        grads, _ = pullback({"each": torch.ones_like(out["each"]), "number": None})
+        mean = torch_pytree.tree_map(lambda a, b: (a + b) / 2, *want)
+        assert_trees_close(fz.gather(grads), mean, **CLOSE)
+
+    run_ranks(rank_main, 2)
+
+
 def test_ragged_examples_that_do_not_divide() -> None:
     """Each microbatch has the rows of its own examples."""
     lengths = torch.tensor([2, 0, 3, 1, 2])
@@ -221,6 +241,7 @@ def test_ragged_examples_that_do_not_divide() -> None:
         (lambda x, y: torch.tensor(float("nan")), ValueError, r"weights: got nan for microbatch 0"),
         (lambda x, y: y, TypeError, r"weights: got a tensor of shape .* for microbatch 0, expected a real number"),
         (lambda x, y: None, TypeError, r"weights: got None for microbatch 0"),
+        (lambda x, y: 1e308, ValueError, r"weights: got 1e\+308 for microbatch 0"),  # the sum is infinite
         (lambda x, y: 1 / 0, ZeroDivisionError, "division by zero"),
     ],
 )
@@ -310,6 +331,50 @@ def test_torch_func_goes_through_a_weighted_step() -> None:
     rate = torch.tensor(0.1, dtype=F64)
     for derive in (torch.func.grad, torch.func.jacfwd):
         assert_trees_close(derive(after)(rate), torch.func.grad(plain)(rate), **CLOSE)
+
+
+@settings(max_examples=60 if NIGHTLY else 5)
+@given(st.integers(1, 2), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=2, max_size=2), st.integers(0, 9))
+def test_torch_func_goes_through_runs_on_ranks_whose_microbatches_do_not_count(
+    world: int, count: int, sizes: list[int], seed: int
+) -> None:
+    """By params, a rate, inputs and what the function closes over, where the loss of what does not count is NaN."""
+    params, batches = params_of(1, 2, seed), batches_of([3, *sizes][:world], 2, 0.6, seed)
+    batches[0][1][0] = 1
+    more = torch.tensor(1.5, dtype=F64), torch.tensor(0.1, dtype=F64)
+
+    def after(rank: int, params: Any, scale: torch.Tensor, rate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        loss = lambda p, x, y: token_mean(p, x * scale, y)
+        step = fz.accumulate(fz.train_step(loss, fz.sgd(rate)), count, weights=lambda x, y: (y != IGNORED).sum())
+        step = fz.shard_zero3(step) if world > 1 else step
+        state, metrics = step(step.init(params), x, batches[rank][1])
+        return metrics["loss"] + step.forward(state, x, batches[rank][1])
+
+    def plain(params: Any, scale: torch.Tensor, rate: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        y = torch.cat([y for _, y in batches])
+        loss = lambda p: token_mean(p, torch.cat(inputs) * scale, y, block=_block)
+        grads, value = torch.func.grad_and_value(loss)(params)
+        return value + loss(torch_pytree.tree_map(lambda p, g: p - rate * g, params, grads))
+
+    want = torch.func.grad(plain, tuple(range(3 + world)))(params, *more, *[x for x, _ in batches])
+
+    def rank_main(rank: int) -> None:
+        found = torch.func.grad(functools.partial(after, rank), (0, 1, 2, 3))(params, *more, batches[rank][0])
+        assert_trees_close(found[:3], want[:3], **CLOSE)
+        assert_trees_close(found[3], world * want[3 + rank], **CLOSE)
+
+    run_ranks(rank_main, world)
+
+
+def test_a_weight_that_is_differentiated_is_refused() -> None:
+    params, (batch,) = params_of(1, 3, 0), batches_of([4], 3, 0.0, 1)
+    for weights, refused in ((lambda x, y: x.abs().sum(), True), (lambda x, y: x.abs().sum().detach(), False)):
+        step = fz.accumulate(fz.train_step(token_mean, fz.sgd(0.1)), 2, weights=weights)
+        state = step.init(params)
+        for run in (step.forward, lambda state, *batch, step=step: step(state, *batch)[1]["loss"]):
+            match = r"a weight of microbatch 0 that torch.func.grad goes through, expected a constant"
+            with pytest.raises(TypeError, match=match) if refused else contextlib.nullcontext():
+                torch.func.grad(functools.partial(run, state))(*batch)
 
 
 def test_explain_says_nothing_of_a_microbatch_that_does_not_count() -> None:
