@@ -56,6 +56,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     """
     need_str(pattern, "gather", "pattern", "a pattern over the paths of leaves, or None", or_none=True)
     to = None if to is None else need_int(to, "gather", "to", "a rank")
+    if to is not None and to not in range(world := backend.size_of(backend.world())):
+        raise ValueError(f"gather: got to={to}, expected one of the ranks of this run, 0 to {world - 1}.")
     nodes = _nodes(tree)
     if any(isinstance(node, Distant) for node in nodes):
         if to is not None:
