@@ -57,7 +57,7 @@ def scatter(tree: object, like: object) -> Any:
     if any(isinstance(node, Distant) for node in pytree.flatten(like, is_leaf=lambda x: isinstance(x, Distant))[0]):
         raise TypeError(
             f"scatter: got like={named(like)}, which lies on the ranks of another component; expected trees of this "
-            "process. Call fz.scatter in the function that builds the component there."
+            "process. A state there is changed by its steps, and by fz.load."
         )
     if not any(map(_is_place, pytree.flatten(like, _is_place)[0])):
         raise TypeError(
