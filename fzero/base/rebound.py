@@ -299,7 +299,7 @@ def _holds_attributes(value: object) -> bool:
 def _names(code: types.CodeType) -> Iterator[str]:
     """The names that code, and functions made in it, take from elsewhere; not those that pytest adds to assertions,
     as all of the test session hangs there."""
-    yield from [name for name in code.co_names if name.isidentifier()]
+    yield from [name for name in code.co_names if name[:1] != "@"]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)

@@ -121,7 +121,7 @@ class _Torch:
             )
         with private.below_transforms(), torch.enable_grad():
             param = p.detach().clone().requires_grad_()
-            param.grad = g.detach().clone()
+            param.grad = g.detach().to(param.dtype, copy=True)
             optimizer = self.kind([param], lr=now, **dict(self.options))  # type: ignore[call-arg]
             if state is not None:
                 optimizer.state[param] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in state.items()}

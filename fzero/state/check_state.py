@@ -86,7 +86,7 @@ def taken_grads(step: Spec, state: TrainState, grads: object, who: str) -> Shard
     if isinstance(grads, Sharded):
         if set(grads.groups) > set(grads.layout.trainable):  # those of torch.func.grad by a state's params
             grads = grads.only(grads.layout.trainable)
-    elif isinstance(grads, (dict, list, tuple)):
+    elif grads is not None:
         check_state(step, state)
         grads = state.fitting(who, "grads", grads)
     check_grads(step, state, grads)

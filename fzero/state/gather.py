@@ -22,7 +22,7 @@ from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered, start_exchange, told
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants, goes_on
-from fzero.state.sharded import Sharded, is_sharded, map_trees
+from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 
@@ -36,7 +36,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
 
     Args:
         tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
-            grads and no moments: `None` stands in their place. Tensors that all ranks have, as factors, stay.
+            grads and no moments: `None` stands in their place. Tensors that all ranks have, as factors, are copied.
         pattern: gathers the leaves whose paths match it (fnmatch, alternatives separated by `|`), and no others.
         to: the rank (as in `torch.distributed.get_rank()`) that gets the result. The others send their slices and get
             None. All ranks call it.
@@ -56,6 +56,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     """
     need_str(pattern, "gather", "pattern", "a pattern over the paths of leaves, or None", or_none=True)
     to = None if to is None else need_int(to, "gather", "to", "a rank")
+    if to is not None and to not in range(world := backend.size_of(backend.world())):
+        raise ValueError(f"gather: got to={to}, expected one of the ranks of this run, 0 to {world - 1}.")
     nodes = _nodes(tree)
     if any(isinstance(node, Distant) for node in nodes):
         if to is not None:
@@ -71,7 +73,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
     trees = [node for node in nodes if is_sharded(node)]
-    if pattern is not None and not any(matches(pattern, path) for own in trees for path in own):
+    if pattern is not None and trees and not any(matches(pattern, path) for own in trees for path in own):
         paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
         raise ValueError(f"gather: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
     if not (follows := goes_on(tree)):
@@ -79,7 +81,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     elif to is not None:
         raise TypeError("gather: got to= under a transform of torch.func, expected all ranks to gather. Leave it out.")
     with as_found(), private.of_normal_tensors(), below_unless(follows):
-        out = map_trees(functools.partial(_gather_one, pattern, to), tree)
+        own = functools.partial(_gather_one, pattern, to)
+        out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
     return out if to is None or to == _own_rank() else None
 
 
@@ -101,6 +104,10 @@ def _is_counted(tree: object) -> bool:
 def _measured(tree: object) -> Sequence[object]:
     """The same, and whole what measures itself."""
     return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, (TrainState, Measurable)))[0]
+
+
+def _copied(x: object) -> object:
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:

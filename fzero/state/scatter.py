@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -13,11 +13,11 @@ from fzero.base.arguments import named
 from fzero.base.follow import any_follows, below_unless
 from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Companded, Format, Plain, Stored, decode, encode
+from fzero.formats.formats import Companded, Format, Plain, decode, encode
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
-from fzero.state.checks import check_buffers, constants, goes_on
+from fzero.state.checks import check_buffers, constants, entries_of, goes_on
 from fzero.state.checksums import checksums
 from fzero.state.entered import held_of, slice_in
 from fzero.state.sharded import Sharded, is_sharded
@@ -36,7 +36,8 @@ def scatter(tree: object, like: object) -> Any:
         tree: what `fz.gather(like)` returns, with other values. Where `like` has a sharded tree, it has full leaves of
             any floating dtype, which are rounded to nearest: in the structure given to `init`, or by dotted paths
             (`{"blocks.0.w": leaf}`). It may leave out frozen leaves or have `None` there; params then stay as in
-            `like`. A tree that is sharded already is taken as it is. Counts, numbers and other tensors are taken over.
+            `like`. A tree that is sharded already is taken as it is. Counts, numbers and other tensors are taken over,
+            equal on all ranks: leave out a carry (`fz.carry`), of which each rank has its own.
         like: `state.params`, grads, `state.moments`, an entry of `state.extra`, or a pytree of such trees.
 
     Returns:
@@ -56,7 +57,7 @@ def scatter(tree: object, like: object) -> Any:
     if any(isinstance(node, Distant) for node in pytree.flatten(like, is_leaf=lambda x: isinstance(x, Distant))[0]):
         raise TypeError(
             f"scatter: got like={named(like)}, which lies on the ranks of another component; expected trees of this "
-            "process. Call fz.scatter in the function that builds the component there."
+            "process. A state there is changed by its steps, and by fz.load."
         )
     if not any(map(_is_place, pytree.flatten(like, _is_place)[0])):
         raise TypeError(
@@ -124,7 +125,7 @@ class _Scatter:
             given = self._subtrees(tree, spec)
             full = not trees or any(is_sharded(y) and not is_sharded(x) for x, y in zip(given, nodes, strict=True))
             found += map(self._checked, wheres, given, nodes)
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:
             error = caught
         for axis in self._axes if full else ():
             what, advice = f"The full leaves given to {self._who}", "Give all ranks the same, as fz.gather does."
@@ -153,6 +154,12 @@ class _Scatter:
             fits = own.shape == like.shape
         if not fits:
             raise ValueError(f"{self._who}: got {where}={named(own)}, expected {named(like)}, as in the state.")
+        counts = [dict(each.paused).keys() for each in (own, like) if isinstance(each, pytree.Count)]
+        if counts and counts[0] != counts[1]:
+            raise ValueError(
+                f"{self._who}: got {where}={own}, expected the frozen leaves of {like}, as in the state. To freeze or "
+                "thaw leaves that have moments, call fz.convert(state, step)."
+            )
         self._note(where, own)
         if isinstance(own, torch.Tensor) and isinstance(like, torch.Tensor):
             return own.to(like.device, like.dtype, copy=True)
@@ -196,7 +203,7 @@ class _Scatter:
             )
         names, leaves, _ = pytree.named_leaves(tree, is_sharded)
         given = dict(zip(names, leaves, strict=True))
-        if not names or names == [""] or any(map(is_sharded, leaves)):
+        if not names or ("" in given and "" not in layout.key_of) or any(map(is_sharded, leaves)):
             raise TypeError(f"{self._who}: got {where}={named(tree)}, expected full leaves, or a tree sharded like it.")
         if unknown := [name for name in names if name not in layout.key_of]:
             got = f"{self._who}: got a leaf {unknown[0]!r} in {where}"
@@ -212,8 +219,9 @@ class _Scatter:
                 continue
             elif not known:
                 raise ValueError(f"{what}: got {named(own)}, expected None: there is none of this leaf in the state.")
-            elif not isinstance(own, torch.Tensor) or not own.is_floating_point():
-                raise TypeError(f"{what}: got {named(own)}, expected a floating tensor of shape {row.shape}.")
+            elif not _is_whole(own):
+                expected = f"a floating tensor of shape {row.shape}, dense and whole on this rank"
+                raise TypeError(f"{what}: got {named(own)}, expected {expected}.")
             elif tuple(own.shape) != row.shape:
                 raise ValueError(f"{what}: got {named(own)}, expected shape {row.shape}.")
             else:
@@ -257,7 +265,7 @@ class _Scatter:
         if self._follows and any_follows(leaves.values()):
             return self._followed(like, key, leaves, form)
         full, own = cut(like, key, leaves, form.dtype)
-        parts = _encoded(form, own, like.stored(key)) if isinstance(form, Companded) else encode(form, own)
+        parts = _encoded(like, key, own) if isinstance(form, Companded) else encode(form, own)
         return parts, row.policy.used(encode(form, full)) if key in like.held_entries else full
 
     def _followed(
@@ -287,24 +295,33 @@ class _OtherScale(Companded):
         return (super().scale(o, largest) + self.by).clamp(0, 253)
 
 
-def _encoded(form: Companded, values: torch.Tensor, old: Stored) -> tuple[torch.Tensor, ...]:
+def _encoded(like: Sharded, key: Key, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parts of values that were decoded, maybe of other codes: these values again, and the old parts of old values.
 
     Stochastic rounding may leave a group without the large value that its scale was for, so that the least scale for
-    its values, or the next smaller one, does not have codes for all of them.
+    its values, or the next smaller one, does not have codes for all of them. What codes the gaps have does not matter.
     """
+    form, old, gaps = like.format(key), like.stored(key), torch.zeros_like(values, dtype=torch.bool)
+    assert isinstance(form, Companded)
+    for gap in like.layout.gaps(key, like.rank_of(key), gaps):
+        gap.fill_(True)
     parts = encode(form, values)
     others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
     for other in (*others, old.parts):
         there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
-        there = there.view(-1, form.group).all(1, keepdim=True)
+        there = (there | gaps).view(-1, form.group).all(1, keepdim=True)
         pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
         parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
     return parts
 
 
 def _is_stacked(tree: Sharded) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.ndim > 1 for x in tree.entries.values())
+    return any(isinstance(x, torch.Tensor) and x.ndim > 1 for x in entries_of(tree))
+
+
+def _is_whole(x: object) -> TypeGuard[torch.Tensor]:
+    dense = isinstance(x, torch.Tensor) and x.is_floating_point() and x.layout == torch.strided and not x.is_meta
+    return dense and not hasattr(x, "full_tensor")  # as a DTensor has
 
 
 def _put(old: Buffer, new: torch.Tensor) -> Buffer:

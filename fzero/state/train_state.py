@@ -149,7 +149,9 @@ class TrainState:
 
     def _entry(self, name: str, value: object) -> object:
         old = self.extra[name]
-        if value is old or not trees_of(old):
+        nodes = pytree.flatten(old, is_leaf=is_sharded)[0]
+        own = any(map(pytree.is_tensor, nodes)) and not any(map(is_sharded, nodes))  # each rank's, as a carry is
+        if value is old or own:
             return value
         return scattered("TrainState.replace", f"extra[{name!r}]", value, old, self.params.axis)
 

@@ -15,6 +15,6 @@ def _asserts(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_assertions_that_pytest_rewrites_do_not_lead_to_all_of_the_session() -> None:
-    assert any(not name.isidentifier() for name in _asserts.__code__.co_names)
+    assert any(name.startswith("@") for name in _asserts.__code__.co_names)
     found, _ = _walked(_asserts, _reached)
     assert any(x is _WEIGHTS["w"] for x in found) and len(found) < 100

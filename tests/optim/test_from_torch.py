@@ -86,6 +86,18 @@ def test_moments_may_be_narrower_than_what_they_are_of(name: str) -> None:
     assert_trees_close(fz.gather(state.params), by_torch(name), rtol=0.0, atol=0.01)
 
 
+@pytest.mark.parametrize("leaf, grad", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_grads_may_be_of_another_dtype_than_params(leaf: torch.dtype, grad: torch.dtype) -> None:
+    policy = fz.Policy(param=leaf, compute=grad, grad=grad, reduce=grad)
+    step = fz.train_step(lambda p: p["w"].square().sum(), fz.from_torch(torch.optim.RMSprop, 0.1), policy)
+    w = torch.linspace(1, 2, 5, dtype=leaf)
+    state, _ = step(step.init({"w": w}))
+    want = w.clone().requires_grad_()
+    want.grad = 2 * w
+    torch.optim.RMSprop([want], 0.1).step()
+    torch.testing.assert_close(fz.gather(state.params)["w"], want.detach(), rtol=1e-6, atol=1e-6)
+
+
 @at_length
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_on_real_processes(name: str) -> None:

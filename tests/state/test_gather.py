@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import scenarios
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -65,3 +66,19 @@ def test_moments_of_which_no_rank_has_slices() -> None:
             assert_trees_equal(fz.gather(tree), tree)
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("optimizer", [fz.adafactor(0.1), fz.whole(fz.adamw(0.1)), fz.adamw(0.1), fz.muon(0.1)])
+def test_what_is_gathered_is_the_callers_own(optimizer: fz.GradientTransformation) -> None:
+    """Nothing of the state changes with it, also where every rank has all of a tensor."""
+    params = {"w": torch.linspace(0, 1, 6).view(2, 3), "b": torch.ones(1, 1)}
+    loss = lambda p, c: (p["w"].square().sum() * p["b"].sum(), {"n": c["n"] + 1})
+    step = fz.ema(fz.carry(fz.train_step(loss, optimizer), {"n": torch.zeros(())}), 0.5)
+    state, _ = step(step.init(params))
+    copied = lambda x: x.clone() if isinstance(x, torch.Tensor) else x
+    before = tree_map(copied, fz.gather([state.params, state.moments, state.extra]))
+    for pattern in (None, "w"):
+        for leaf in tree_leaves(fz.gather([state.params, state.moments, state.extra], pattern)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.fill_(7.0)
+        assert_trees_equal(fz.gather([state.params, state.moments, state.extra]), before)

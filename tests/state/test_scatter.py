@@ -88,6 +88,21 @@ def test_values_of_few_bits_are_the_same_among_other_codes(leaves: sliced.Shapes
     moved(leaves, policy)
 
 
+@given(leaves=sliced.shapes(most=70), signed=st.booleans(), policy=st.sampled_from(["8-bit", "4-bit"]), data=st.data())
+def test_whatever_codes_a_group_has(leaves: sliced.Shapes, signed: bool, policy: str, data: st.DataObject) -> None:
+    """Also among gaps, which hold no leaf."""
+    step = fz.train_step(lambda p: torch.zeros(()), fz.adamw(1e-2), sliced.POLICIES[policy])
+    moments = step.init(sliced.params(leaves, torch.float32)).moments
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scale = data.draw(st.integers(1, 200))
+    like = moments.mu if signed else moments.nu
+    draw = lambda x, low, most: torch.randint(low, most, x.shape, generator=generator).to(x.dtype)
+    codes = {k: draw(x, scale, scale + 4) if "scale" in k else draw(x, 1, 127) for k, x in like.entries.items()}
+    tree = like.over(codes)
+    full = fz.gather(tree)
+    sliced.same_bits(fz.gather(fz.scatter(full, like=tree)), full)
+
+
 # ---- a vocabulary that grows in the middle of a run
 
 
@@ -307,6 +322,8 @@ WRONG: dict[str, tuple[str, object, str]] = {
     "another shape": ("blocks.0.w", torch.ones(5, 4), r"\['blocks.0.w'\]: got .*\(5, 4\).*, expected shape \(5, 3\)"),
     "no tensor": ("blocks.0.w", "text", r"\['blocks.0.w'\]: got .*, expected a floating tensor of shape \(5, 3\)"),
     "integers": ("bias", torch.ones(3, dtype=torch.int64), r"\['bias'\]: got .*int64.*, expected a floating tensor"),
+    "sparse": ("blocks.0.w", torch.ones(5, 3).to_sparse(), r"shape \(5, 3\), dense and whole on this rank"),
+    "without values": ("bias", torch.ones(3, device="meta"), r"shape \(3,\), dense and whole on this rank"),
     "a leaf less": ("bias", _changed, r"\['bias'\] is missing, expected a tensor of shape \(3,\)"),
     "None": ("bias", None, r"\['bias'\] is missing, expected a tensor of shape \(3,\)"),
     "a leaf more": ("more", torch.ones(3), r"got a leaf 'more' in .*, expected those of the state: base.w, bias"),
@@ -382,8 +399,62 @@ def test_ranks_that_differ_are_refused_on_every_rank(field: str, stage: int) -> 
         with pytest.raises(ValueError, match=r"full leaves given to .* differ"):
             moments = fz.gather(state.moments)
             state.replace(moments=moments._replace(count=type(moments.count)(rank)))
+        with pytest.raises(ValueError, match=r"full leaves given to .* differ.*got grads=a tensor"):
+            full = fz.gather(state.params)
+            step.update(state, torch.ones(3) if rank else full)
+        with pytest.raises(ValueError, match=r"full leaves given to .* differ.*dense and whole on this rank"):
+            meta = torch.ones(3, device="meta" if rank else "cpu")
+            state.replace(params={**fz.gather(state.params), "bias": meta})
 
     run_ranks(rank_main, 2)
+
+
+def test_numbers_of_a_transform_are_held_to_the_states_and_to_those_of_other_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.loss_scale(_state()[0])
+        state = step.init({"base": {"w": torch.ones(4, 5)}, "blocks": [{"w": torch.ones(5, 3)}], "bias": torch.ones(3)})
+        own = state.extra["loss_scale"]
+        assert state.replace(extra={"loss_scale": own._replace(scale=2.0)}).extra["loss_scale"].scale == 2.0
+        with pytest.raises(ValueError, match=r"got extra\['loss_scale'\]=2.0, expected the structure of the state's"):
+            state.replace(extra={"loss_scale": 2.0})
+        with pytest.raises(ValueError, match=r"differ between the ranks.*\['loss_scale'\].scale with 2.0"):
+            state.replace(extra={"loss_scale": own._replace(scale=2.0 + rank)})
+
+    run_ranks(rank_main, 2)
+
+
+def test_counts_of_a_state_whose_other_leaves_are_frozen_are_refused() -> None:
+    """They would stand still for a leaf that is trained here."""
+    thawed = fz.train_step(lambda p: (p["a"] * p["b"]).sum(), fz.adamw(0.1))
+    frozen = fz.freeze(thawed, "b", keep_moments=True)
+    params = {"a": torch.ones(3), "b": torch.ones(3)}
+    for step, other in ((thawed, frozen), (frozen, thawed)):
+        state, _ = step(step.init(params))
+        with pytest.raises(ValueError, match=r"got moments.count=Count\(1.*call fz.convert\(state, step\)"):
+            other.init(params).replace(moments=fz.gather(state.moments))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_params_that_are_one_tensor(stage: int) -> None:
+    def rank_main(rank: int) -> None:
+        step = sliced.SHARDS[stage](fz.train_step(lambda p, x: (p * x).sum(), fz.adamw(0.1)), mesh=None)
+        state, _ = step(step.init(torch.ones(5)), torch.ones(5))
+        params, moments = fz.gather(state.params), fz.gather(state.moments)
+        sliced.same_bits(state.replace(params=params, moments=moments), state)
+        sliced.same_bits(step.update(state, params), step.update(state, fz.scatter(params, like=state.moments.mu)))
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_full_leaves_for_a_stacked_state_are_refused(stage: int) -> None:
+    def rank_main(rank: int) -> None:
+        _, state = _state(stage)
+        states = fz.stack([state, state])
+        with pytest.raises(ValueError, match="full leaves for params of a stacked state"):
+            states.replace(params=fz.gather(state.params))
+
+    run_ranks(rank_main, 2 if stage else 1)
 
 
 def test_other_kinds_of_trees_are_refused() -> None:
@@ -401,7 +472,7 @@ def test_other_kinds_of_trees_are_refused() -> None:
         lambda: state.replace(
             grads=state.params.only(state.params.groups[:1])
         ): "grads lacks leaf .*, which is trained",
-        lambda: step.update(state, torch.ones(3)): "expected the first value that a pullback",
+        lambda: step.update(state, torch.ones(3)): "expected full leaves, or a tree sharded like it",
         lambda: step.update(state, fz.gather(state.moments)): "step.update: got .*grads",
     }.items():
         if words is None:
@@ -418,8 +489,9 @@ def test_what_gather_is_asked_for_that_is_not_there() -> None:
             ValueError, match=r"got pattern='block', expected one that matches some of the leaves base.w, bias"
         ):
             fz.gather(state.params, "block")
-        with pytest.raises(ValueError, match=r"got to=2, expected one of the ranks of"):
-            fz.gather(state.params, to=2)
+        for to in (2, -1):
+            with pytest.raises(ValueError, match=rf"got to={to}, expected one of the ranks of this run, 0 to 1"):
+                fz.gather(state.params, to=to)
         for wrong in (True, "0"):
             with pytest.raises(TypeError, match="to="):
                 fz.gather(state.params, to=wrong)
