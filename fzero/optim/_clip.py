@@ -94,8 +94,8 @@ def _scaled_by_leaf(
 def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> GradientTransformation:
     """Multiplies a row's gradient by `min(1, clipping * max(eps, norm(row)) / norm(gradient))`.
 
-    From Brock et al. 2021, 2102.06171. A row is what makes one output: w[i] of a weight [outputs, ...], and a leaf of fewer than two dims as a whole. Of
-    leaves that are cut each is looked at whole, on one rank (`fz.whole`).
+    From Brock et al. 2021, 2102.06171. A row is what makes one output: w[i] of a weight [outputs, ...], and a leaf of
+    fewer than two dims as a whole. Of leaves that are cut each is looked at whole, on one rank (`fz.whole`).
 
     Args:
         clipping: the largest norm of a gradient as a part of its row's.
