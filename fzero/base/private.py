@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fzero.base import probe
+from fzero.base import probe, tangents
 
 probe.need(probe.NAMES)
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
@@ -288,7 +288,7 @@ def is_dual(tensor: torch.Tensor, at: int) -> bool:
     if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
     with below_transforms(at), outside_inference(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+        return tangents.has_tangent(tensor)
 
 
 @contextlib.contextmanager

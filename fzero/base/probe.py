@@ -13,8 +13,9 @@ TESTED = ("2.11", "2.13", "2.15")  # that tests ran with: `make test-torch`
 NAMES: Mapping[str, str] = {
     "torch.Tensor": "_version",
     "torch._C": """
-        DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
-        DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
+        DispatchKey.ADInplaceOrView DispatchKey.AutogradCPU DispatchKey.FuncTorchGradWrapper DispatchKeySet
+        DisableTorchFunction DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard
+        _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard
         _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
         _get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_reduced_precision_reduction
         _get_cudnn_allow_tf32 _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled
@@ -25,6 +26,7 @@ NAMES: Mapping[str, str] = {
         _set_grad_enabled _set_torch_function_state
         _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
+        _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
         _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
         _storage_Use_Count _will_engine_execute_node""",
@@ -39,6 +41,7 @@ NAMES: Mapping[str, str] = {
         pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth push_dynamic_layer_stack
         set_single_level_autograd_function_allowed""",
     "torch._C._distributed_c10d": "_set_thread_isolation_mode",
+    "torch._VF": "_make_dual",
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
     "torch.autograd": """
         _unsafe_preserve_version_counter forward_ad._current_level forward_ad._set_fwd_grad_enabled
