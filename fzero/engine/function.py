@@ -102,6 +102,7 @@ def traversal_of(
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)
+    traversal.run = axis.run
     traversal.means = step.microbatches.means, derived and step.microbatches.weights is None
     if mask is not None:
         traversal.mask = mask

@@ -201,7 +201,7 @@ class Leaves:
         """Another run over the same buffers."""
         own = self._traversal
         out = Traversal(own.layout, own.table, own.uses, seed, own.device, self._axis)
-        out.means, out.mask = own.means, mask
+        out.means, out.mask, out.run = own.means, mask, own.run
         out.given = leaves
         return out
 

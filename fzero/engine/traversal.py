@@ -72,6 +72,7 @@ class Traversal:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
         self.tensor, self.beside = axis.tensor, axis.further.setdefault
         self.averaged = axis.of_means
+        self.run = ""  # `Axis.run`, where other ranks run it too
         self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
         self.mask = Mask()
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
@@ -96,8 +97,7 @@ class Traversal:
 
     def observing(self, who: str) -> Observer:
         """What looks at operations where nothing is known of a function yet."""
-        run = next((use.axis.run for use in self.uses.values() if use.axis.run), "")
-        return Observer(of_collectives(who, run, self.layout.tensor[1] > 1))
+        return Observer(of_collectives(who, self.run, self.layout.tensor[1] > 1))
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
