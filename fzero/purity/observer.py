@@ -42,8 +42,13 @@ class Caller(NamedTuple):
     def differentiates(self, operand: torch.Tensor) -> bool:
         """Tells whether any derivative goes on through an operand, as autograd knows of what the caller has given."""
         plain = private.unwrapped(operand)
-        given = [x for frame in self.frames for x in _tensors(list(frame.f_locals.values()))]
-        return any(private.is_differentiated(x) for x in (operand, *given) if private.unwrapped(x) is plain)
+        given, torchs, own = [operand], self.frames[:-1], self.frames[-1:]
+        for frames in (torchs, own):  # its own may hold x beside the x.data that it has given
+            held = [x for frame in frames for x in _tensors(list(frame.f_locals.values()))]
+            given += [x for x in held if x is not plain and private.unwrapped(x) is plain]
+            if len(given) > 1:
+                break
+        return any(map(private.is_differentiated, given))
 
 
 class Rule(Protocol):
@@ -89,6 +94,7 @@ class Observer(dispatch.TorchDispatchMode):
         if func is SET_GRAD_ENABLED:
             self._records = bool(args[0])
             return
+        self._records = torch.is_grad_enabled()  # a Function that has ended has put it back without a call
         rule = self._rules.get(getattr(func, "__module__", None) or "")
         caller = _caller(self._records) if rule is not None else None
         if rule is not None and caller is not None:
