@@ -230,7 +230,7 @@ _OUTSIDE = {
     "Take copies before the step runs, or x.detach().clone() of tensors.",
     texts.WRITES_CAPTURED: "writes in place{place} to a tensor that its run does not differentiate, outside of units: "
     "an input of integers, or a constant. Write to a copy, or give what writes one (x.clone(), inside the function), "
-    "or take the operation that is not in place.",
+    "or take the operation that is not in place (torch.distributed.reduce_scatter for reduce_scatter_tensor, on gloo).",
     texts.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
     "name, x = ..., or write to a copy.",
     texts.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "

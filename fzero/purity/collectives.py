@@ -38,6 +38,10 @@ _MAPS: Mapping[str, tuple[str, str]] = {
     "batch_p2p_ops": ("batch_isend_irecv", _SHIFT),
 }
 _SENDS = ("send", "isend")
+_SCATTERED = (
+    "{} calls torch.distributed's 'scatter'{} where torch.func runs it, which keeps the memory of tensors from it in "
+    "later runs. Send all of them to every rank (torch.distributed.broadcast), and take this rank's there."
+)
 
 
 class Collectives:
@@ -69,8 +73,11 @@ class Collectives:
             real = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in pytree.flatten(args)[0])
             given = caller.functions[0].f_locals["args"] if real and self._is_wrong(caller) else ()
         operands = [x for x in pytree.flatten(given)[0] if isinstance(x, torch.Tensor) and caller.differentiates(x)]
-        if operands and self._error is None:
-            self._error = ValueError(_refused(self._who, *_MAPS[found], operands[0], _is_reentrant(caller)))
+        said = _refused(self._who, *_MAPS[found], operands[0], _is_reentrant(caller)) if operands else ""
+        if not said and found == "scatter" and any(_is_wrapper(x) for x in pytree.flatten(args[1:])[0]):
+            said = _SCATTERED.format(self._who, place_of())
+        if said and self._error is None:
+            self._error = ValueError(said)
             if self._run:
                 divergence.tell_of_refusal(self._run, str(self._error))
         copies = {id(private.unwrapped(x)): private.unwrapped(x).clone() for x in operands}
@@ -100,6 +107,10 @@ def of_collectives(who: str, run: str, cuts: bool) -> Mapping[str, Collectives]:
 def _is_reentrant(caller: Caller) -> bool:
     """Tells whether what is called here will be differentiated when it runs again, by torch.utils.checkpoint."""
     return bool(caller.functions) and caller.functions[0].f_locals["cls"] is CheckpointFunction
+
+
+def _is_wrapper(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and private.is_wrapper(x)
 
 
 def _refused(who: str, name: str, meant: str, x: torch.Tensor, reentrant: bool) -> str:

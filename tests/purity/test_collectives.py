@@ -217,6 +217,30 @@ def checkpointed(h: Tensor) -> Tensor:
     return checkpoint(all_reduce_copy, h, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class Recording(torch.autograd.Function):
+    """Whose forward sets grad mode, and puts back what autograd has set for it."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x.detach() * 2
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def after_a_function(h: Tensor) -> Tensor:
+    return all_gather(Recording.apply(h))
+
+
+def of_one_rank(h: Tensor) -> Tensor:
+    return all_reduce_copy(h if dist.get_rank() == dist.get_world_size() - 1 else h.detach()) + h
+
+
 def caught(h: Tensor) -> Tensor:
     with contextlib.suppress(Exception):
         all_reduce(h)
@@ -250,6 +274,8 @@ REFUSED: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
     within_a_gradient: ("all_reduce", "sum"),
     of_a_gradient: ("all_reduce", "sum"),
     checkpointed: ("all_reduce", "sum"),
+    after_a_function: ("all_gather", "gather"),
+    of_one_rank: ("all_reduce", "sum"),
     caught: ("all_reduce", "sum"),
 }
 
@@ -324,6 +350,16 @@ def data(h: Tensor) -> Tensor:
     return h * mean
 
 
+def data_beside(h: Tensor) -> Tensor:
+    own = h.data
+    dist.all_reduce(own)
+    return h + own
+
+
+def functional_constant(h: Tensor) -> Tensor:
+    return h * functional.wait_tensor(functional.all_reduce(h.detach(), "sum", _world()))
+
+
 def gradient_of_constants(h: Tensor) -> Tensor:
     return h * all_reduce(torch.func.grad(lambda x: (x**3).sum())(h.detach()))
 
@@ -360,7 +396,13 @@ def functional_sum(h: Tensor) -> Tensor:
 
 
 ALLOWED = (own_slice, own_rows, statistic, number, constant, read_without_grad, sent_constant, before_a_write, data)
-ALLOWED = (*ALLOWED, gradient_of_constants, summed)
+ALLOWED = (*ALLOWED, data_beside, functional_constant, gradient_of_constants, summed)
+
+
+def scattered_constant(h: Tensor) -> Tensor:
+    return scatter(h.detach()) + h
+
+
 TORCHS = (torchs_sum, torchs_gather, functional_sum)  # old-style Functions, which torch.func does not take
 
 
@@ -422,9 +464,15 @@ def _outcomes(rank: int) -> dict[tuple[str, tuple[bool, int, bool]], str]:
     out = {}
     for place in PLACES:
         for kind in (*REFUSED, *ALLOWED, *TORCHS):
-            if place[1] == 0 and kind in (send, receive, scatter):  # ranks of which neither knows of the other
+            if place[1] == 0 and kind in (
+                send,
+                receive,
+                scatter,
+                of_one_rank,
+            ):  # ranks of which neither knows of the other
                 continue
             out[kind.__name__, place] = _outcome(kind, rank, place, 1)
+        out[scattered_constant.__name__, place] = _outcome(scattered_constant, rank, place, 2)
     return out
 
 
@@ -447,6 +495,16 @@ def test_what_is_differentiated_is_refused_on_every_rank(kind, outcomes) -> None
 def test_constants_are_communicated_as_in_plain_torch(kind, outcomes) -> None:
     for own in outcomes:
         assert {said for (which, _), said in own.items() if which == kind.__name__} == {"as plain torch"}
+
+
+def test_a_scatter_that_torch_func_could_not_run_again_is_refused_on_every_rank(outcomes) -> None:
+    for place in PLACES:
+        one, other = ({own[scattered_constant.__name__, place]} for own in outcomes)
+        _, stage, remat = place
+        if remat or not stage:
+            assert one == other == {"as plain torch"}
+        else:
+            assert all("torch.distributed.broadcast" in said for said in one | other), (one, other)
 
 
 @pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
@@ -599,6 +657,21 @@ def test_every_verb_refuses(alone) -> None:
             pytest.fail(verb)
 
 
+@pytest.mark.parametrize("unit", [False, True])
+def test_forward_mode_refuses_the_same(alone, unit) -> None:
+    x = _input(0)
+    for kind, refused in ((own_slice, False), (functional_constant, False), (all_gather, True)):
+        step = _step(kind, unit, 3, unit)
+        state = step.init(_params())
+        forward = lambda y: step.forward(state, y)
+        if refused:
+            with pytest.raises(ValueError, match="communicates a tensor"):
+                torch.func.jvp(forward, (x,), (x,))
+            continue
+        plain = torch.func.jvp(lambda y: _body(kind, _params()["m"], y), (x,), (x,))
+        torch.testing.assert_close(torch.func.jvp(forward, (x,), (x,)), plain, rtol=1e-10, atol=1e-10)
+
+
 def test_an_input_that_is_differentiated_is_refused_alone(alone) -> None:
     def fn(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return (all_reduce(x * 1) @ p["w"] * y).sum()
@@ -657,8 +730,8 @@ def test_later_runs_are_not_looked_at(alone) -> None:
     assert seen == [1, 1, 0, 0]
 
 
-THREADS = (all_reduce, all_gather, broadcast, gather, scatter, without_grad, checkpointed)
-GOOD = (own_slice, statistic, constant, read_without_grad, summed)
+THREADS = (all_reduce, of_one_rank, all_gather, broadcast, gather, scatter, without_grad, checkpointed)
+GOOD = (own_slice, data_beside, functional_constant, statistic, constant, read_without_grad, summed)
 
 
 @pytest.mark.parametrize("unit", [False, True])
@@ -671,6 +744,17 @@ def test_on_ranks_that_are_threads(unit) -> None:
     for own in ranks:
         for kind, said in zip(kinds, own, strict=True):
             assert ("communicates a tensor" in said) if kind in THREADS else said == "as plain torch", said
+
+
+def test_all_ranks_refuse_what_one_does_in_microbatches() -> None:
+    def refused(rank: int) -> str:
+        step = fz.accumulate(_step(of_one_rank, False, 1, False), 2)
+        with pytest.raises(ValueError, match="communicates a tensor") as error:
+            step(step.init(_params()), _input(rank))
+        return str(error.value)
+
+    one, other = fz.testing.run_ranks(refused, RANKS, timeout=10.0)
+    assert one.endswith(other) and one.startswith("Rank 1 has refused")
 
 
 def _over_tensor_ranks(kind: Callable[[Tensor], Tensor], rank: int) -> str:
