@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from fzero.compat.planners import Reader
+_TIED = "If it is tied to another leaf, give the model's params as like=, which know its names. "
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -268,8 +269,8 @@ class _Reading(Origin):
         if self._uncounted is not None and (self._counts or "exp_avg_sq" in self._moments):  # others count nothing
             raise ValueError(
                 f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates that the "
-                "moments of this leaf have seen, expected one, as the step's optimizer counts them. Say optim=None to "
-                "begin the moments anew."
+                f"moments of this leaf have seen, expected one, as the step's optimizer counts them. {_TIED}Otherwise "
+                "say optim=None to begin the moments anew."
             )
         return self._count
 
@@ -329,7 +330,8 @@ class _Tree:
                 return None
             raise ValueError(
                 f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
-                "every leaf with moments in the step. Freeze it without them, or say optim=None to begin them anew."
+                f"every leaf with moments in the step. {_TIED}Otherwise freeze it without them, or say optim=None to "
+                "begin them anew."
             )
         name, expected = self._names[path], self._origin.shape(self._origin.params[path])
         if (dtype := self._origin.dtype(name)) not in _FLOATS:
