@@ -131,5 +131,5 @@ bench-gpu: .venv/.installed
 
 clean:
 	@echo "== removing .venv, out and caches"
-	@rm -rf .venv out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv out build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fzero.base.pytree import Count
 from fzero.checkpoint import files
 from fzero.checkpoint.contents import share, written
 from fzero.checkpoint.copies import Copies
@@ -79,12 +80,13 @@ class Writing:
                 "optim=None to leave the moments out, or use fz.save."
             )
         every = [item.value for item in items if item.kind == "count"]
-        began, paused = dict([x for own in every for x in own.began]), dict([x for own in every for x in own.paused])
+        began, paused = [x for each in every for x in each.began], [x for each in every for x in each.paused]
+        own = Count(count, tuple(began), tuple(paused)).own()
         # torch begins the moments that are not there with zeros: their count is zero, too
         begins = {row.path for row in rows if row.moments is None} if any(is_sharded(x.value) for x in items) else ()
         for path in state.params if optim is not None else ():
-            own = 0 if path in begins else paused.get(path, count - began.get(path, 0))
-            self._one(path, functools.partial(names, word="step"), torch.tensor(float(own), device="cpu"))
+            seen = 0 if path in begins else own(path)
+            self._one(path, functools.partial(names, word="step"), torch.tensor(float(seen), device="cpu"))
         self._planner = Save(self._pieces, self.known, self._slices)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
         self._writer: Writer | None = None

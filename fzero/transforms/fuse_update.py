@@ -12,16 +12,16 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     The numbers are those of the step without it. What differs is how the norm of all gradients becomes known, where
     clipping, a loss scale or another member of the optimizer needs it:
 
-    ========================  ================================  =================  ====================
+    ========================  ================================  =================  =====================
     norm                      gradients that live               time               numbers
-    ========================  ================================  =================  ====================
+    ========================  ================================  =================  =====================
     "auto", no norm needed    one unit's                        as without         the same (see below)
     "auto", norm needed       one unit's                        one more pullback  the same
     "twice"                   one unit's                        one more pullback  the same
     "held"                    the reduced shards, their dtype   as without         the same
-    "8-bit"                   the reduced shards, 1.03 bytes    as without         the norm exactly
+    "8-bit"                   the reduced shards, 1.03 bytes    as without         exact norm; see below
     "auto", norm of a member  as "held"                         as without         the same
-    ========================  ================================  =================  ====================
+    ========================  ================================  =================  =====================
 
     Where the optimizer needs a norm that is not that of the gradients (of what another member of a chain returned, or
     of a part of a partition), the update waits until all gradients are held, and is applied to all leaves at once.
