@@ -198,7 +198,8 @@ class Axis:
         return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank, self.tensor)
 
     def __repr__(self) -> str:
-        return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
+        copies = "" if self.ranks == self.size else f", {self.ranks // self.size} copies"
+        return f"Axis({self.name!r}, rank {self.rank} of {self.size}{copies})"
 
     def need_running(self) -> None:
         """Refuses an axis whose process groups have ended."""

@@ -32,11 +32,11 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_scaled, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
+        _nothing, functools.partial(_clip_by_global_norm, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
     )
 
 
-def _scaled(
+def _clip_by_global_norm(
     max_norm: Number,
     grads: object,
     state: object,
@@ -79,11 +79,11 @@ def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_scaled_by_leaf, max_norm), by_leaf=True, needs="all", blank=True
+        _nothing, functools.partial(_clip_by_block_norm, max_norm), by_leaf=True, needs="all", blank=True
     )
 
 
-def _scaled_by_leaf(
+def _clip_by_block_norm(
     max_norm: Number, grads: object, state: object, params: object = None, **extra: object
 ) -> tuple[object, object]:
     norms = norms_of(grads)
@@ -140,10 +140,10 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True, blank=True)
+    return GradientTransformation(_nothing, functools.partial(_clip_by_value, max_value), by_leaf=True, blank=True)
 
 
-def _clamped(
+def _clip_by_value(
     max_value: Number, grads: object, state: object, params: object = None, **extra: object
 ) -> tuple[object, object]:
     if isinstance(grads, Sharded) and isinstance(max_value, torch.Tensor) and follows(max_value):

@@ -56,14 +56,16 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     least = "a finite number of at least"
     need_hypers("gradient_noise", eta=(eta, f"{least} 0"), gamma=(gamma, f"{least} -16"))
     seed = need_int(seed, "gradient_noise", "seed")
-    return GradientTransformation(_begun, functools.partial(_noisy, eta, gamma, seed), by_leaf=True, blank=True)
+    return GradientTransformation(
+        _begun, functools.partial(_gradient_noise, eta, gamma, seed), by_leaf=True, blank=True
+    )
 
 
 def _begun(params: object) -> NoiseState:
     return NoiseState(pytree.Count(0))
 
 
-def _noisy(
+def _gradient_noise(
     eta: Number, gamma: Number, seed: int, grads: object, state: NoiseState, params: object = None, **extra: object
 ) -> tuple[object, NoiseState]:
     count = state.count.value

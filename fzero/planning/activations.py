@@ -156,7 +156,7 @@ def activation_lines(activations: Sequence[Activations], total: int) -> list[str
 def _cells(each: Activations, choice: Choice, total: int) -> tuple[str, ...]:
     names = "everything" if choice.names is None else ", ".join(choice.names) or "inputs alone"
     first, count = each.units[0], len(each.units)
-    units = first if count == 1 else f"{first} and {count - 1} alike"
+    units = first if count == 1 else f"{first} and {count - 1} more"
     again = choice.flops * count
     share = f"{again / total:.1%}" if total else "–"
     return "*" if choice == each.chosen else "", units, names, f"{choice.nbytes:,}", f"{again:,}", share

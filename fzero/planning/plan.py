@@ -13,33 +13,36 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.display import counted, folded, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
 from fzero.planning.update import Taken, taken
+from fzero.planning.words import HEAD, by_name, cells, sent_as
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.sharded import Sharded
-from fzero.stores.put import DEVICE, HOST, name_of
+from fzero.stores.put import DEVICE, HOST
 from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
-from fzero.table.rows import KINDS, Kept, Row
+from fzero.table.rows import KINDS, Row
 from fzero.table.spec import Spec, need_step
 
 _MEMORIES = tuple([f"{kind} in" for kind in KINDS])  # columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The resolved table; `print` it. All numbers are bytes of one rank, alignment included.
+    """The resolved table; `print` it, or end a cell of a notebook with it.
+
+    All numbers are bytes of one rank, alignment included.
 
     Attributes:
         rows: one per leaf.
@@ -161,75 +164,51 @@ class Plan:
         to_device, from_device, read, written = transfers(self, bandwidth)
         return max(float(compute or 0.0), to_device, from_device, read + written)
 
+    def __repr__(self) -> str:
+        leaves, ranks = counted(len(self.rows), "leaf"), counted(self.world_size, "rank")
+        return f"Plan({leaves} on {ranks}; print it to see its table)"
+
     def __str__(self) -> str:
-        head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
-        body = [_cells(row) for row in self.rows]
-        if any(row.slices is not None for row in self.rows):
-            head = (*head[:2], "cut", *head[2:])
-            body = [(*own[:2], cuts_of(row, self.ranks), *own[2:]) for own, row in zip(body, self.rows, strict=True)]
+        head, body = self._table()
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         body = [head, ["-" * width for width in widths], *body]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in body]
-        total = sum(row.numel for row in self.rows)
-        extra = f", further state {_bytes(self.extra)}" if self.extra else ""
-        lines += [
-            "",
+        return "\n".join(["  ".join(map(str.ljust, line, widths)).rstrip() for line in body] + ["", *self._lines()])
+
+    def _repr_html_(self) -> str:
+        lines, most = self._lines(), len(self.header)
+        return folded(f"Plan: {lines.pop(most)}", *self._table(), "\n".join(lines))
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        body = [cells(row) for row in self.rows]
+        if not any(row.slices is not None for row in self.rows):
+            return HEAD, body
+        cut = [(*own[:2], cuts_of(row, self.ranks), *own[2:]) for own, row in zip(body, self.rows, strict=True)]
+        return (*HEAD[:2], "cut", *HEAD[2:]), cut
+
+    def _lines(self) -> list[str]:
+        extra = f", further state {in_bytes(self.extra)}" if self.extra else ""
+        step = "step without accumulation" if any(line.startswith("accumulate") for line in self.header) else "step"
+        lines = [
             *self.header,
-            f"{len(self.rows)} leaves, {total:,} parameters, {len({row.unit for row in self.rows})} units, "
-            f"{self.world_size} ranks" + (f" ({self.ranks})" if len(self.mesh) > 1 else ""),
-            f"{f'rank {self.rank}' if self.ranks.tensor else 'per rank'}: params {_bytes(self.params)}, "
-            f"grads {_bytes(self.grads)}, moments {_bytes(self.moments)}"
-            f"{extra}; gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
-            f"sent per step {_bytes(self.sent)}",
+            f"{counted(len(self.rows), 'leaf')}, {counted(sum(row.numel for row in self.rows), 'parameter')}, "
+            f"{counted(len({row.unit for row in self.rows}), 'unit')}, {counted(self.world_size, 'rank')}"
+            + (f" ({self.ranks})" if len(self.mesh) > 1 else ""),
+            f"{f'rank {self.rank}' if self.ranks.tensor else 'per rank'}: params {in_bytes(self.params)}, "
+            f"grads {in_bytes(self.grads)}, moments {in_bytes(self.moments)}"
+            f"{extra}; gathered at once: root {in_bytes(self.root)} + largest unit {in_bytes(self.gathered)}; "
+            f"sent per {step} {in_bytes(self.sent)}",
         ]
         if len(self.by_axis) > 1:
-            lines += [_line(axis, [each for each in self.messages if each.axis == axis]) for axis in self.by_axis]
+            own = {axis: [each for each in self.messages if each.axis == axis] for axis in self.by_axis}
+            lines += [f"sent per {step} over {axis}: {sent_as(some)}" for axis, some in own.items()]
         if any(memory != DEVICE for row in self.rows for memory in row.memories):
             places = {"device": self.device, HOST: self.host, traffic.DISK: self.disk}
+            (down, up), (read, written) = [map(in_bytes, self.moved[memory]) for memory in (HOST, traffic.DISK)]
             lines += [
-                f"between steps: {_by_name(places)}; at most in a step: {_by_name(self.peak)}, and activations",
-                f"moved per step: host to device {_bytes(self.moved[HOST][0])}, device to host "
-                f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[traffic.DISK][0])}, written "
-                f"{_bytes(self.moved[traffic.DISK][1])}",
+                f"between steps: {by_name(places)}; at most in a step: {by_name(self.peak)}, and activations",
+                f"moved per {step}: host to device {down}, device to host {up}; disk read {read}, written {written}",
             ]
-        return "\n".join([*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    policy, whole = row.policy, " (full)" if row.held else ""
-    assert policy.compute and policy.reduce
-    notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
-    notes += [row.names.words] if row.names.words and row.unit else []
-    return (
-        row.path,
-        "×".join(map(str, row.shape)) or "scalar",
-        row.unit or "(root)",
-        _kept(row.params) + whole,
-        _kept(row.grads),
-        _kept(row.moments),
-        str(Plain(policy.compute)) + (" by 8-bit" if policy.gather else ""),
-        "–" if row.frozen else str(Plain(policy.reduce)),
-        row.lifetime if row.unit or row.lifetime != "one use" else "the step",
-        ", ".join([row.optimizer, *notes]),
-    )
-
-
-def _kept(kept: Kept | None) -> str:
-    """How one kind of state is stored, and the axes that it is cut over."""
-    if kept is None:
-        return "none"
-    stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
-    over, memory = joined([cut.axis for cut in kept.cuts]), name_of(kept.memory)
-    return ", ".join([stored, *([over] if over else []), *([memory] if kept.memory != DEVICE else [])])
-
-
-def _line(axis: str, sent: Sequence[Sent]) -> str:
-    """What goes over one axis, in words."""
-    parts = [
-        f"{each.purpose} {_bytes(each.nbytes)} in {each.messages} message{'s' if each.messages != 1 else ''}"
-        for each in sent
-    ]
-    return f"sent per step over {axis}: {', '.join(parts)}"
+        return [*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])]
 
 
 def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
@@ -245,17 +224,6 @@ def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
                 )
             out.append(count / speed if count and speed else 0.0)
     return out
-
-
-def _by_name(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def plan(

@@ -27,7 +27,7 @@ def plot_plan(plans: Plan | Mapping[str, Plan], axes: Axes = None, leaves: str |
             largest leaf of each way in which leaves are cut, up to 3.
 
     Returns:
-        The axes.
+        The axes, which a notebook shows as a picture where they are new.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3), fz.Policy.compact16())
