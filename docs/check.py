@@ -55,7 +55,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 def seen(paths: list[pathlib.Path]) -> list[str]:
     """What a browser shows to be wrong."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(HTML)))
     threading.Thread(target=server.serve_forever, daemon=True).start()

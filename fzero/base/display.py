@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-MOST = 200  # rows of a table
+MOST = 100  # rows of a table
 
 
 def counted(count: int, word: str) -> str:
@@ -29,12 +29,12 @@ def folded(
     more = [f"{len(rows) - MOST:,} more rows"] if len(rows) > MOST else []
     below = escape("\n".join([*more, *([notes] if notes else [])]))
     return (
+        "<div class='fzero'><style>.fzero.fzero td, .fzero.fzero th {text-align: left}</style>"
         f"<details{' open' if len(rows) <= unfolds else ''}><summary>{escape(title)}</summary>"
         f"<div style='overflow-x:auto'><table>{body}</table></div>"
-        f"<pre style='white-space:pre-wrap'>{below}</pre></details>"
+        f"<pre style='white-space:pre-wrap'>{below}</pre></details></div>"
     )
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
-    own = [f"<{tag} style='text-align:left'>{escape(str(cell))}</{tag}>" for cell in cells]
-    return f"<tr>{''.join(own)}</tr>"
+    return f"<tr>{''.join([f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells])}</tr>"
