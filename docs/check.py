@@ -16,7 +16,7 @@ import threading
 import urllib.parse
 
 HTML = pathlib.Path(__file__).parent / "_build" / "html"
-PHONE = {"width": 390, "height": 844}
+PHONE = 390  # pixels
 
 
 class _Page(html.parser.HTMLParser):
@@ -62,7 +62,7 @@ def seen(paths: list[pathlib.Path]) -> list[str]:
     base, said = f"http://127.0.0.1:{server.server_port}/", list[str]()
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport=PHONE)
+        page = browser.new_page(viewport={"width": PHONE, "height": 844})
         where = ""
         page.on("console", lambda m: said.append(f"{where}: {m.text}") if m.type == "error" else None)
         page.on("pageerror", lambda error: said.append(f"{where}: {error}"))
@@ -71,7 +71,7 @@ def seen(paths: list[pathlib.Path]) -> list[str]:
             where = str(path.relative_to(HTML))
             page.goto(base + where)
             wide = page.evaluate("document.documentElement.scrollWidth")
-            if wide > PHONE["width"]:
+            if wide > PHONE:
                 said.append(f"{where}: {wide} pixels wide on a screen of {PHONE['width']}")
         where = "search.html"
         page.goto(f"{base}search.html?q=shard_zero3")

@@ -1,7 +1,7 @@
 """The drawings of the documentation: `python docs/pictures.py` writes docs/_static/*.svg, light and dark.
 
-`python docs/pictures.py gallery` also writes docs/_static/gallery/*.svg; names instead of `gallery` write only those. It
-runs parts of the examples, for about two minutes on two cores.
+`python docs/pictures.py gallery` also writes docs/_static/gallery/*.svg; names instead of `gallery` write only those.
+It runs parts of the examples, for about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def bigger_than_memory() -> None:
         (("memory", args.limit, BLUE), ("state on disk", args.limit * args.times, VIOLET))
     ):
         own.barh(name, size, color=color, height=0.6)
-        own.text(size, place, f" {size:,.0f}", va="center", color=INK, fontsize=7)
+        look = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "color": INK, "fontsize": 7}
+        own.annotate(f"{size:,.0f}", (size, place), **look)
     own.set_xlim(0, 1.25 * args.limit * args.times)
     own.invert_yaxis()
 
@@ -197,10 +198,10 @@ def long_context() -> None:
     for rank in range(2):
         left = 0.2 + 4.9 * rank
         words(own, left + 2.3, 4.5, f"rank {rank}")
-        for line in range(5):
-            box(own, left, 3.4 - 0.62 * line, 4.6, 0.4, PALE)
-    for x, y, text in ((1.1, 3.4, "Q7"), (3.2, 2.16, "B2"), (5.9, 2.78, "K4"), (7.9, 0.92, "Q?")):
-        box(own, x, y, 0.9, 0.4, ORANGE if "?" in text else BLUE, text)
+        for line in range(4):
+            box(own, left, 3.1 - 0.95 * line, 4.6, 0.7, PALE)
+    for x, line, text in ((1.1, 0, "Q7"), (3.2, 2, "B2"), (5.9, 1, "K4"), (7.9, 3, "Q?")):
+        box(own, x, 3.1 - 0.95 * line, 1.1, 0.7, ORANGE if "?" in text else BLUE, text)
 
 
 def lora() -> None:
@@ -220,7 +221,7 @@ def maml() -> None:
     own, generator = plot("update", "query loss"), torch.Generator().manual_seed(0)
     one = example.Maml(example.regressor(args.width, generator), args)
     held_out, state = example.random_tasks(50, args.shots, generator, torch.device("cpu")), one.outer.init(one.params)
-    looks = list[tuple[float, float]]()
+    looks = list[tuple[float, ...]]()
     for _ in range(args.steps):
         looks.append(tuple(float(one.meta_loss(state.params, held_out, steps)) for steps in (0, args.inner_steps)))
         state, _ = one.update(state, example.random_tasks(args.tasks, args.shots, generator, torch.device("cpu")))
@@ -282,6 +283,9 @@ def components() -> None:
     own = plot("", "")
     fz.plot_schedule({"one_f_one_b": fz.schedules.one_f_one_b(3, 5)}, axes=own)
     own.get_legend().remove()
+    own.texts[0].remove()  # the heading
+    own.set_yticklabels([f"place {place}" for place in range(3)])
+    own.set_xlabel("time")
 
 
 def step_is_a_function() -> None:
@@ -321,7 +325,11 @@ def save(where: pathlib.Path) -> None:
 
 
 def main() -> None:
-    plt.rcParams |= {"svg.hashsalt": "fzero", "svg.fonttype": "none", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"]}
+    plt.rcParams |= {
+        "svg.hashsalt": "fzero",
+        "svg.fonttype": "none",
+        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    }
     for name, draw in PICTURES.items():
         for mode, ink in INKS.items():
             draw(ink)

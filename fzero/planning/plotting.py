@@ -65,7 +65,8 @@ def draw_bars(axes: Axes, sizes: Mapping[str, Sequence[float]]) -> Axes:
         handles.append(axes.barh(list(sizes), own, left=left, label=kind, color=HUES[len(handles)]))
         left = [start + size for start, size in zip(left, own, strict=True)]
     for place, size in enumerate(left):
-        axes.text(size, place, f" {size:.1f}", va="center", color=TEXT, fontsize=8)
+        look = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "color": TEXT, "fontsize": 8}
+        axes.annotate(f"{size:.1f}", (size, place), **look)
     axes.set_xlim(0, 1.12 * max(left))
     axes.invert_yaxis()
     add_frame(axes, "bytes per parameter, over all ranks", handles)

@@ -212,7 +212,7 @@ class TrainState:
         """Of what is known without reading a value."""
         if self._dead:
             return folded(repr(self), (), ())
-        params, layout = self.params, self.layout
+        params, layout, axis = self.params, self.layout, self.params.axis
         trees = {"params": params, "grads": self.grads, "moments": self.moments, "extra": dict(self.extra)}
         sizes = {name: sum(map(_nbytes, trees_of(own))) for name, own in trees.items()}
         keys = {key: layout.pieces(key, params.rank_of(key)) for key in layout.groups}
@@ -222,7 +222,8 @@ class TrainState:
             for i, row in enumerate(layout.rows)
         ]
         notes = "bytes on this rank: " + ", ".join([f"{name} {in_bytes(size)}" for name, size in sizes.items() if size])
-        return folded(repr(self), ("leaf", "shape", "dtype", "stored as", "elements on this rank"), rows, notes)
+        title = f"TrainState: step {self.step}, {counted(len(rows), 'leaf')}, rank {axis.rank} of {axis.size}"
+        return folded(title, ("leaf", "shape", "dtype", "stored as", "elements here"), rows, notes)
 
 
 def _nbytes(tree: Sharded) -> int:
