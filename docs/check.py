@@ -70,9 +70,10 @@ def seen(paths: list[pathlib.Path]) -> list[str]:
         for path in paths:
             where = str(path.relative_to(HTML))
             page.goto(base + where)
-            wide = page.evaluate("document.documentElement.scrollWidth")
+            widths = "[...document.querySelectorAll('html, .content')].map(x => x.scrollWidth)"  # where furo scrolls
+            wide = max(page.evaluate(widths))
             if wide > PHONE:
-                said.append(f"{where}: {wide} pixels wide on a screen of {PHONE['width']}")
+                said.append(f"{where}: {wide} pixels wide on a screen of {PHONE}")
         where = "search.html"
         page.goto(f"{base}search.html?q=shard_zero3")
         page.wait_for_timeout(2000)
