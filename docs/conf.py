@@ -21,7 +21,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "README.md"]
+exclude_patterns = ["_build"]
 nitpicky = False
 
 # ---- pages

@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -526,20 +525,6 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         state = fz.load(path, step)
         assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))
-
-
-def test_the_loop_of_the_readme_goes_on(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run = fz.loop(" in block]
-    step = step_of(1)
-    for total in (3, 5):
-        own = code.replace("total=1000", f"total={total}").replace("every=100", "every=2")
-        names: dict[str, Any] = {"fz": fz, "datetime": datetime, "step": step, "params": PARAMS, "folder": tmp_path}
-        exec(compile(own, "README.md", "exec"), names | {"batches": batch, "held_out": batch(99)})
-    rows = rows_of(tmp_path / "log.csv")
-    assert [row["step"] for row in rows if row["held out"]] == ["0", "2", "3", "4", "5"]
-    found = kept_in(tmp_path / "checkpoints", step)
-    assert_trees_equal(fz.gather(found.params), fz.gather(by_hand(step, 5, 0)[0].params))
 
 
 def kept_in(folder: Path, step: fz.Step) -> fz.TrainState:
