@@ -56,3 +56,10 @@ def test_links_lead_somewhere(name: str) -> None:
         target = ROOT / path if path else ROOT / name
         assert target.exists(), f"{name} links to {path!r}, which is not there"
         assert not anchor or anchor in anchors(target.read_text()), f"{name} links to {link!r}: no such heading"
+
+
+def test_contributing_names_files_that_exist() -> None:
+    tables = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("|")]
+    named = set(re.findall(r"`([\w/]+\.py)`", "\n".join(tables)))
+    files = [f"/{path.relative_to(ROOT)}" for part in ("fzero", "tests") for path in (ROOT / part).rglob("*.py")]
+    assert not {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
