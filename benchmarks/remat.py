@@ -18,12 +18,12 @@ All must give the same losses, to the bit, or the run fails.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
 import time
 
+import results
 import torch
 from contenders import Setup, Training, fzero_step
 
@@ -55,7 +55,7 @@ def flops_and_bytes(run: Training, x: torch.Tensor, y: torch.Tensor) -> tuple[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--save", nargs="*", help="names to keep, in the place of some choices")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a row, in each round")
@@ -74,13 +74,15 @@ def main() -> None:
             losses[name] += [runs[name](x, y).item() for _ in range(options.steps)]
             times[name].append((time.perf_counter() - began) / options.steps * 1e3)
     flops, kept = counted["all kept"]
+    table = results.Table("FLOPs again, %", "bytes kept, %", "median ms", "of all kept", "expected")
     print(f"{torch.backends.cpu.get_cpu_capability()}; all kept: {flops / 1e9:.1f} GFLOP a step, {kept / 1e6:.1f} MB")
     for name in runs:
         assert losses[name] == losses["all kept"], f"{name}: other losses"
         ratio = statistics.median(own / base for own, base in zip(times[name], times["all kept"], strict=True))
         again, between = (counted[name][0] - flops) / flops, counted[name][1] / kept
-        took = "" if options.count else f"{statistics.median(times[name]):8.0f} ms {ratio:6.3f}"
-        print(f"{name:<20} {again:7.1%} FLOPs {between:7.1%} bytes {took}  expected {1 + again:.3f}")
+        took = (None, None) if options.count else (statistics.median(times[name]), ratio)
+        table.row(name, 100 * again, 100 * between, *took, 1 + again)
+    results.save(options, table)
 
 
 if __name__ == "__main__":
