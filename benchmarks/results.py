@@ -56,7 +56,7 @@ class Table:
 
 
 def shown(cells: list[Cell], digits: int = 2) -> list[str]:
-    """A column as text: so many decimals below 10, fewer above, and none that no cell of the column has."""
+    """A column as text: so many decimals below 100, two fewer above, and none that no cell of the column has."""
     floats = [cell for cell in cells if isinstance(cell, float)]
     most = max((-int(decimal.Decimal(repr(cell)).as_tuple().exponent) for cell in floats), default=0)
 
@@ -66,7 +66,7 @@ def shown(cells: list[Cell], digits: int = 2) -> list[str]:
         if not isinstance(cell, float):
             return f"{cell:,}"
         power = math.floor(math.log10(abs(cell))) if cell else 0
-        places = 1 - power if power < -1 else min(digits, digits - power)  # at least two digits of what is small
+        places = 1 - power if power < -1 else digits - 2 * (power > 1)  # at least two digits of what is small
         return f"{cell:,.{max(0, min(most, places))}f}"
 
     return [text(cell) for cell in cells]
