@@ -64,7 +64,7 @@ wheel:
 	@$(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[examples,hf,test]"
-	@mkdir $(WHEEL)/tree && cp -r tests examples benchmarks notebooks docs *.md Makefile *.txt pyproject.toml $(WHEEL)/tree
+	@mkdir $(WHEEL)/tree && cp -r tests examples benchmarks notebooks *.md Makefile *.txt pyproject.toml $(WHEEL)/tree
 	@cd $(WHEEL)/tree && ../bin/python -c 'import fzero; print("==", fzero.__file__)'
 	@echo "== tests with a C++ compiler"
 	@cd $(WHEEL)/tree && PYTHONDONTWRITEBYTECODE= ../bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)

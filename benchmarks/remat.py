@@ -1,7 +1,7 @@
 """What it costs and saves to recompute blocks, as a whole and but for what has a name.
 
     OMP_NUM_THREADS=1 python benchmarks/remat.py
-    OMP_NUM_THREADS=1 python benchmarks/remat.py --save attended gate up
+    OMP_NUM_THREADS=1 python benchmarks/remat.py --names attended gate up
     OMP_NUM_THREADS=1 python benchmarks/remat.py --count      # without times
 
 The GPT of benchmarks/step.py on one rank: 6 blocks of width 512 over bytes, 4 sequences of 128, float32, AdamW. One
@@ -56,14 +56,14 @@ def flops_and_bytes(run: Training, x: torch.Tensor, y: torch.Tensor) -> tuple[in
 
 def main() -> None:
     parser = results.parser(__doc__)
-    parser.add_argument("--save", nargs="*", help="names to keep, in the place of some choices")
+    parser.add_argument("--names", nargs="*", help="to keep, in the place of some choices")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a row, in each round")
     parser.add_argument("--count", action="store_true", help="count, and measure no time")
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randint(0, 256, (2, 4, 128), generator=generator)
-    runs = remats((tuple(options.save),) if options.save else CHOICES)
+    runs = remats((tuple(options.names),) if options.names else CHOICES)
     counted = {name: flops_and_bytes(run, x, y) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[float]] = {name: [] for name in runs}

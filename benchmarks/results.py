@@ -122,7 +122,11 @@ def markdown(rows: dict[str, dict[str, Cell]], title: str = "") -> str:
     columns = {name: [row[name] for row in rows.values()] for name in next(iter(rows.values()))}
     columns = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     lines = [f"{title}:\n"] if title else []
-    lines += ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    words = [all(isinstance(cell, str | None) for cell in cells) for cells in columns.values()]
+    lines += [
+        "| | " + " | ".join(columns) + " |",
+        "|---" + "".join("|---" if text else "|---:" for text in words) + "|",
+    ]
     for name, *cells in zip(rows, *map(shown, columns.values()), strict=True):
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
