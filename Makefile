@@ -100,18 +100,18 @@ mutants: .venv/.installed
 
 # every architecture of the installed transformers that a tiny configuration builds, and benchmarks/huggingface.json
 hf: .venv/.installed
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/huggingface_sweep.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/huggingface_sweep.py --save huggingface
 
-# benchmarks want an otherwise idle machine
+# benchmarks want an otherwise idle machine; make bench SAVE=--save keeps the tables for docs/benchmarks.md
 bench: .venv/.installed
 	@echo "== installing the peers (extra bench)"
 	@$(PIP) -e '.[bench]'
 	@echo "== what a unit costs in Python"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(SAVE)
 	@echo "== steps beside DDP, FSDP2 and DeepSpeed on two ranks (some minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(SAVE)
 	@echo "== tensor and sequence parallelism beside torch and DeepSpeed on two ranks (some minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/axes.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/axes.py $(SAVE)
 
 # one CUDA device, a GPT of 1.0 billion params in bfloat16
 bench-gpu: .venv/.installed
