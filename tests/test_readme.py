@@ -47,6 +47,14 @@ def test_both_sides_of_the_diff_run_and_agree() -> None:
     torch.testing.assert_close(run(after)["loss"], run(before)["loss"])
 
 
+def test_its_results_are_those_of_the_benchmarks_page() -> None:
+    row = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+    measured = [row(line) for line in (ROOT / "docs/benchmarks.md").read_text().splitlines() if line.startswith("|")]
+    results = [row(line) for line in README.splitlines() if line.startswith("|")][2:]
+    for label, *numbers in results:
+        assert any(cells[0] == label and {*numbers} <= {*cells} for cells in measured), (label, numbers)
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text()
