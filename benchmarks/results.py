@@ -4,9 +4,8 @@
     python benchmarks/step.py --batch 1 --save step-batch-1
     python benchmarks/results.py                              # fills docs/benchmarks.md from all files
 
-A file says what was run, where and when, and holds the tables. Numbers are medians as measured, to six digits; null
-means not measured. The next run with the same name replaces the file. A save also fills docs/benchmarks.md: between the
-lines `<!-- results: NAME -->` and `<!-- end -->` stands what that file holds.
+A file says what was run, where and when, and holds the tables: numbers to six digits, null if not measured. The next
+run with that name replaces it. A save also fills the page, between `<!-- results: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 MARKED = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 SETTING = ("OMP_NUM_THREADS", "CXX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
-# as the user gave it; scripts may change the environment later
+# as the user gave it: scripts change it later
 ENVIRONMENT = [f"{name}={shlex.quote(os.environ[name])}" for name in SETTING if name in os.environ]
 Cell = str | float | None
 
@@ -61,10 +60,8 @@ def shown(cells: list[Cell], digits: int = 2) -> list[str]:
     most = max((-int(decimal.Decimal(repr(cell)).as_tuple().exponent) for cell in floats), default=0)
 
     def text(cell: Cell) -> str:
-        if cell is None or isinstance(cell, str):
-            return cell or ""
         if not isinstance(cell, float):
-            return f"{cell:,}"
+            return f"{cell:,}" if isinstance(cell, int) else cell or ""
         power = math.floor(math.log10(abs(cell))) if cell else 0
         places = 1 - power if power < -1 else digits - 2 * (power > 1)  # at least two digits of what is small
         return f"{cell:,.{max(0, min(most, places))}f}"
@@ -75,9 +72,8 @@ def shown(cells: list[Cell], digits: int = 2) -> list[str]:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The parser of a script that calls `save`."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--save", nargs="?", const=Path(sys.argv[0]).stem, metavar="NAME", help="in benchmarks/results/NAME.json"
-    )
+    stem = Path(sys.argv[0]).stem
+    made.add_argument("--save", nargs="?", const=stem, metavar="NAME", help="in benchmarks/results/NAME.json")
     return made
 
 
@@ -122,11 +118,8 @@ def markdown(rows: dict[str, dict[str, Cell]], title: str = "") -> str:
     columns = {name: [row[name] for row in rows.values()] for name in next(iter(rows.values()))}
     columns = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
     lines = [f"{title}:\n"] if title else []
-    words = [all(isinstance(cell, str | None) for cell in cells) for cells in columns.values()]
-    lines += [
-        "| | " + " | ".join(columns) + " |",
-        "|---" + "".join("|---" if text else "|---:" for text in words) + "|",
-    ]
+    sides = ["---" if all(isinstance(cell, str | None) for cell in cells) else "---:" for cells in columns.values()]
+    lines += ["| | " + " | ".join(columns) + " |", "|".join(["|---", *sides, ""])]
     for name, *cells in zip(rows, *map(shown, columns.values()), strict=True):
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

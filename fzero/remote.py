@@ -41,8 +41,8 @@ def remote(
     Calls and values go by shared memory on one machine, and between machines by TCP. Where a rank of Ray's cannot be
     connected to, or cannot connect to its controlling process (a firewall that lets Ray's own ports through), Ray's
     calls and its object store carry the same messages; each such pair is logged once as a warning of
-    "fzero.components", and waiting for a silent port takes 5 seconds for each machine. Calls and values are several
-    times slower then: the page of benchmarks has numbers. The ranks of one component must reach one another: their process group is gloo's.
+    "fzero.components", and waiting for a silent port takes 5 seconds for each machine. Calls and values take several
+    times as long then. The ranks of one component must reach one another: their process group is gloo's.
 
     A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be
     averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
