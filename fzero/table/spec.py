@@ -171,7 +171,7 @@ class Spec:
             source: a text that says where it comes from.
 
         Raises:
-            ValueError: the field is set already.
+            ValueError: the field is set already, to another value.
         """
         old = getattr(self, field)
         if old not in (type(self).__dataclass_fields__[field].default, value):
