@@ -126,7 +126,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         *inputs: this rank's share of the batch.
 
     Returns:
-        The product, sharded like grads: the mean over ranks.
+        The product, sharded like grads, a mean over ranks.
 
     Source:
         Pearlmutter 1994, https://doi.org/10.1162/neco.1994.6.1.147. Reverse mode over reverse mode.

@@ -225,8 +225,7 @@ class Loop(Generic[S, M]):
         return out
 
     def close(self) -> None:
-        """Ends the loop: saves that have begun are finished, files are closed, and signals go where they went before.
-        """
+        """Ends the loop: finishes saves that have begun, closes files, and gives signals back."""
         self._close(later=False)
 
     def __del__(self) -> None:

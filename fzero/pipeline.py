@@ -191,8 +191,7 @@ class Pipeline:
         return new, metrics | ({"aux": aux} if self._has_aux else {})
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
-        """Measures when each task of one step begins and ends, for `fz.plot_schedule`. Arguments are those of a step.
-        """
+        """Measures when each task of one step begins and ends, for `fz.plot_schedule`. Arguments: as a step."""
         with as_found():
             for stage in range(self.schedule.stages):
                 self._stages[stage].spans(stage)  # of what was before

@@ -67,8 +67,8 @@ def remote(
             also `"resources"` of each rank, `{"CPU": 1}` by default; `"strategy"` of the placement group, `"PACK"` by
             default; and `"runtime_env"`.
         in_specs: how inputs lie over the ranks: a tuple with a spec for each input, or one spec for all. A spec is a
-            `fz.PartitionSpec`, or a pytree of them like the input. None is `PartitionSpec()`: whole on every rank. Give
-            both specs or neither.
+            `fz.PartitionSpec`, a pytree of them like the input, or None: whole on every rank. Give both arguments or
+            neither. With neither, tensors are split along dim 0.
         out_specs: the same for what the function returns, aux included. What is whole must be equal on all ranks.
 
     Returns:

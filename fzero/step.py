@@ -117,8 +117,8 @@ class Step(Spec):
             rng: a number that varies the random numbers of this call. The state's seed and step vary them too.
 
         Returns:
-            `(outputs, pullback)`. If the step has aux or a carry (`fz.carry`): `(outputs, pullback, aux)`. Outputs are
-            this rank's own. `pullback(cotangent)` returns `(grads, input_cotangents)`: see `Pullback`.
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` if the step has aux or a carry (`fz.carry`). Outputs
+            are this rank's own. `pullback(cotangent)` returns `(grads, input_cotangents)`: see `Pullback`.
 
         Example:
             >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
@@ -184,7 +184,7 @@ class Step(Spec):
             rng: as in `vjp`.
 
         Returns:
-            `(new_state, metrics)`. Metrics are 0-d tensors, the same on all ranks:
+            `(new_state, metrics)`. Metrics are 0-d tensors, the same on all ranks.
 
             - `"loss"`: the mean over microbatches and ranks, if the outputs are a scalar.
             - `"grad_norm"`: of the mean gradient, before clipping.

@@ -77,7 +77,9 @@ class PipelineState(PerStage):
     """The states of a pipeline's components: `state[0]` is the first stage's. Immutable, and a pytree.
 
     Attributes:
-        params, grads, moments: those of every component, each a `PerStage`. `grads` is None if none are kept.
+        params: those of every component, a `PerStage`.
+        grads: the same, or None if none are kept.
+        moments: the same.
         step: the number of applied updates.
     """
 

@@ -179,9 +179,6 @@ class Pullback:
 
     All ranks of the step call it, in the same order. A pullback holds activations until it is called or dropped.
 
-    Attributes:
-        outputs, aux: of all microbatches, until `taken`.
-
     Source:
         In two halves: zero bubble pipelines, Qi et al. 2023, arXiv 2401.10241.
     """
@@ -228,7 +225,7 @@ class Pullback:
             create_graph: True makes the results differentiable.
 
         Returns:
-            `(grads, input_cotangents)`. Grads are a `Sharded` like the params at every ZeRO stage: means over the data
+            `(grads, input_cotangents)`. Grads are a `Sharded` like the params at every ZeRO stage, means over the data
             ranks. Input cotangents are a tuple, one for each input of this rank, None for an input that was not
             differentiated.
 

@@ -43,8 +43,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
             None. None: all ranks get it.
 
     Returns:
-        New tensors of each leaf's full shape, in the structure that `init` was given. With a pattern: `{path: full
-        leaf}` instead. In grads and moments, None stands for a frozen leaf.
+        New tensors of each leaf's full shape, in the structure that `init` was given, or as `{path: full leaf}` with
+        a pattern. In grads and moments, None stands for a frozen leaf.
 
     Raises:
         TypeError: there is nothing sharded in `tree`; it is a whole state (gather its fields); or `to` is given under a

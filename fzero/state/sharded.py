@@ -31,7 +31,8 @@ class Sharded(Mapping[str, torch.Tensor]):
         buffers: `{group key: this rank's flat buffer}`. Those that are offloaded are read, all of them. A format of
             several parts has its remainder or scales under `Part(key, part)`.
         held: full buffers in the compute dtype, for params at ZeRO stages 1 and 2.
-        entries, held_entries: the same two, without reading what is offloaded.
+        entries: `buffers`, without reading what is offloaded.
+        held_entries: `held`, without reading what is offloaded.
         scale: the loss scale that the values carry, for grads. Otherwise 1.
         kind: `"params"`; `"signed"` or `"nonnegative"` for moments; otherwise `"values"`.
         draw: what an update of these params rounds with.
@@ -64,7 +65,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         return self
 
     def kill(self, why: str) -> None:
-        """Drops the buffers. Any later use raises an error with the text `why`."""
+        """Drops the buffers. Later uses raise an error with the text `why`."""
         self._dead, self._buffers, self._held = why, {}, {}
 
     def close(self, why: str | None) -> None:
@@ -145,8 +146,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         return self.layout.groups[key].row.policy.straight_through and (form.rounds or not form.plain)
 
     def holds_values(self, key: Key) -> bool:
-        """True if a group holds float32 values instead of the codes of its format, as under a straight-through policy.
-        """
+        """True if a group holds float32 values instead of its format's codes, as under a straight-through policy."""
         if not self.goes_as_values(key) or getattr(self._buffers.get(key), "dtype", None) != torch.float32:
             return False
         return self._buffers.keys().isdisjoint(self.coded_as(key)[1][1:])

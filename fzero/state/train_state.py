@@ -97,11 +97,13 @@ class TrainState:
         """A new state with some fields changed.
 
         Args:
-            params, grads, moments: sharded trees, whose buffers are shared and not copied. Or full leaves, equal on all
-                ranks, as `fz.gather` returns them. Frozen leaves may be left out. Leaves that a sharded tree lacks stay
-                as they are: an `fz.ema` has the trained ones only.
+            params: a sharded tree, whose buffers are shared and not copied. Or full leaves, equal on all ranks, as
+                `fz.gather` returns them. Frozen leaves may be left out. Leaves that a sharded tree lacks stay as they
+                are: an `fz.ema` has the trained ones only.
+            grads: the same for kept grads. None drops them.
+            moments: the same for the optimizer's state, with its counts.
             extra: all entries, each sharded or full: `{**state.extra, name: value}`.
-            step: a number of applied updates. The optimizer has its own counts in `moments`.
+            step: a number of applied updates. The optimizer has its own counts, in `moments`.
             seed: another seed.
             signature: the signature of another state.
 
@@ -213,7 +215,7 @@ class TrainState:
         self._dead = why
 
     def kill(self, why: str) -> None:
-        """Marks the state and its trees as taken. Any later use raises an error with the text `why`."""
+        """Marks the state and its trees as taken. Later uses raise an error with the text `why`."""
         for tree in trees_of((self._params, self._grads, self._moments, self._extra)):
             tree.kill(why)
         self._params = self._grads = self._moments = self._extra = None  # type: ignore[assignment]

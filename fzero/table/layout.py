@@ -205,7 +205,7 @@ class Layout:
 
     @cached_property
     def key_of(self) -> dict[str, tuple[Key, Slot]]:
-        """`{leaf path: (key of its group, its slot)}`."""
+        """The key of its group and its slot, for each leaf path."""
         return {slot.path: (key, slot) for key, group in self.groups.items() for slot in group.slots}
 
     @cached_property
@@ -227,8 +227,7 @@ class Layout:
         return self.groups[key].numel // self.groups[key].shards
 
     def pieces(self, key: Key, rank: int) -> list[tuple[Slot, int, int]]:
-        """For each leaf of a group its range [start, stop) in the shard of `rank`. Empty if that has none of the leaf.
-        """
+        """For each leaf of a group its range [start, stop) in the shard of `rank`, empty if none of it is there."""
         size = self.shard_numel(key)
         starts = [(slot, slot.offset - rank * size) for slot in self.groups[key].slots]
         return [(slot, min(max(at, 0), size), min(max(at + slot.numel, 0), size)) for slot, at in starts]

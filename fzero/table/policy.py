@@ -163,7 +163,7 @@ class Policy:
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype in which a full gradient travels to be summed: never wider than that of the sum."""
+        """The dtype in which a full gradient travels to be summed, never wider than that of the sum."""
         assert self.grad and self.compute and self.reduce
         own = torch.promote_types(self.grad, self.compute)
         return own if own.itemsize < self.reduce.itemsize else self.reduce
