@@ -68,13 +68,13 @@ def loop(
         after: what it goes on after: the `extra` of a checkpoint that a loop has saved, which the state is restored
             from, or a number of steps. An iterable of batches must begin there.
         progress: a bar of tqdm, or its label; None shows one where tqdm is installed.
-        log: a CSV file of rows, one for the first step, each `every` steps and the last one, which begins anew unless a
-            run is resumed: its rows stay up to where that begins, and the same ones follow as if it had not ended. A
-            row that a full disk did not take is missing, as the error says.
+        log: a CSV file of rows: of the first step, each `every` steps and the last one. A resumed run goes on with its
+            rows, any other one begins anew. A row that a full disk did not take is missing, as the error says.
         tensorboard: a folder for the same numbers.
         every: steps between two rows; metrics are read then, and nobody waits for the device in between.
-        evaluate: `evaluate(state)`, the same numbers by name on all ranks, before the first step, after the last one
-            and between; not where a signal or `stop` ends the loop, so that a resumed run has the patience of a whole.
+        evaluate: `evaluate(state)` gives numbers by name, before the first step, after the last one and between. The
+            mean over ranks is taken; a pair (sum, count) weighs a rank. Not where a signal or `stop` ends the loop, so
+            that a resumed run has the patience of a whole.
         evaluate_every: steps between two evaluations.
         patience: evaluations in a row in which the first of these numbers is not lower than it ever was, after which
             the loop ends.
@@ -85,7 +85,7 @@ def loop(
         stop: asked before each step, the first one too, whether to end, instead of signals.
 
     Raises:
-        TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently, that a log
+        TypeError, ValueError: an argument of another kind; numbers that have other names on another rank, that a log
             has no column for, or that are none.
         ImportError: tqdm or tensorboard is asked for and not installed.
         RuntimeError: a step, `evaluate`, `stop` or `extra` raised StopIteration.
@@ -149,7 +149,7 @@ class Loop(Generic[S, M]):
         ended: why it has: "total", "batches" (there are no more), "patience", "asked" (a signal, or `stop`), "left",
             "failed"; "" before.
         logged: the numbers of the last row, by name: metrics, the seconds of a step, what was evaluated; of a run that
-            goes on those of its first step, until there is one.
+            goes on those of its first step, until there is one. Empty if it takes no step, as all are done already.
         note: a text that is shown behind the progress; may be set.
     """
 
