@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -41,7 +41,6 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
-Apply = Callable[..., Any]
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
@@ -87,6 +86,10 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         - `params` is `{fully qualified name: tensor}`, and shares the module's memory (`step.init` copies).
         - `buffers` is `{name: tensor}`, copies of the buffers as they are now.
 
+        `apply.eval(params, *args)` is the module in evaluation mode over the same params: no dropout, and batch norm by
+        its running statistics. With `buffers=True` it is `apply.eval(params, buffers, *args)`, and returns the outputs
+        alone. In a step: `fz.with_fn(step, fn)`, with a function that calls it.
+
     Raises:
         TypeError: `module` is no `nn.Module`.
         ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or code that
@@ -97,6 +100,9 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
+        >>> apply, params = fz.functional(torch.nn.Dropout(0.9))
+        >>> apply.eval(params, torch.ones(2))
+        tensor([1., 1.])
         >>> apply, params, buffers = fz.functional(torch.nn.BatchNorm1d(2, momentum=0.5), buffers=True)
         >>> out, new = apply(params, buffers, torch.full((4, 2), 3.0))
         >>> new["running_mean"], buffers["running_mean"]
@@ -117,7 +123,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         need_apart(module)
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
         places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
-    apply = _Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
+    apply = Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
     if not buffers:
         return apply, params
     return apply, params, {name: x.detach().clone() for name, x in values_of(module).items()}
@@ -131,7 +137,7 @@ class _Structure(NamedTuple):
     cut: tuple[CutLeaf, ...]
 
 
-class _Apply:
+class Apply:
     """The function of a module, as an object, so that it is pickled where the module can be.
 
     Args:
@@ -139,12 +145,21 @@ class _Apply:
         frozen: names of the params that the module does not train.
         carries: whether its buffers are given and returned.
         synchronises: whether all its batch norms take statistics over ranks.
+        evaluates: whether it is `eval` of another one, which returns no buffers.
     """
 
     __name__ = "apply"
 
-    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...], carries: bool, synchronises: bool) -> None:
+    def __init__(
+        self,
+        pristine: nn.Module,
+        frozen: tuple[str, ...],
+        carries: bool,
+        synchronises: bool,
+        evaluates: bool = False,
+    ) -> None:
         self._pristine, self._frozen, self._carries, self._synchronises = pristine, frozen, carries, synchronises
+        self._evaluates = evaluates
         names = {id(param): name for name, param in pristine.named_parameters()}
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -153,10 +168,17 @@ class _Apply:
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Apply, (self._pristine, self._frozen, self._carries, self._synchronises)
+        own = self._pristine, self._frozen, self._carries, self._synchronises, self._evaluates
+        return Apply, own
 
-    def __deepcopy__(self, memo: object) -> _Apply:
+    def __deepcopy__(self, memo: object) -> Apply:
         return self  # as any function
+
+    @functools.cached_property
+    def eval(self) -> Apply:
+        """The module in evaluation mode, over the same params. With buffers it returns the outputs alone."""
+        module, _, _ = private_copy(self._pristine, {id(param): param for param in self._pristine.parameters()})
+        return Apply(module.eval(), self._frozen, self._carries, False, True)
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)
@@ -185,7 +207,7 @@ class _Apply:
         with as_found(), own.untouched.around_call(), during(_units, units), during(_calls, (*_calls.get(), own)):
             with own.carrying(buffers) as new:
                 out = self._run(own, units, params, args, kwargs)
-        return (out, new) if self._carries else out
+        return (out, new) if self._carries and not self._evaluates else out
 
     def _run(
         self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params

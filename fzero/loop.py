@@ -68,8 +68,9 @@ def loop(
             rows.
         tensorboard: a folder for the same numbers.
         every: steps between two rows. Metrics are read for rows only, so the device is not waited for in between.
-        evaluate: `evaluate(state) -> {name: number}`, the same numbers on all ranks. It runs before the first step,
-            every `evaluate_every` steps and after the last step, but not if a signal or `stop` ends the loop.
+        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. A pair (sum, count)
+            weighs a rank. It runs before the first step, every `evaluate_every` steps and after the last step, but not
+            if a signal or `stop` ends the loop.
         evaluate_every: steps between two evaluations.
         patience: ends the loop after so many evaluations in a row in which the first number was not a new lowest.
         best: keeps the states in which that number is lowest: `fz.Checkpoints(folder, keep=1)`.
@@ -82,8 +83,8 @@ def loop(
         A `Loop`, to iterate over.
 
     Raises:
-        TypeError, ValueError: an argument of another kind; numbers of `evaluate` that are none, that ranks do not
-            share, or that the log has no column for.
+        TypeError, ValueError: an argument of another kind; numbers of `evaluate` that are none, that have other names
+            on another rank, or that the log has no column for.
         ImportError: tqdm or tensorboard is asked for and not installed.
         RuntimeError: `step`, `evaluate`, `stop` or `extra` raised StopIteration.
         Exception: what batches, `evaluate`, `stop`, `extra` or a log raised on any rank: on all, once the last state is
@@ -143,7 +144,8 @@ class Loop(Generic[S, M]):
             steps are dropped.
         ended: `"total"`, `"batches"` (there are no more), `"patience"`, `"asked"` (a signal, or `stop`), `"left"`,
             `"failed"`, or `""` while it runs.
-        logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations.
+        logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations. Empty if all steps are done
+            already.
         note: a text behind the progress bar. You may set it.
     """
 

@@ -226,14 +226,53 @@ def test_a_signal_that_one_process_gets_ends_all_with_a_checkpoint(tmp_path: Pat
     assert run_ranks(fn, 2, backend="processes") == [("asked", at, at, at)] * 2
 
 
-def test_ranks_that_evaluate_differently_are_told() -> None:
-    def rank_main(rank: int) -> None:
-        step = step_of(2)
-        for _ in quiet(step, step.init(PARAMS), [batch(0, rank)], evaluate=lambda state: {"x": rank}):
-            pass
+def test_an_evaluation_is_the_mean_over_ranks() -> None:
+    """With dropout off under ZeRO-3, of shares of different sizes: that of plain torch over all examples."""
+    net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)).double()
+    apply, params = fz.functional(net)
+    step = fz.shard_zero3(fz.train_step(lambda p, x, y: (apply(p, x) - y).square().mean(), fz.sgd(0.1)))
+    held = fz.with_fn(step, lambda p, x, y: (apply.eval(p, x) - y).square().mean(-1).sum())
+    shares = [[torch.cat([a, b][: n + 1]) for a, b in zip(batch(7), batch(8), strict=True)] for n in range(2)]
 
-    with pytest.raises(fz.testing.RankError, match=r"evaluate gave .* on this rank and other numbers on another"):
-        run_ranks(rank_main, 2)
+    def rank_main(rank: int) -> Any:
+        def evaluate(state: fz.TrainState) -> dict[str, Any]:
+            x, y = shares[rank]
+            return {"held out": (held.forward(state, x, y), len(x)), "rank": rank, "both": (rank, 3), "none": (0, 0)}
+
+        run = quiet(step, step.init(params), [batch(0, rank)], evaluate=evaluate)
+        state = [state for state, _ in run][-1]
+        return fz.gather(state.params), run.logged
+
+    (after, logged), other = run_ranks(rank_main, 2)
+    x, y = map(torch.cat, zip(*shares, strict=True))
+    with torch.no_grad():
+        want = (torch.func.functional_call(net.eval(), dict(after), x) - y).square().mean()
+    assert logged["held out"] == pytest.approx(want.item(), rel=1e-12)
+    assert (logged["rank"], logged["both"]) == (0.5, 1 / 6) and math.isnan(logged["none"])
+    assert repr(logged["held out"]) == repr(other[1]["held out"])
+
+
+def test_an_evaluation_over_axes_of_a_grid_is_the_mean_over_all() -> None:
+    def rank_main(rank: int) -> float:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        steps = [fz.shard_zero1(step_of(0), mesh=mesh, axis=name) for name in ("rows", "columns")]
+        states = tuple(own.init(PARAMS) for own in steps)
+        run = quiet(lambda s, *_: (s, {}), states, [batch(0)], evaluate=lambda _: {"x": (rank, 2 - rank % 2)})
+        assert len([*run]) == 1
+        return run.logged["x"]
+
+    assert run_ranks(rank_main, 4) == [1.0] * 4
+
+
+@pytest.mark.parametrize(("given", "text"), [({"a": 1}, "and other names"), ({"x": (1, -1)}, "with a count of -1")])
+def test_evaluations_that_have_no_mean_are_told(given: Any, text: str) -> None:
+    def rank_main(rank: int) -> str:
+        step = step_of(2)
+        with pytest.raises(ValueError) as info:
+            list(quiet(step, step.init(PARAMS), [batch(0, rank)], evaluate=lambda state: given if rank else {"x": 1}))
+        return str(info.value)
+
+    assert all(text in said for said in run_ranks(rank_main, 2))
 
 
 # ---- signals

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fzero.base import private, thread_state
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.forking import forking_context, loaded, pickled
+from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
@@ -191,7 +191,8 @@ class _Pool:
             for _ in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_worker, args=(theirs, list(sys.path)), daemon=True)
-                process.start()
+                with startable():
+                    process.start()
                 theirs.close()
                 self.processes.append(process)
                 self.pipes.append(ours)
