@@ -144,8 +144,8 @@ class Loop(Generic[S, M]):
             steps are dropped.
         ended: `"total"`, `"batches"` (there are no more), `"patience"`, `"asked"` (a signal, or `stop`), `"left"`,
             `"failed"`, or `""` while it runs.
-        logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations. Empty if all steps are done
-            already.
+        logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations. Empty if all steps
+            are done already.
         note: a text behind the progress bar. You may set it.
     """
 
