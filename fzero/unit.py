@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,10 +20,11 @@ from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def unit(fn: Callable[..., object]) -> Callable[..., Any]:
+def unit(fn: Callable[P, T]) -> Callable[P, T]:
     """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
 
     Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
@@ -40,7 +41,7 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     need_function(fn, "unit")
 
     @functools.wraps(fn)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return call_unit(fn, args, kwargs)
 
     return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -214,7 +215,7 @@ class Pullback:
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[Sharded, tuple[object, ...]]:
+    ) -> tuple[Sharded, tuple[Any, ...]]:
         """Pulls a cotangent of the outputs back.
 
         Args:
@@ -241,7 +242,7 @@ class Pullback:
             flat = self._flat(pulled, times)
             return self._grads(total, times), self._trees(flat)
 
-    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of a pullback: the input cotangents, the very ones that a call returns.
 
         What the second half needs is kept: of a linear layer its input and its output's cotangent. What cannot be told
