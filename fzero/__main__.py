@@ -16,16 +16,14 @@ import torch
 import fzero as fz
 from fzero.kernels import build, cache
 
-# package -> the extra that brings it, and what wants it
-OPTIONAL = {
-    "safetensors": ("examples", "the examples"),
-    "matplotlib": ("examples", "fz.plot_plan and fz.plot_schedule"),
-    "tqdm": ("examples", "fz.loop(progress=True)"),
-    "transformers": ("hf", "models of Hugging Face"),
-    "peft": ("hf", "LoRA"),
-    "ray": ("ray", "fz.remote(on='ray')"),
-    "deepspeed": ("bench", "the benchmarks"),
+# extra -> what wants it, and the packages that it brings
+EXTRAS = {
+    "examples": ("examples, pictures and progress bars", ("safetensors", "matplotlib", "tqdm")),
+    "hf": ("models of Hugging Face, and LoRA", ("transformers", "peft")),
+    "ray": ("fz.remote(on='ray')", ("ray",)),
+    "bench": ("the benchmarks", ("deepspeed",)),
 }
+
 
 
 def main() -> None:
@@ -38,10 +36,11 @@ def main() -> None:
     print(f"devices: {_devices(tries)}")
     print(f"C++ compiler: {_compiler(tries)}")
     print(f"kernels: {_kernels(tries)}")
-    print(f"optional packages: {', '.join(map(_version, OPTIONAL))}")
-    for name, (extra, use) in OPTIONAL.items():
-        if "missing" in _version(name):
-            tries.append(f"For {use}: pip install '.[{extra}]' in a clone of fzero, or pip install {name}.")
+    found = {name: _version(name) for _, names in EXTRAS.values() for name in names}
+    print(f"optional packages: {', '.join(found.values())}")
+    for extra, (use, names) in EXTRAS.items():
+        if missing := [name for name in names if found[name].endswith("missing")]:
+            tries.append(f"For {use}: pip install {' '.join(missing)}, or in a clone '.[{extra}]'.")
     print("\n".join(["to try:", *[f"- {line}" for line in tries]] if tries else ["nothing is missing"]))
 
 

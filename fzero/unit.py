@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,11 +20,11 @@ from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
-def unit(fn: Callable[P, T]) -> Callable[P, T]:
+def unit(fn: Fn) -> Fn:
     """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
 
     Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
@@ -41,10 +41,10 @@ def unit(fn: Callable[P, T]) -> Callable[P, T]:
     need_function(fn, "unit")
 
     @functools.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(*args: object, **kwargs: object) -> Any:
         return call_unit(fn, args, kwargs)
 
-    return call
+    return cast(Fn, call)
 
 
 def name(x: T, name: str) -> T:

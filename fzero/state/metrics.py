@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 
-S_co = TypeVar("S_co", covariant=True)
+State = TypeVar("State", covariant=True)
 
 if TYPE_CHECKING:
 
@@ -24,8 +24,8 @@ else:
     Metrics = dict
 
 
-class Begins(Protocol[S_co]):
+class Component(Protocol[State]):
     """A component, by the type of its states."""
 
     @property
-    def init(self) -> Callable[..., S_co]: ...
+    def init(self) -> Callable[..., State]: ...
