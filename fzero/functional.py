@@ -63,34 +63,35 @@ def functional(
 
 
 def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool = False) -> tuple[object, ...]:
-    """A pure function and its params from a module, which is left as it is.
+    """Makes a pure function and its params from an `nn.Module`. The module is left as it is.
 
-    The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
-    attribute, another hook) the next `functional` sees. Hooks, wrapped forwards and whatever else the module leads to
-    that reads it (by a closure, a default argument, a bound method, a global name) read the copy there, also where they
-    hold a param itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the
-    copy's: a counter counts there from call to call, and the module's own stays as it is.
+    - `apply` works on a private copy of the module as it is now. What you change in the module later, such as `eval()`
+      or a hook, has no effect on it: call `functional` again.
+    - Call `apply(params, x)` in your loss, not `module(x)`: the module's own weights are constants to a step.
+    - Attributes that `forward` sets are the copy's, and stay from call to call. A list that a hook appends to is yours.
+    - Params with `requires_grad=False` are frozen in a step, as by `fz.freeze`.
+    - A module at the path of a unit runs as a unit. By default these are the elements of each `ModuleList`.
 
     Args:
         module: any module. A tied weight appears once, under its first name.
-        buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
-            otherwise, as compressed sparse ones always, constants, which a forward that writes to one is refused for.
-        sync_batch_norm: whether each `F.batch_norm` and `torch.batch_norm` that it calls in training takes mean and
-            variance over all ranks that the running step takes means over, as one process does of the whole batch;
-            others of torch's, and buffers that ranks move apart, are refused. An `nn.SyncBatchNorm` does so anyway.
+        buffers: False: buffers are constants, and a forward that writes to one is refused. True: buffers (running
+            statistics, counters) go in and come out of each call. Compressed sparse buffers are always constants.
+        sync_batch_norm: True: each `F.batch_norm` and `torch.batch_norm` in training takes mean and variance over all
+            ranks of the step, as one process would over the whole batch. `nn.SyncBatchNorm` does so in any case.
 
     Returns:
-        `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
-        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
-        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`; and what
-        `fz.shard_tensor` asks of a module. Both are pickled where the module can be. With `buffers=True`
-        `apply(params, buffers, *args, **kwargs)` returns `(outputs, new buffers)`, and the third are the buffers as
-        they are now, copied, by their names. It writes to none of those that it is given.
+        `(apply, params)`, or `(apply, params, buffers)` with `buffers=True`. All can be pickled if the module can.
+
+        - `apply(params, *args, **kwargs)` returns what the module returns. With `buffers=True`, `apply(params, buffers,
+          *args, **kwargs)` returns `(outputs, new_buffers)` and changes nothing in place.
+        - `params` is `{fully qualified name: tensor}`, and shares the module's memory (`step.init` copies).
+        - `buffers` is `{name: tensor}`, copies of the buffers as they are now.
 
     Raises:
-        ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
-            the module's global name), or a module works on no tensors but its own (a ScriptModule, a lazy one). By
-            `apply`: the module changes a buffer in its forward; a param that it does not train would be trained.
+        TypeError: `module` is no `nn.Module`.
+        ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or code that
+            reads the module and cannot be made anew. From `apply`: the forward changes a buffer, and `buffers` is
+            False.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))

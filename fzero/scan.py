@@ -34,26 +34,28 @@ Batch = tuple[object, ...]
 def scan(
     step: Step, state: TrainState, batches: object, remat_every: int | None = None
 ) -> tuple[TrainState, Metrics]:
-    """Applies a step to one batch after the other: `state, metrics = step(state, *batch)`, as one function.
+    """Runs many steps as one differentiable function, with memory for few states: JAX's `lax.scan` with checkpoints.
 
-    torch.func differentiates it by the state, the batches, and the tensors that the step's optimizer and function were
-    made with. Reverse-mode keeps the state before every `remat_every`-th step, and the batches; the states between are
-    made again, and one step at a time is differentiated. So memory grows with the square root of the number of steps
-    where every part has that many (Chen et al. 2016), for one more run of all steps.
+    It is `state, metrics = step(state, *batch)` for each batch. `torch.func` differentiates it by the state, the
+    batches, and tensors that the optimizer or the function was made with. Reverse mode keeps the batches and each
+    `remat_every`-th state. The states between are computed again. So n steps keep about 2 √n states, and run once more.
 
     Args:
-        step: any step whose derivative there is.
-        state: before the first step.
-        batches: a list of batches, each a tuple of the step's inputs, or one input; or a tuple of inputs, tensors or
-            trees of them, whose leading dim is that of steps.
-        remat_every: how many steps lie between two kept states; the square root of their number by default.
+        step: any step that has a derivative.
+        state: the state before the first step.
+        batches: a list with one batch for each step, a tuple of inputs or one input. Or a tuple of inputs, tensors or
+            trees of them, whose leading dim counts steps.
+        remat_every: the number of steps from one kept state to the next. None takes the square root of their number.
 
     Returns:
-        The state after the last step, and the metrics of all steps: each as a tensor [steps, ...].
+        `(state, metrics)`: the state after the last step, and each metric of all steps as a tensor `[steps, ...]`.
 
     Raises:
-        TypeError: batches of another kind, metrics that are no tensors or numbers.
+        TypeError: batches of another kind, or metrics that are no tensors or numbers.
         ValueError: no batches, or inputs of different lengths.
+
+    Source:
+        Chen et al. 2016, arXiv 1604.06174.
 
     Example:
         >>> def trained(lr):
