@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-torch wheel docs docs-check lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
-demo: .venv/.installed
+demo: .venv/.demo
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
 	@$(BIN)/python examples/train_lm.py --resume
 
@@ -118,15 +118,20 @@ bench-gpu: .venv/.installed
 	@$(BIN)/python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 \
 		--width 2048 --blocks 20 --heads 16 --batch 8 --context 1024
 
+.venv/.installed: .venv/.demo
+	@echo "== installing the extras hf, test, dev"
+	@$(PIP) -e '.[examples,hf,test,dev]'
+	@touch $@
+
 # torch comes first: the pinned version, before any open range can choose another
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "== installing torch (some minutes on a fresh machine)"
 	@$(PIP) torch
-	@echo "== installing fzero with the extras examples, hf, test, dev"
-	@$(PIP) -e '.[examples,hf,test,dev]'
+	@echo "== installing fzero with the extra examples"
+	@$(PIP) -e '.[examples]'
 	@touch $@
 
 clean:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
 from fzero.state.beyond import here
 from fzero.state.checks import constants, need_derivatives
+from fzero.state.metrics import Metrics
 from fzero.step import Step
 from fzero.table.microbatch import Microbatches, need_in_dims, need_weights
 
@@ -120,7 +121,7 @@ class Pipeline:
 
     def vjp(
         self, state: PipelineState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
-    ) -> Any:
+    ) -> tuple[Any, PipelinePullback, *tuple[Any, ...]]:
         """The outputs of the last stage and their pullback: all forward tasks of the schedule.
 
         Args:
@@ -171,7 +172,7 @@ class Pipeline:
 
     def __call__(
         self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0
-    ) -> tuple[PipelineState, dict[str, Any]]:
+    ) -> tuple[PipelineState, Metrics]:
         """One update by the whole schedule.
 
         Args:
@@ -188,7 +189,7 @@ class Pipeline:
             call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
             new, metrics = self._updated(state, call.grads(times), None)
         metrics |= {"loss": loss} if loss is not None else {}
-        return new, metrics | ({"aux": aux} if self._has_aux else {})
+        return new, cast(Metrics, metrics | ({"aux": aux} if self._has_aux else {}))
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
         """Measures when each task of one step begins and ends, for `fz.plot_schedule`. Arguments: as a step."""
@@ -197,9 +198,7 @@ class Pipeline:
                 self._stages[stage].spans(stage)  # of what was before
             return timeline_of(self._run(state, inputs, cotangent, rng, records=True)[0], self._stages, self.schedule)
 
-    def update(
-        self, state: PipelineState, grads: PerStage, grad_norm: object = None
-    ) -> tuple[PipelineState, dict[str, Any]]:
+    def update(self, state: PipelineState, grads: PerStage, grad_norm: object = None) -> tuple[PipelineState, Metrics]:
         """Updates all components, clipped by their common norm. If a gradient in one is not finite, all skip.
 
         Args:
@@ -299,9 +298,7 @@ class Pipeline:
         own = (passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep, state[self._last])
         return Call(self._wires, *own)
 
-    def _updated(
-        self, state: PipelineState, grads: PerStage, grad_norm: object
-    ) -> tuple[PipelineState, dict[str, Any]]:
+    def _updated(self, state: PipelineState, grads: PerStage, grad_norm: object) -> tuple[PipelineState, Metrics]:
         with as_found(), private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
             return updated(self._own, state, grads, grad_norm, self._places)
 

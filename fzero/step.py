@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,6 +32,7 @@ from fzero.state.checks import (
     refuse_captured,
 )
 from fzero.state.init import init_state
+from fzero.state.metrics import Metrics
 from fzero.state.placing import settle
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
@@ -43,6 +44,8 @@ from fzero.table.policy import ByPath, Policy
 from fzero.table.spec import LEAF_NORMS, Spec, need_step
 from fzero.update.fused import fused_call, fuses
 from fzero.update.update import apply_update
+
+Updated = tuple[TrainState, Metrics]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class Step(Spec):
             warn_where_slow(state)
             return state
 
-    def vjp(self, state: TrainState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+    def vjp(
+        self, state: TrainState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
+    ) -> tuple[Any, Pullback, *tuple[Any, ...]]:
         """The outputs and their pullback: `torch.func.vjp` of the function, with sharded params.
 
         Args:
@@ -170,7 +175,7 @@ class Step(Spec):
             merged = micro.merge(outputs, factors=counts.factors)
         return (merged, micro.merge(auxes, "aux", counts.of_rank)) if self.has_aux else merged
 
-    def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
+    def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Updated:
         """One update: forward, pullback, and the optimizer. All ranks of the step call it.
 
         Transforms of `torch.func` go through the call: by the state, the inputs, the cotangent, and by tensors that the
@@ -217,7 +222,7 @@ class Step(Spec):
             refuse_captured("step", self.fn)
         with as_found():
             if fuses(self, state):
-                return fused_call(self, state, inputs, cotangent, rng)
+                return cast(Updated, fused_call(self, state, inputs, cotangent, rng))
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:
                 grads, _ = run.pull(ct, into=total)
@@ -232,9 +237,9 @@ class Step(Spec):
             loss = batch.loss()
             new, metrics = apply_update(self, state, sharded, None)
             new = batch.kept(new, metrics)
-            return new, {**metrics, **loss, **batch.aux()}
+            return cast(Updated, (new, {**metrics, **loss, **batch.aux()}))
 
-    def update(self, state: TrainState, grads: object, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, grads: object, grad_norm: object = None) -> Updated:
         """Applies grads: the optimizer's half of a step. Grads that `add_grads` has kept are added, then cleared.
 
         Args:
@@ -265,7 +270,7 @@ class Step(Spec):
         if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
             state, own, grad_norm = constants("step.update", state=state, grads=own, grad_norm=grad_norm)
         with as_found(), private.of_normal_tensors(), below_unless(follows):
-            return apply_update(self, state, own, grad_norm)
+            return cast(Updated, apply_update(self, state, own, grad_norm))
 
     def add_grads(self, state: TrainState, grads: object) -> TrainState:
         """Adds grads to those that the state keeps for its next update: several losses or pullbacks, one update.

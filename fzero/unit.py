@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,9 +21,10 @@ from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 
 T = TypeVar("T")
+Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
-def unit(fn: Callable[..., object]) -> Callable[..., Any]:
+def unit(fn: Fn) -> Fn:
     """Makes a function a unit: what params are gathered, freed and recomputed for. Usually a transformer block.
 
     In a step, call it with a subtree of the params: `block(params["blocks"][0], x)`. Its leaves are gathered for this
@@ -51,7 +52,7 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     def call(*args: object, **kwargs: object) -> Any:
         return call_unit(fn, args, kwargs)
 
-    return call
+    return cast(Fn, call)
 
 
 def name(x: T, name: str) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from fzero.checkpoint.together import read_together
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
+from fzero.state.metrics import Component, State
 from fzero.state.origin import Origin
 from fzero.state.sliced import Sliced
 from fzero.state.source import Source
@@ -33,14 +34,14 @@ from fzero.table.spec import Spec, need_step
 
 def load(
     path: str | os.PathLike[str],
-    step: Spec | Loadable,
+    step: Component[State],
     *,
     like: object = None,
     pattern: str = "*",
     params_only: bool = False,
     lossy: bool = False,
     lenient: bool = False,
-) -> Any:
+) -> State:
     """The state of a checkpoint as a state of `step`, to the bit where nothing is stored more narrowly.
 
     The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
@@ -79,9 +80,8 @@ def load(
         options = {"like": like, "pattern": pattern, "params_only": params_only, "lossy": lossy, "lenient": lenient}
         return step.load_from(path_of(path, "load"), options)
     need_step(step, "load")
-    return load_both(
-        lambda: Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient), step, params_only
-    )[0]
+    asked = lambda: Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient)
+    return cast(State, load_both(asked, cast(Spec, step), params_only)[0])
 
 
 def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tuple[TrainState, object]:

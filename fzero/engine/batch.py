@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -216,7 +217,7 @@ class Pullback:
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[Sharded, tuple[object, ...]]:
+    ) -> tuple[Sharded, tuple[Any, ...]]:
         """Pulls a cotangent of the outputs back.
 
         Args:
@@ -248,7 +249,7 @@ class Pullback:
             flat = self._flat(pulled, times)
             return self._grads(total, times), self._trees(flat)
 
-    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of a pullback: the input cotangents, the same bits as a call returns.
 
         What the second half needs is kept: of a linear layer its input and the cotangent of its output. What cannot be

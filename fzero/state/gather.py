@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -25,6 +25,14 @@ from fzero.state.checks import check_buffers, constants, goes_on
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
+
+
+@overload
+def gather(tree: Sharded, pattern: str, to: None = None) -> dict[str, torch.Tensor]: ...
+
+
+@overload
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any: ...
 
 
 def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:

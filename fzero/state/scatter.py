@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard, TypeVar, cast
 
 import torch
 
@@ -25,8 +25,10 @@ from fzero.state.whole import slice_of
 from fzero.stores.away import Away, Buffer
 from fzero.table.layout import Key
 
+Tree = TypeVar("Tree")
 
-def scatter(tree: object, like: object) -> Any:
+
+def scatter(tree: object, like: Tree) -> Tree:
     """Cuts full leaves into each rank's slices: the inverse of `fz.gather`. All ranks call it, with equal leaves.
 
     To edit a state: gather, change some leaves, scatter, `state.replace`. (`state.replace` and `step.update` take full
@@ -64,7 +66,7 @@ def scatter(tree: object, like: object) -> Any:
             f"scatter: got like={named(like)}, in which no tree is sharded; expected state.params, grads, "
             "state.moments, an entry of state.extra, or a pytree of such trees."
         )
-    return scattered("scatter", "tree", tree, like)
+    return cast(Tree, scattered("scatter", "tree", tree, like))
 
 
 def scattered(

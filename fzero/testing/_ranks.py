@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,21 @@ from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
 
+T = TypeVar("T")
+
 
 class RankError(RuntimeError):
     """A rank failed; the message holds its traceback, `__cause__` its exception where ranks are threads."""
 
 
 def run_ranks(
-    fn: Callable[[int], object],
+    fn: Callable[[int], T],
     world_size: int,
     *,
     backend: str = "threads",
     timeout: float = 60.0,
     checked: bool = True,
-) -> list[Any]:
+) -> list[T]:
     """Runs `fn(rank)` on every rank of a process group, and returns the results in rank order.
 
     Args:

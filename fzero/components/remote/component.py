@@ -81,7 +81,9 @@ class RemoteComponent:
         """
         return RemoteState(self.made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
 
-    def vjp(self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+    def vjp(
+        self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
+    ) -> tuple[Any, RemotePullback, *tuple[Any, ...]]:
         """The outputs and their pullback for the whole batch, as handles.
 
         Args:
