@@ -274,7 +274,7 @@ class _Torch:
     def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
         now, count = known(rate(self.lr, old.count.value)), old.count
         new, others = count.next(), old.others
-        differ = bool(count.began) and self.counting  # otherwise it is given one leaf, of which the others are
+        differ = bool(count.missed) and self.counting  # otherwise it is given one leaf, of which the others are
 
         def stepped(number: int, grads: object, *trees: object) -> tuple[object, ...]:
             nonlocal others

@@ -112,7 +112,7 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
 
 
 @contextlib.contextmanager
-def _hooks_kept() -> Iterator[None]:
+def hooks_kept() -> Iterator[None]:
     """Each group that begins wraps sys.excepthook once more, and none that ends takes its own away."""
     before = sys.excepthook
     try:
@@ -125,7 +125,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     thread_state.prepare_for_fakes()
-    with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
+    with hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:
