@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-torch wheel docs docs-check lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
-demo: .venv/.installed
+demo: .venv/.demo
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
 	@$(BIN)/python examples/train_lm.py --resume
 
@@ -64,7 +64,7 @@ wheel:
 	@$(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(WHEEL)/bin/pip install -q --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[examples,hf,test]"
-	@mkdir $(WHEEL)/tree && cp -r tests examples benchmarks notebooks *.md Makefile *.txt pyproject.toml $(WHEEL)/tree
+	@mkdir $(WHEEL)/tree && cp -r tests examples benchmarks notebooks docs *.md *.cff LICENSE Makefile *.txt pyproject.toml $(WHEEL)/tree
 	@cd $(WHEEL)/tree && ../bin/python -c 'import fzero; print("==", fzero.__file__)'
 	@echo "== tests with a C++ compiler"
 	@cd $(WHEEL)/tree && PYTHONDONTWRITEBYTECODE= ../bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
@@ -100,33 +100,38 @@ mutants: .venv/.installed
 
 # every architecture of the installed transformers that a tiny configuration builds, and benchmarks/huggingface.json
 hf: .venv/.installed
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/huggingface_sweep.py
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/huggingface_sweep.py --save huggingface
 
-# benchmarks want an otherwise idle machine
+# benchmarks want an otherwise idle machine; make bench SAVE=--save keeps the tables for docs/benchmarks.md
 bench: .venv/.installed
 	@echo "== installing the peers (extra bench)"
 	@$(PIP) -e '.[bench]'
 	@echo "== what a unit costs in Python"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(SAVE)
 	@echo "== steps beside DDP, FSDP2 and DeepSpeed on two ranks (some minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(SAVE)
 	@echo "== tensor and sequence parallelism beside torch and DeepSpeed on two ranks (some minutes)"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/axes.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/axes.py $(SAVE)
 
 # one CUDA device, a GPT of 1.0 billion params in bfloat16
 bench-gpu: .venv/.installed
 	@$(BIN)/python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 \
 		--width 2048 --blocks 20 --heads 16 --batch 8 --context 1024
 
+.venv/.installed: .venv/.demo
+	@echo "== installing the extras hf, test, dev"
+	@$(PIP) -e '.[examples,hf,test,dev]'
+	@touch $@
+
 # torch comes first: the pinned version, before any open range can choose another
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "== installing torch (some minutes on a fresh machine)"
 	@$(PIP) torch
-	@echo "== installing fzero with the extras examples, hf, test, dev"
-	@$(PIP) -e '.[examples,hf,test,dev]'
+	@echo "== installing fzero with the extra examples"
+	@$(PIP) -e '.[examples]'
 	@touch $@
 
 clean:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from step import spawned
 
 import fzero as fz
@@ -126,20 +127,25 @@ def measure(rank: int, arguments: argparse.Namespace, _: object) -> None:
     if rank:
         return
     print("outputs and gradients agree")
-    for name, each in times.items():
-        # contenders of one round met the same load of the machine
-        ratio = statistics.median([own / first for own, first in zip(each, times[FIRST], strict=True)])
-        print(
-            f"{name:34} {1e3 * statistics.median(each):8.1f} ms  {ratio:5.2f} of {FIRST}   {peaks[name] / MIB:8.2f} "
-            f"MiB  {peaks[name] / peaks[FIRST]:5.3f} of {FIRST}"
-        )
+    table = results.Table("median ms", f"of {FIRST}", f"of {DEEPSPEED}", "MiB", f"MiB of {FIRST}")
     for name, attend in found.items():
         if isinstance(attend, str):
-            print(f"{name:34} does not take part: {attend.splitlines()[0]}")
+            table.row(name, f"does not take part: {attend.splitlines()[0]}")
+            continue
+        # contenders of one round met the same load of the machine
+        ratios = [
+            statistics.median([own / first for own, first in zip(times[name], times[other], strict=True)])
+            if other in times
+            else None
+            for other in (FIRST, DEEPSPEED)
+        ]
+        sizes = peaks[name] / MIB, peaks[name] / peaks[FIRST]
+        table.row(name, 1e3 * statistics.median(times[name]), *ratios, *sizes)
+    results.save(arguments, table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     for name, default in (("ranks", 2), ("length", 4096), ("heads", 32), ("d", 64), ("chunks", 16), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="as many as heads by default")

@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from allocated import Allocated
 from attention import deepspeeds, torchs
 from contenders import ADAMW, DECAY, LR, Run, Training, deepspeed_engine, loss_of, mean_of
@@ -58,7 +59,6 @@ import fzero as fz
 
 REGIMES: dict[str, dict[str, Any]] = {"float32": {}, "batch 1": {"batch": 1}, "bf16": {"dtype": "bfloat16"}}
 TRIAL = 3  # steps of each contender before those that are timed: losses show the gradients before, and memory settles
-TARGET = 0.9
 SILENT = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler that counts memory logs a lot
 Bytes = tuple[int, int, int]  # at rest, at peak, sent in a step
 CAUSAL = functools.partial(torchs, causal=True)
@@ -348,35 +348,34 @@ def tolerance(args: argparse.Namespace) -> float:
     return 1e-4 if args.dtype == "float32" else 2e-2
 
 
-def show(found: Found, names: list[str]) -> None:
-    print(f"{'':<34}{'median':>10}{'at rest':>10}{'at peak':>10}{'sent':>10}")
+def table_of(regime: str, found: Found, names: list[str]) -> results.Table:
+    table = results.Table("median ms", "MB at rest", "MB at peak", "MB sent", title=regime)
     for name in names:
         if name in found.refused:
-            print(f"{name:<34}{'would not run':>20}")
+            table.row(name, "would not run")
             continue
-        sizes = "".join(f"{size / MB:>10.1f}" if size else f"{'-':>10}" for size in found.bytes[name])
-        print(f"{name:<34}{statistics.median(found.times[name]) * 1e3:>10.1f}{sizes}")
+        sizes = [size / MB if size else None for size in found.bytes[name]]
+        table.row(name, statistics.median(found.times[name]) * 1e3, *sizes)
+    return table
 
 
-def compare(by_regime: dict[str, Found]) -> None:
+def compared(by_regime: dict[str, Found]) -> results.Table:
     """Ratios of times, and why some are missing."""
-    print(f"\n{f'fzero / peer, target {TARGET}':<62}" + "".join(f"{regime:>10}" for regime in by_regime))
+    table = results.Table(*by_regime, title="fzero / peer")
     for name, peers in PEERS.items():
         for peer in peers:
-            cells = [
-                f"{ratio(found.times, name, peer):>10.2f}" if {name, peer} <= set(found.times) else f"{'-':>10}"
-                for found in by_regime.values()
-            ]
-            if any(cell.strip() != "-" for cell in cells):
-                print(f"{f'{name} / {peer}':<62}" + "".join(cells))
+            both = [found.times if {name, peer} <= {*found.times} else None for found in by_regime.values()]
+            if any(both):
+                table.row(f"{name} / {peer}", *[None if times is None else ratio(times, name, peer) for times in both])
     reasons = {(name, why): [] for found in by_regime.values() for name, why in found.refused.items()}
     for (name, why), regimes in reasons.items():
         regimes += [regime for regime, found in by_regime.items() if found.refused.get(name) == why]
         print(f"{name} would not run ({', '.join(regimes)}): {why}")
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"ranks": 2, "width": 512, "blocks": 3, "heads": 8, "kv-heads": 4, "vocabulary": 4096}
     sizes |= {"batch": 4, "context": 256, "warmup": 0, "rounds": 5, "steps": 2}
     for name, default in sizes.items():
@@ -390,7 +389,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("activations.png"), help="of --lengths")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
     if args.lengths:
-        draw(args.out, args.longest, args.degrees)
+        results.save(args, *draw(args.out, args.longest, args.degrees))
         return
     for name in ("context", "heads", "kv_heads", "vocabulary"):
         if getattr(args, name) % args.ranks:
@@ -398,14 +397,14 @@ def main() -> None:
     print(" ".join(f"{name.replace('-', '_')}={getattr(args, name.replace('-', '_'))}" for name in sizes))
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}, bf16 is quick with AVX512_BF16 or AMX only", flush=True)
     by_regime: dict[str, Found] = {}
+    tables = []
     for regime in args.regimes:
         own = argparse.Namespace(**(vars(args) | REGIMES[regime]))
         with environment(SILENT):
             by_regime[regime] = spawned(measured, own, args.only, keeps=args.keep_memory)
-        print(f"\n{regime}: ", end="")
         check_losses(by_regime[regime].losses, tolerance(own))
-        show(by_regime[regime], args.only)
-    compare(by_regime)
+        tables.append(table_of(regime, by_regime[regime], args.only))
+    results.save(args, compared(by_regime), *tables)
 
 
 if __name__ == "__main__":

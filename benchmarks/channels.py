@@ -14,13 +14,13 @@ Then the round trip of a small message, in microseconds: the median, and what 99
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import secrets
 import statistics
 import time
 from collections.abc import Callable
 
+import results
 import torch
 
 from fzero.channels import Address, Closed, Connection, Listener, connect, over_tcp
@@ -58,7 +58,7 @@ def there(connection: Connection, payload: object, read: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64, 256], help="sizes; default 1 16 64 256")
     parser.add_argument("--rounds", type=int, default=11, help="default 11")
     parser.add_argument("--trips", type=int, default=5000, help="round trips of a small message; default 5000")
@@ -72,7 +72,7 @@ def main() -> None:
             processes.append(context.Process(target=answer, args=(address, token), daemon=True))
             processes[-1].start()
             connections[name] = listener.accept(timeout=60.0)
-    print(f"{'MiB':>6}{'memcpy GB/s':>14}" + "".join(f"{name:>16}{'read':>8}" for name in connections))
+    shared = results.Table("memcpy GB/s", *[name + end for name in connections for end in ("", ", read")])
     for mib in args.mib:
         payload = torch.ones(mib << 20, dtype=torch.uint8)
         target, times = torch.zeros_like(payload), max(1, 64 // mib)
@@ -89,12 +89,13 @@ def main() -> None:
             speeds.append(payload.numel() / copying / 1e9)
             for key, run in kinds.items():
                 shares[key].append(copying / seconds(run, times))
-        cells = [f"{statistics.median(shares[key]):>{8 if key[1] else 16}.2f}" for key in kinds]
-        print(f"{mib:>6}{statistics.median(speeds):>14.1f}" + "".join(cells))
+        shared.row(f"{mib} MiB", statistics.median(speeds), *[statistics.median(shares[key]) for key in kinds])
+    latency = results.Table("us", "p99")
     for name, connection in connections.items():
         trips = sorted(seconds(lambda: there(connection, ("call", 3), False), 1) for _ in range(args.trips))
         name = f"round trip by {'a unix socket' if connection.transport == 'unix' else name}"
-        print(f"{name}: {statistics.median(trips) * 1e6:.0f} us, p99 {trips[len(trips) * 99 // 100] * 1e6:.0f} us")
+        latency.row(name, statistics.median(trips) * 1e6, trips[len(trips) * 99 // 100] * 1e6)
+    results.save(args, shared, latency)
     for connection, process in zip(connections.values(), processes, strict=True):
         connection.close()
         process.join(10.0)

@@ -11,7 +11,6 @@ and while a save is under way.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import os
@@ -26,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -94,7 +94,7 @@ def synced(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--units", type=int, default=85, help="of 2^20 params, 12 bytes each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
@@ -158,13 +158,17 @@ def main() -> None:
     finally:
         shutil.rmtree(top, ignore_errors=True)
         shutil.rmtree(memory, ignore_errors=True)
+    table, ratios = results.Table("median ms", "GB/s", "times"), results.Table("ratio")
+    middle = {name: statistics.median(found) for name, found in times.items()}
     for name, found in times.items():
-        middle = statistics.median(found)
-        print(f"{name:36} {1e3 * middle:10.2f} ms {nbytes / middle / 1e9:8.2f} GB/s   ({len(found)} times)")
+        of_state = not name.startswith("step") and "caller" not in name
+        table.row(name, 1e3 * middle[name], nbytes / middle[name] / 1e9 if of_state else None, len(found))
     pairs = ("fz.save", "dd writes"), ("fz.load", "dd reads"), ("fz.load", "bare threads read and hash")
     for name, over in pairs:
         ratio = statistics.median([b / a for a, b in zip(times[name], times[over], strict=True)])
-        print(f"{name} reaches {ratio:.2f} of the rate of: {over}")
+        ratios.row(f"rate of {name} / rate of: {over}", ratio)
+    ratios.row("step while saving / step alone", middle["step while saving"] / middle["step alone"])
+    results.save(args, table, ratios)
 
 
 def _trees(state: fz.TrainState) -> list[tuple[str, fz.Sharded]]:

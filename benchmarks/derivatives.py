@@ -27,7 +27,6 @@ exact in every case.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -49,6 +48,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import derivative_libraries as libraries
 import derivative_ranks as ranked
+import results
 from contenders import start
 from derivative_cases import CASES, Case, Data, data_of, grad_by_autograd, reference
 from derivative_verdicts import ABSENT, TOLERANCE, Verdict, dense, growth_of, held_to
@@ -274,12 +274,12 @@ def cell(name: str, found: dict[str, Verdict]) -> str:
     return "; ".join(dict.fromkeys(str(verdict) for verdict in found.values()))
 
 
-def table(found: dict[str, dict[str, dict[str, Verdict]]], cases: Sequence[str]) -> str:
-    """Markdown, a column for each contender."""
-    lines = ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+def table_of(found: dict[str, dict[str, dict[str, Verdict]]], cases: Sequence[str]) -> results.Table:
+    """A column for each contender."""
+    table = results.Table(*found, show=False)
     for key in cases:
-        lines.append(f"| {CASES[key].title} | " + " | ".join(cell(name, found[name][key]) for name in found) + " |")
-    return "\n".join(lines)
+        table.row(CASES[key].title, *[cell(name, found[name][key]) for name in found])
+    return table
 
 
 def ways_of(name: str, found: dict[str, dict[str, Verdict]]) -> str:
@@ -293,7 +293,7 @@ def ways_of(name: str, found: dict[str, dict[str, Verdict]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), help="some contenders")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a case in one way; default 120")
@@ -308,7 +308,9 @@ def main() -> None:
         print(f"{ways_of(name, found[name])}\n{name}: {time.monotonic() - began:.0f} s\n", flush=True)
     for name in absent:
         print(f"{name}: not installed\n")
-    print(table(found, args.cases))
+    table = table_of(found, args.cases)
+    print(results.markdown(table.rows))
+    results.save(args, table)
     ours = [
         cell(name, verdicts) for name, each in found.items() if name.startswith("fzero") for verdicts in each.values()
     ]

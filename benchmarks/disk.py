@@ -13,7 +13,6 @@ filesystem takes it), turn by turn in one run; a line gives the medians in MB/s,
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 
+import results
 import torch
 
 from fzero.stores.blocks import aligned
@@ -43,7 +43,7 @@ def dd(*operands: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     sizes = {"mib": 64, "tensors": 16, "in-flight": 3, "threads": 4, "turns": 7}
     for name, default in sizes.items():
@@ -106,11 +106,13 @@ def main() -> None:
             assert torch.equal(targets[last], sources[last]) and torch.equal(askew[last], sources[last])
         files.clear()
 
+    table = results.Table("dd MB/s", "fzero MB/s", "ratio")
     for name, pairs_of_seconds in times.items():
         one = statistics.median(total / a / 1e6 for a, _ in pairs_of_seconds)
         other = statistics.median(total / b / 1e6 for _, b in pairs_of_seconds)
         ratio = statistics.median(a / b for a, b in pairs_of_seconds)
-        print(f"{name:<26} dd {one:>6.0f} MB/s, here {other:>6.0f} MB/s, ratio {ratio:.2f}", flush=True)
+        table.row(name, one, other, ratio)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ drawn anew. All must end with the same params, or the run fails.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import results
 import torch
 from torch import nn
 
@@ -128,13 +128,13 @@ def check_params(runs: dict[str, Fzero | ByHand]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"members": 16, "width": 32, "layers": 4, "batch": 16, "warmup": 2, "rounds": 15, "steps": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
+    print(" ".join(f"{key}={value}" for key, value in vars(args).items() if key != "save"))
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}, one thread", flush=True)
     runs = {
         name: make([module(args.width, args.layers, seed) for seed in range(args.members)])
@@ -152,13 +152,14 @@ def main() -> None:
             if count >= args.warmup:
                 times[name].append((time.perf_counter() - begin) / args.steps)
     check_params(runs)
-    print(f"{'':<16}{'median ms':>12}{'of runs':>12}{'of by hand':>12}")
+    table = results.Table("median ms", "of runs", "of by hand")
     for name, found in times.items():
         ratios = [
             statistics.median(a / b for a, b in zip(found, times[other], strict=True))
             for other in ("runs, fzero", "vmap, by hand")
         ]
-        print(f"{name:<16}{1e3 * statistics.median(found):>12.2f}{ratios[0]:>12.3f}{ratios[1]:>12.3f}")
+        table.row(name, 1e3 * statistics.median(found), *ratios)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from step import schedule, spawned
 
 import fzero as fz
@@ -60,15 +61,17 @@ def measured(rank: int, args: argparse.Namespace, _: object) -> dict[tuple[int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     for name, default in {"ranks": 2, "compute": 2, "exchanges": 20, "rounds": 11}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu"))
     found = spawned(measured, args, None)
-    print(f"{'elements':>10}{'fzero: any thread':>20}{'yielding':>12}{'torch: any thread':>20}{'yielding':>12}")
+    how = ("any thread", "yielding")
+    table = results.Table(*[f"{name}: {kind}, ms" for name in ("fzero", "torch") for kind in how])
     for count in NUMBERS:
         cells = [found[count, name, yields] for name in ("fzero", "torch") for yields in (False, True)]
-        print(f"{count:>10}" + "".join(f"{cell:>{width}.2f}" for cell, width in zip(cells, (20, 12) * 2, strict=True)))
+        table.row(f"{count:,} elements", *cells)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import results
 from contenders import ALONE
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 from step import memory, ratio, spawned, timed
@@ -47,19 +48,19 @@ def measured(**sizes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/growth.png"))
     parser.add_argument("--quick", action="store_true", help="first, middle and last point of each axis only")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure, panels = plt.subplots(2, len(AXES), figsize=(15, 6.5), sharey="row", layout="constrained")
+    table = results.Table("FSDP2, time", "FSDP2, live at peak", "fzero ZeRO-3, time", "fzero ZeRO-3, live at peak")
     for column, (axis, (label, values)) in enumerate(AXES.items()):
         chosen = sorted({values[0], values[len(values) // 2], values[-1]}) if args.quick else values
         points = []
         for value in chosen:
             points.append(measured(**{axis: value}))
-            said = ", ".join(f"{n}: time {p['time']:.2f}, peak {p['peak']:.2f}" for n, p in points[-1].items())
-            print(f"{axis}={value}: {said} (of the step without communication)", flush=True)
+            table.row(f"{axis}={value}", *[points[-1][name][kind] for name in NAMES[1:] for kind in ("time", "peak")])
         for row, kind in enumerate(("time", "peak")):
             panel = panels[row][column]
             for name, style in (("fzero ZeRO-3", "o-"), ("FSDP2", "s--")):
@@ -81,6 +82,7 @@ def main() -> None:
     figure.suptitle(f"How cost grows: one size at a time, from {base}; float32, AdamW, gloo")
     figure.savefig(args.out, dpi=110)
     print(f"wrote {args.out}")
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import results
 import torch
 import torch.distributed as dist
 from contenders import ADAMW, Setup, built
@@ -71,7 +72,7 @@ def timed(rank: int, args: argparse.Namespace, names: list[str]) -> dict[str, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"ranks": 2, "width": 512, "blocks": 6, "batch": 4, "context": 128, "updates": 60, "steps": 4}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -79,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     args.device = "cpu"
     names = [name for name in STEPS if name in args.only or not args.only]
-    print(f"{'':<22}{'step':>9}{'update':>9}{'adds':>9}{'of a step':>11}{'steps':>8}")
+    table = results.Table("step ms", "update ms", "norms add ms", "% of a step", "steps with / without")
     for name in names:
         plain, measured, without, with_norms = spawned(timed, args, [name])[name]
         step, added = (
@@ -87,8 +88,8 @@ def main() -> None:
             statistics.median(b - a for a, b in zip(without, with_norms, strict=True)),
         )
         ratio = statistics.median(b / a for a, b in zip(plain, measured, strict=True))
-        line = f"{name:<22}{step * 1e3:>9.1f}{statistics.median(without) * 1e3:>9.2f}{added * 1e3:>9.2f}"
-        print(f"{line}{added / step:>11.2%}{ratio:>8.3f}", flush=True)
+        table.row(name, step * 1e3, statistics.median(without) * 1e3, added * 1e3, 100 * added / step, ratio)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

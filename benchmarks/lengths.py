@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import results
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -83,7 +84,7 @@ def powers(first: int, last: int) -> list[int]:
     return [first << power for power in range((last // first).bit_length())]
 
 
-def draw(out: Path, longest: int, degrees: list[int]) -> None:
+def draw(out: Path, longest: int, degrees: list[int]) -> list[results.Table]:
     """Both over lengths, for each number of ranks, beside those of the first one divided by it."""
     import matplotlib
 
@@ -94,14 +95,14 @@ def draw(out: Path, longest: int, degrees: list[int]) -> None:
     lengths = powers(1024, longest), powers(256, longest // 4)
     found = {ranks: spawned(both, argparse.Namespace(ranks=ranks, device="cpu"), lengths) for ranks in degrees}
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    titles = ("activations", f"logits over {VOCABULARY:,} words, with their loss")
+    tables, titles = [], ("activations", f"logits over {VOCABULARY:,} words, with their loss")
     for kind, (axis, title, tokens, panel) in enumerate(zip(("sp", "tp"), titles, lengths, panels, strict=True)):
-        print(f"{title}: MB a rank\n{'tokens':>10}" + "".join(f"{length:>10}" for length in tokens))
+        tables.append(results.Table(*[f"{length:,} tokens" for length in tokens], title=f"{title}: MB a rank"))
         for ranks in degrees:
             own, ideal = found[ranks][kind], [size * degrees[0] / ranks for size in found[degrees[0]][kind]]
-            print(f"{f'{axis}={ranks}':>10}" + "".join(f"{size / MB:>10.1f}" for size in own))
+            tables[-1].row(f"{axis}={ranks}", *[size / MB for size in own])
             shares = [size / best for size, best in zip(own, ideal, strict=True)]
-            print(f"{'of ideal':>10}" + "".join(f"{share:>10.2f}" for share in shares))
+            tables[-1].row(f"{axis}={ranks}, of ideal", *shares)
             (line,) = panel.plot(tokens, [size / MB for size in own], "o-", label=f"{axis} = {ranks}")
             panel.plot(tokens, [size / MB for size in ideal], "--", color=line.get_color(), alpha=0.6)
         panel.plot([], [], "--", color="grey", label=f"ideal: as 1 / {axis}")
@@ -117,3 +118,4 @@ def draw(out: Path, longest: int, degrees: list[int]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
     print(f"wrote {out}")
+    return tables

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import results
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -75,7 +76,7 @@ def on_rank(rank: int, args: argparse.Namespace, store: str, results: Any) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     for name, default in (("width", 512), ("blocks", 6), ("heads", 8), ("batch", 4), ("context", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in (("ranks", 2), ("rounds", 7), ("steps", 3)):
@@ -84,15 +85,18 @@ def main() -> None:
     parser.add_argument("--update", choices=sorted(UPDATES), default="plain")
     parser.set_defaults(device="cpu", remat=False)
     args = parser.parse_args()
-    results = multiprocessing.get_context("spawn").SimpleQueue()
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (args, f"file://{folder}/store", results), args.ranks)  # type: ignore[no-untyped-call]
-    times, matrices, dtype = results.get()
+        mp.spawn(on_rank, (args, f"file://{folder}/store", queue), args.ranks)  # type: ignore[no-untyped-call]
+    times, matrices, dtype = queue.get()
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {args.ranks} ranks, {args.update}")
+    table = results.Table("median ms", "ratio")
     for name, each in times.items():
-        print(f"{name:8}{statistics.median(each):10.1f} ms")
+        table.row(name, statistics.median(each))
     ratios = [m / (a + o) for a, m, o in zip(times["adamw"], times["muon"], times["alone"], strict=True)]
-    print(f"{matrices} matrices of rank 0 in {dtype}; muon / (adamw + alone) {statistics.median(ratios):.3f}")
+    table.row("muon / (adamw + alone)", None, statistics.median(ratios))
+    print(f"{matrices} matrices of rank 0 in {dtype}")
+    results.save(args, table)
 
 
 if __name__ == "__main__":

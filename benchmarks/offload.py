@@ -25,10 +25,10 @@ are not installed, or that need an accelerator, print "not run".
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 
+import results
 import torch
 from contenders import AWAY, OFFLOADED, away, is_here
 from step import MB, check_losses, memory, ratio, setup_of, spawned, timed
@@ -37,7 +37,7 @@ import fzero as fz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"width": 512, "blocks": 12, "heads": 8, "batch": 4, "context": 512, "warmup": 1, "rounds": 5, "steps": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
@@ -53,30 +53,27 @@ def main() -> None:
     chosen = [name for name in OFFLOADED if not args.only or any(word in name for word in (*args.only, "resident"))]
     names = [name for name in chosen if is_here(name, 1)]
     bandwidth = fz.measure_bandwidth(fz.Disk(args.folder) if args.folder else None, args.device)
-    print(" ".join(f"{key}={value}" for key, value in vars(args).items() if key not in ("only", "no_memory")))
+    print(" ".join(f"{key}={value}" for key, value in vars(args).items() if key not in ("only", "no_memory", "save")))
     print(f"{bandwidth}; {torch.backends.cpu.get_cpu_capability()}", flush=True)
     times, losses = spawned(timed, args, names)
     check_losses({name: own for name, own in losses.items() if "torchao" not in name}, 2e-2)
-    head = ("median", "of resident", "of best", "read", "written", "at rest", "at peak")
-    print(f"{'':<30}" + "".join(f"{word:>13}" for word in head))
+    head = ("median ms", "of resident", "of best", "MB read", "MB written", "live MB at rest", "live MB at peak")
+    table = results.Table(*head)
     for name in chosen:
         if name not in names:
-            print(f"{name:<30}{'not run':>13}")
+            table.row(name, "not run")
             continue
         scheme = name.partition(",")[0] if name in AWAY else "fp32 masters"
         resident, median = f"{scheme}, resident", statistics.median(times[name])
-        line = f"{name:<30}{median * 1e3:>13.1f}{ratio(times, name, resident):>13.3f}"
+        best: list[float | None] = [None] * 3
         if name in AWAY:
             plan = fz.plan(*away(setup_of(args), name))
             moved = [sum(of) for of in zip(*plan.moved.values(), strict=True)] or [0, 0]
-            best = plan.seconds(bandwidth, statistics.median(times[resident]))
-            line += f"{median / best:>13.3f}" + "".join(f"{count / MB:>13.0f}" for count in moved)
-        else:
-            line += f"{'':>39}"
-        if not args.no_memory:
-            rest, peak, _ = spawned(memory, args, name)
-            line += f"{rest / MB:>13.0f}{peak / MB:>13.0f}"
-        print(line, flush=True)
+            seconds = plan.seconds(bandwidth, statistics.median(times[resident]))
+            best = [median / seconds, *[count / MB for count in moved]]
+        sizes = [] if args.no_memory else [size / MB for size in spawned(memory, args, name)[:2]]
+        table.row(name, median * 1e3, ratio(times, name, resident), *best, *sizes)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ One rank, float32, SGD, so that the update weighs little. Three comparisons, all
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import results
 from transformer import Transformer
 
 import fzero as fz
@@ -86,7 +86,7 @@ def autograd(module: Any, sharded: bool) -> Callable[..., float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"blocks": 48, "width": 32, "heads": 2, "batch": 2, "context": 16, "warmup": 3, "steps": 21}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -124,13 +124,14 @@ def main() -> None:
         pairs = zip(times[name], times[other] if other else [0.0] * args.steps, strict=True)
         return 1e3 * statistics.median(a - b for a, b in pairs)
 
-    for name in contenders:
-        print(f"{name:<22} {median_ms(name):>8.1f} ms")
     ratio = statistics.median(a / b for a, b in zip(times["fzero, unsharded"], times["by hand"], strict=True))
-    print(f"unsharded, of the step by hand: {ratio:.3f}")
     ours = median_ms("fzero, ZeRO-3", "by hand") / args.blocks
     theirs = median_ms("FSDP2", "module") / args.blocks
-    print(f"a unit adds: ZeRO-3 {ours:.3f} ms, FSDP2 {theirs:.3f} ms; ratio {ours / theirs:.3f}")
+    adds = {"fzero, unsharded": (ratio,), "fzero, ZeRO-3": (None, ours), "FSDP2": (None, theirs)}
+    table = results.Table("median ms", "of by hand", "a unit adds, ms")
+    for name in contenders:
+        table.row(name, median_ms(name), *adds.get(name, ()))
+    results.save(args, table)
 
 
 if __name__ == "__main__":

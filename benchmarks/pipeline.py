@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from contenders import ADAMW, DECAY, LR, Run, Training, loss_of
 from step import Series, batches, in_turns, quiet, ratio, spawned, spawned_apart
 from transformer import Block, Transformer, rotary_angles
@@ -56,7 +57,6 @@ REGIMES: dict[str, dict[str, Any]] = {
     "batch 1": {"rows": 1, "context": 64},
     "bf16": {"dtype": "bfloat16"},
 }
-TARGET = 0.95
 
 
 class Stage(nn.Module):
@@ -274,7 +274,7 @@ def slept(rank: int, args: argparse.Namespace, name: str) -> tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"ranks": 2, "width": 512, "blocks": 8, "heads": 8, "rows": 2, "context": 128, "microbatches": 8}
     sizes |= {"warmup": 1, "rounds": 7, "steps": 3}
     names = ["GPipe", "1F1B", "interleaved", "zero bubble", "DualPipeV"]
@@ -291,25 +291,30 @@ def main() -> None:
     print(" ".join(f"{name}={getattr(args, name)}" for name in sizes))
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}", flush=True)
     if args.sleeps:
-        print(f"{'':<14}{'simulated':>12}{'measured':>12}{'ratio':>8}   (milliseconds of a step)")
+        table = results.Table("simulated ms", "measured ms", "measured / simulated")
         for name in args.schedules:
             said, found = spawned(slept, args, name)
-            print(f"{name:<14}{said * 1e3:>12.1f}{found * 1e3:>12.1f}{found / said:>8.3f}", flush=True)
+            table.row(name, said * 1e3, found * 1e3, found / said)
+        results.save(args, table)
         return
-    head = f"{'':<26}{'fzero':>10}{'torch':>10}{'fzero / torch':>15}" + f"{'alone / torch':>15}" * args.alone
-    print(f"{head}   (milliseconds of a step; target {TARGET})")
+    table = results.Table("fzero ms", "torch ms", "fzero / torch", "alone / torch")
+    ratios: dict[str, list[float | None]] = {name: [] for name in args.schedules}
     for regime in args.regimes:
         for name in args.schedules:
             own = argparse.Namespace(**{**vars(args), **REGIMES[regime]})
             own.batch = own.rows * own.microbatches
             times, problem = compared(own, name)
-            line = f"{regime:<10}{name:<16}"
+            ratios[name].append(None if problem else ratio(times, "fzero", "torch"))
             if problem:
-                print(f"{line}did not run: {problem}", flush=True)
+                table.row(f"{regime}, {name}", f"did not run: {problem}")
                 continue
             medians = [statistics.median(times[contender]) * 1e3 for contender in ("fzero", "torch")]
-            line += f"{medians[0]:>10.1f}{medians[1]:>10.1f}{ratio(times, 'fzero', 'torch'):>15.3f}"
-            print(line + (f"{ratio(times, 'alone', 'torch'):>15.3f}" if args.alone else ""), flush=True)
+            alone = [ratio(times, "alone", "torch")] if args.alone else []
+            table.row(f"{regime}, {name}", *medians, ratios[name][-1], *alone)
+    summary = results.Table(*args.regimes, title="fzero / torch")
+    for name in args.schedules:
+        summary.row(name, *ratios[name])
+    results.save(args, summary, table)
 
 
 if __name__ == "__main__":

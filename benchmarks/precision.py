@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contenders
+import results as files
 from transformer import Transformer
 
 import fzero as fz
@@ -124,24 +125,24 @@ def start_worker() -> None:
 
 
 def table(results: dict[str, float], args: argparse.Namespace) -> dict[str, dict[str, tuple[float, float]]]:
-    """Prints and returns (mean, standard error) of the gaps, by task and scheme."""
+    """Prints, saves and returns (mean, standard error) of the gaps, by task and scheme."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    for task in TASKS:
-        print(f"\n{task}: held-out loss, nats a byte, over that of {MASTERS}")
-        for scheme in SCHEMES:
+    shown = files.Table("bytes/param", *TASKS, title=f"Held-out loss over that of {MASTERS}, nats a byte")
+    for scheme in SCHEMES:
+        cells = []
+        for task in TASKS:
             both = [
                 (results.get(f"{task}/{s}/{scheme}"), results.get(f"{task}/{s}/{MASTERS}")) for s in range(args.seeds)
             ]
             gaps = [a - b for a, b in both if a is not None and b is not None]
-            if not gaps:
-                continue
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
-            found.setdefault(task, {})[scheme] = (statistics.fmean(gaps), error)
-            losses = [a for a, _ in both if a is not None]
-            print(
-                f"  {scheme:<20} {bytes_of(scheme):>5.1f} bytes  loss {statistics.fmean(losses):.4f}  "
-                f"gap {statistics.fmean(gaps):+.4f} ± {error:.4f}  ({len(gaps)} seeds)"
-            )
+            cells.append(None)
+            if gaps:
+                error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+                found.setdefault(task, {})[scheme] = (statistics.fmean(gaps), error)
+                cells[-1] = f"{statistics.fmean(gaps):+.4f} ± {error:.4f}"
+        if any(cells):
+            shown.row(scheme, bytes_of(scheme), *cells)
+    files.save(args, shown)
     return found
 
 
@@ -169,7 +170,7 @@ def draw(found: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = files.parser(__doc__)
     for name, default in {"seeds": 3, "steps": 1000, "batch": 4, "workers": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--lr", type=float, default=3e-4, help="of pretraining, at its highest; default 3e-4")

@@ -5,8 +5,8 @@
 
 The model is that of DeepSpeed's low-precision example (DeepSpeedExamples, training/bf16_master_weight): a post-LN
 encoder of 32 layers of width 4,096 with 32 heads, vocabulary 50,257, sequences of 512, batch 1; 6,858,007,633 params.
-ZeRO-3 over 4 ranks, every layer rematerialised; embedding and head are units of their own. It publishes 25.74 GiB
-allocated and 31.38 GiB at peak with float32 masters, and 16.17 and 18.93 in its low-precision mode.
+ZeRO-3 over 4 ranks, every layer rematerialised; embedding and head are units of their own. The first lines are what it
+publishes.
 
 Prints, per rank, GiB of live tensor bytes between steps and at most within one.
 """
@@ -27,12 +27,14 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+import results
 from contenders import MASTERS
 from step import spawned
 
 import fzero as fz
 
 GIB = 1 << 30
+PUBLISHED = {"DeepSpeed, fp32 masters": (25.74, 31.38), "DeepSpeed, low precision": (16.17, 18.93)}
 Transform = Callable[[fz.Step], fz.Step]
 
 
@@ -132,36 +134,39 @@ def measured(rank: int, args: argparse.Namespace, what: tuple[dict[str, int], st
     return live_bytes(*what)
 
 
-def check(ranks: int) -> None:
+def check(ranks: int) -> results.Table:
     """Counted on fake tensors beside measured on real ones."""
     sizes = {"width": 256, "layers": 6, "heads": 4, "vocabulary": 1000, "context": 64}
     args = argparse.Namespace(ranks=ranks, device="cpu")
-    print(f"{'':<30}{'counted MB':>22}{'measured MB':>22}   (at rest, at peak)")
+    kinds = [f"{how} MB at {when}" for how in ("counted", "measured") for when in ("rest", "peak")]
+    table = results.Table(*kinds, "apart, %")
     for name in schemes():
         ours = counted(sizes, name, ranks)[1:]
         real = spawned(measured, args, (sizes, name))[1:]
         gap = max(abs(a - b) / b for a, b in zip(ours, real, strict=True))
-        said = [", ".join(f"{n / 2**20:.2f}" for n in pair) for pair in (ours, real)]
-        print(f"{name:<30}{said[0]:>22}{said[1]:>22}   {gap:.1%}", flush=True)
+        table.row(name, *[n / 2**20 for n in (*ours, *real)], 100 * gap)
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--check", action="store_true", help="count and measure a small model")
     parser.add_argument("--ranks", type=int, help="default 4, to check 2")
     parser.add_argument("--only", nargs="*", choices=schemes(), default=list(schemes()))
     args = parser.parse_args()
     if args.check:
-        check(args.ranks or 2)
+        results.save(args, check(args.ranks or 2))
         return
     args.ranks = args.ranks or 4
     sizes = {"width": 4096, "layers": 32, "heads": 32, "vocabulary": 50257, "context": 512}
-    print(f"{'GiB a rank, of ' + str(args.ranks) + ' ranks':<30}{'at rest':>10}{'at peak':>10}{'bytes/param':>13}")
+    table = results.Table("GiB a rank at rest", "GiB a rank at peak", "bytes/param")
+    for name, sizes_said in PUBLISHED.items():
+        table.row(name, *sizes_said)
     for name in args.only:
         count, rest, peak = counted(sizes, name, args.ranks)
         each = rest / (count / args.ranks)
-        print(f"{name:<30}{rest / GIB:>10.2f}{peak / GIB:>10.2f}{each:>13.2f}", flush=True)
-    print(f"{count:,} params")
+        table.row(name, rest / GIB, peak / GIB, each)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What it costs and saves to recompute blocks, as a whole and but for what has a name.
 
     OMP_NUM_THREADS=1 python benchmarks/remat.py
-    OMP_NUM_THREADS=1 python benchmarks/remat.py --save attended gate up
+    OMP_NUM_THREADS=1 python benchmarks/remat.py --names attended gate up
     OMP_NUM_THREADS=1 python benchmarks/remat.py --count      # without times
 
 The GPT of benchmarks/step.py on one rank: 6 blocks of width 512 over bytes, 4 sequences of 128, float32, AdamW. One
@@ -18,12 +18,12 @@ All must give the same losses, to the bit, or the run fails.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
 import time
 
+import results
 import torch
 from contenders import Setup, Training, fzero_step
 
@@ -55,15 +55,15 @@ def flops_and_bytes(run: Training, x: torch.Tensor, y: torch.Tensor) -> tuple[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", nargs="*", help="names to keep, in the place of some choices")
+    parser = results.parser(__doc__)
+    parser.add_argument("--names", nargs="*", help="to keep, in the place of some choices")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a row, in each round")
     parser.add_argument("--count", action="store_true", help="count, and measure no time")
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randint(0, 256, (2, 4, 128), generator=generator)
-    runs = remats((tuple(options.save),) if options.save else CHOICES)
+    runs = remats((tuple(options.names),) if options.names else CHOICES)
     counted = {name: flops_and_bytes(run, x, y) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[float]] = {name: [] for name in runs}
@@ -74,13 +74,15 @@ def main() -> None:
             losses[name] += [runs[name](x, y).item() for _ in range(options.steps)]
             times[name].append((time.perf_counter() - began) / options.steps * 1e3)
     flops, kept = counted["all kept"]
+    table = results.Table("FLOPs again, %", "bytes kept, %", "median ms", "of all kept", "expected")
     print(f"{torch.backends.cpu.get_cpu_capability()}; all kept: {flops / 1e9:.1f} GFLOP a step, {kept / 1e6:.1f} MB")
     for name in runs:
         assert losses[name] == losses["all kept"], f"{name}: other losses"
         ratio = statistics.median(own / base for own, base in zip(times[name], times["all kept"], strict=True))
         again, between = (counted[name][0] - flops) / flops, counted[name][1] / kept
-        took = "" if options.count else f"{statistics.median(times[name]):8.0f} ms {ratio:6.3f}"
-        print(f"{name:<20} {again:7.1%} FLOPs {between:7.1%} bytes {took}  expected {1 + again:.3f}")
+        took = (None, None) if options.count else (statistics.median(times[name]), ratio)
+        table.row(name, 100 * again, 100 * between, *took, 1 + again)
+    results.save(options, table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Everything takes turns, in one run; medians.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import socket
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import results
 import torch
 
 import fzero as fz
@@ -119,27 +119,28 @@ def payload(on: str, mib: int, rounds: int, device: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--on", nargs="+", default=["threads", "processes"], help="default threads processes")
     parser.add_argument("--mib", nargs="+", type=int, default=[1, 16, 64, 256], help="default 1 16 64 256")
     parser.add_argument("--calls", type=int, default=500, help="default 500")
     parser.add_argument("--rounds", type=int, default=15, help="default 15")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where components compute")
     args = parser.parse_args()
-    print(f"{'microseconds':>14}" + "".join(f"{name:>22}" for name in ("forward", "vjp", "pullback", "answer")))
+    kinds = ("forward", "vjp", "pullback", "answer")
+    latency = results.Table(*[f"{kind} {what}" for kind in kinds for what in ("us", "p99")])
     for on in args.on:
         found = calls(on, args.calls, args.device)
         cells = []
         for times in found.values():
             times.sort()
-            cells.append(f"{1e6 * times[len(times) // 2]:>12.0f} ({1e6 * times[int(0.99 * len(times))]:>6.0f})")
-        print(f"{on:>14}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
-    print(f"{'MiB':>14}{'on':>12}{'GB/s':>12}{'copy GB/s':>12}{'share':>10}")
+            cells += [1e6 * times[len(times) // 2], 1e6 * times[int(0.99 * len(times))]]
+        latency.row(on, *cells)
+    rates = results.Table("GB/s", "copy GB/s", "share")
     for mib in args.mib:
         for on in [on for on in args.on if on != "threads"]:
             way, copy = payload(on, mib, args.rounds, args.device)
-            speeds = f"{mib * 2**20 / way / 1e9:>12.2f}{mib * 2**20 / copy / 1e9:>12.2f}"
-            print(f"{mib:>14}{on:>12}{speeds}{copy / way:>10.2f}", flush=True)
+            rates.row(f"{mib} MiB, {on}", mib * 2**20 / way / 1e9, mib * 2**20 / copy / 1e9, copy / way)
+    results.save(args, latency, rates)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ of the gradient in float64, and no update where it is not finite. Medians of the
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import results
 import torch
 from torch import nn
 
@@ -121,20 +121,21 @@ def inner(width: int, batch: int, rounds: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="of a run, default 1000")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 256, 512, 1024], help="of inner steps")
     args = parser.parse_args()
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}")
     took, times, most, one = scanned(64, 32, args.steps, max(args.rounds // 2, 1))
-    print(f"fz.scan over {args.steps} AdamW steps: {took * 1e3 / args.steps:.2f} ms a step; with its derivative")
-    print(f"{times:.2f} times as long, at most {most:.1f} states, of which one step takes {one:.1f}", flush=True)
-    print(f"\nmeta-gradient through {INNER} inner steps  {'by hand, ms':>14}{'fzero / by hand':>18}{'/ alike':>10}")
+    through = results.Table("ms a step", "derivative / run", "states at most", "states of one step", title="fz.scan")
+    through.row(f"{args.steps:,} AdamW steps", took * 1e3 / args.steps, times, most, one)
+    title = f"meta-gradient through {INNER} inner steps"
+    meta = results.Table("by hand, ms", "fzero / by hand", "fzero / alike", title=title)
     for width in args.widths:
         hand, *ratios = inner(width, max(width // 2, 32), args.rounds)
-        said = "".join(f"{ratio:>{size}.2f}" for ratio, size in zip(ratios, (18, 10), strict=True))
-        print(f"width {width:>5}, batch {max(width // 2, 32):>4}{hand * 1e3:>28.1f}{said}", flush=True)
+        meta.row(f"width {width:,}, batch {max(width // 2, 32)}", hand * 1e3, *ratios)
+    results.save(args, through, meta)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ FSDP2's first line. One line per contender:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
+import results
 from contenders import SCHEMES, Setup, is_here
 from step import memory, ratio, spawned, timed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128}
     sizes |= {"warmup": 1, "rounds": 9, "steps": 5}
     for name, default in sizes.items():
@@ -32,15 +32,16 @@ def main() -> None:
     times, losses = spawned(timed, args, names)
     params = sum(p.numel() for p in Setup(args.width, args.blocks, args.heads).module().parameters())
     print(f"{params:,} params, {args.ranks} ranks")
-    print(f"{'':<26}{'median':>10}{'of masters':>12}{'at rest':>10}{'at peak':>10}{'loss':>10}")
+    table = results.Table("median ms", "of fp32 masters", "bytes/param at rest", "bytes/param at peak", "loss")
     for name in SCHEMES:
         if name not in names:
-            print(f"{name:<26}{'not run':>10}")
+            table.row(name, "not run")
             continue
         rest, peak, _ = spawned(memory, args, name)
-        line = f"{name:<26}{statistics.median(times[name]) * 1e3:>10.1f}{ratio(times, name, 'fp32 masters'):>12.3f}"
-        line += f"{rest * args.ranks / params:>10.2f}{peak * args.ranks / params:>10.2f}{losses[name][-1]:>10.4f}"
-        print(line, flush=True)
+        sizes = [size * args.ranks / params for size in (rest, peak)]
+        median = statistics.median(times[name]) * 1e3
+        table.row(name, median, ratio(times, name, "fp32 masters"), *sizes, losses[name][-1])
+    results.save(args, table)
 
 
 if __name__ == "__main__":

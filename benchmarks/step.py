@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -246,7 +247,7 @@ def ratio(times: Series, name: str, other: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128}
     sizes |= {"warmup": 1, "rounds": 9, "steps": 5}
     for name, default in sizes.items():
@@ -260,26 +261,23 @@ def main() -> None:
     args = parser.parse_args()
     chosen = [n for n in CONTENDERS if not args.only or n in (*args.only, ALONE, "FSDP2")]
     names = [name for name in chosen if is_here(name, args.ranks)]
-    said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory")}
+    said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory", "save")}
     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
     times, losses = spawned(timed, args, names, keeps=args.keep_memory)
     check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
-    print(f"{'':<23}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
+    table = results.Table("median ms", "of alone", "of FSDP2", "live MB at rest", "live MB at peak", "resident MB")
     for name in chosen:
         if name not in names:
-            print(f"{name:<23}{'not run':>10}")
+            table.row(name, "not run")
             continue
-        line = f"{name:<23}{statistics.median(times[name]) * 1e3:>10.1f}"
-        line += f"{ratio(times, name, ALONE):>10.3f}{ratio(times, name, 'FSDP2'):>10.3f}"
-        if not args.no_memory:
-            sizes = spawned(memory, args, name)
-            line += "".join(f"{'' if size is None else f'{size / MB:.0f}':>10}" for size in sizes)
-        print(line, flush=True)
-    if "DeepSpeed ZeRO-3" in names and "fzero ZeRO-3" in names:
-        print(f"fzero ZeRO-3 of DeepSpeed ZeRO-3: {ratio(times, 'fzero ZeRO-3', 'DeepSpeed ZeRO-3'):.3f}")
-    for stage in (1, 2):
-        if f"fzero ZeRO-{stage}" in names and "DDP" in names:
-            print(f"fzero ZeRO-{stage} of DDP: {ratio(times, f'fzero ZeRO-{stage}', 'DDP'):.3f}")
+        sizes = () if args.no_memory else spawned(memory, args, name)
+        median, ratios = statistics.median(times[name]) * 1e3, [ratio(times, name, other) for other in (ALONE, "FSDP2")]
+        table.row(name, median, *ratios, *[None if size is None else size / MB for size in sizes])
+    others = results.Table("ratio")
+    for stage, other in ((3, "DeepSpeed ZeRO-3"), (1, "DDP"), (2, "DDP")):
+        if {f"fzero ZeRO-{stage}", other} <= {*names}:
+            others.row(f"fzero ZeRO-{stage} of {other}", ratio(times, f"fzero ZeRO-{stage}", other))
+    results.save(args, table, others)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ gradients.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import results
 import torch
 
 import fzero as fz
@@ -49,7 +49,7 @@ def seconds(fns: Sequence[Callable[[], object]], rounds: int = 11) -> list[list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--eager", action="store_true", help="update as where there is no C++ compiler")
     parser.add_argument("--log2", type=int, default=27, help="the logarithm of the number of params")
     parser.add_argument("--only", nargs="+", choices=SCHEMES, default=[*SCHEMES], metavar="SCHEME")
@@ -59,7 +59,7 @@ def main() -> None:
     command = build.compiler()
     how = "eager, in chunks: no C++ compiler" if command is None else f"compiled by {shlex.join(command)}"
     print(f"{torch.get_num_threads()} threads; {how}")
-    print(f"{'':<28}{'update ms':>10}{'copy ms':>10}{'ratio':>8}{'ns/param':>10}")
+    table = results.Table("update ms", "copy ms", "of a copy", "ns/param")
     for name in args.only:
         policy, numel = SCHEMES[name], 1 << args.log2 + ("4-bit" in name)
         step = fz.donate(fz.train_step(lambda p: p, fz.adamw(1e-3), policy))
@@ -88,7 +88,8 @@ def main() -> None:
         updates, copies = seconds([update, copy])
         ours, theirs = statistics.median(updates), statistics.median(copies)
         ratio = statistics.median(a / b for a, b in zip(updates, copies, strict=True))
-        print(f"{name:<28}{ours * 1e3:>10.1f}{theirs * 1e3:>10.1f}{ratio:>8.2f}{ours / numel * 1e9:>10.2f}", flush=True)
+        table.row(name, ours * 1e3, theirs * 1e3, ratio, ours / numel * 1e9)
+    results.save(args, table)
 
 
 if __name__ == "__main__":

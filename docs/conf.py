@@ -21,7 +21,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "README.md"]
+exclude_patterns = ["_build"]
 nitpicky = False
 
 # ---- pages
@@ -53,6 +53,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Source"]
+default_role = "literal"  # single backticks in docstrings
 
 # ---- links to others, from inventories that docs/inventories/update.py keeps here
 

@@ -2,7 +2,7 @@
 
 The base first learns Python's standard library for a minute; the factors then learn something else, the prose of
 Python's language reference. No gradient and no moment of the base exists anywhere. Two ranks and ZeRO-3, about three
-minutes on two cores; needs transformers (pip install 'fzero[hf]'):
+minutes on two cores; needs transformers (pip install '.[hf]'):
 
     python examples/lora.py
     python examples/lora.py --ranks 1 --stage 0 --lora-rank 16
@@ -267,7 +267,7 @@ def main() -> int:
     try:
         import transformers  # noqa: F401 - every rank needs it; say so once, here
     except ImportError:
-        print("lora: this example needs Hugging Face's transformers: pip install 'fzero[hf]'", file=sys.stderr)
+        print("lora: this example needs Hugging Face's transformers: pip install '.[hf]'", file=sys.stderr)
         return 1
     return launch(train, args)
 

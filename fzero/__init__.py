@@ -1,101 +1,95 @@
 """fzero: ZeRO for torch.func. Training states that are sharded pytrees, steps that are pure functions."""
 
-from fzero import compat as compat
-from fzero import optim as optim
-from fzero import parallel as parallel
-from fzero import schedules as schedules
-from fzero import testing as testing
-from fzero import transforms as transforms
-from fzero.base.ragged import Ragged as Ragged
-from fzero.capture.handle import HandleError as HandleError
-from fzero.checkpoint.kept import Checkpoints as Checkpoints
-from fzero.checkpoint.load import load as load
-from fzero.checkpoint.load import load_extra as load_extra
-from fzero.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
-from fzero.checkpoint.save import Saving as Saving
-from fzero.checkpoint.save import save as save
-from fzero.checkpoint.save import save_async as save_async
-from fzero.compat.safetensors import load_safetensors as load_safetensors
-from fzero.compat.safetensors import save_safetensors as save_safetensors
-from fzero.components.parts import PerStage as PerStage
-from fzero.components.parts import PipelineState as PipelineState
-from fzero.components.remote.failure import ComponentDied as ComponentDied
-from fzero.components.remote.specs import PartitionSpec as PartitionSpec
-from fzero.convert import convert as convert
-from fzero.derivatives import hvp as hvp
-from fzero.derivatives import per_example_grads as per_example_grads
-from fzero.derivatives import tape as tape
-from fzero.engine.batch import Pullback as Pullback
-from fzero.explain import Explanation as Explanation
-from fzero.explain import explain as explain
-from fzero.functional import functional as functional
-from fzero.loop import Loop as Loop
-from fzero.loop import loop as loop
-from fzero.optim import GradientTransformation as GradientTransformation
-from fzero.optim import adafactor as adafactor
-from fzero.optim import adam as adam
-from fzero.optim import adamw as adamw
-from fzero.optim import adaptive_clip as adaptive_clip
-from fzero.optim import chain as chain
-from fzero.optim import clip_by_block_norm as clip_by_block_norm
-from fzero.optim import clip_by_global_norm as clip_by_global_norm
-from fzero.optim import clip_by_value as clip_by_value
-from fzero.optim import constant as constant
-from fzero.optim import from_torch as from_torch
-from fzero.optim import gradient_noise as gradient_noise
-from fzero.optim import lamb as lamb
-from fzero.optim import linear as linear
-from fzero.optim import lion as lion
-from fzero.optim import muon as muon
-from fzero.optim import partition as partition
-from fzero.optim import sgd as sgd
-from fzero.optim import warmup_cosine as warmup_cosine
-from fzero.optim import whole as whole
-from fzero.pipeline import Pipeline as Pipeline
-from fzero.pipeline import pipeline as pipeline
-from fzero.planning.bandwidth import Bandwidth as Bandwidth
-from fzero.planning.bandwidth import measure_bandwidth as measure_bandwidth
-from fzero.planning.fits import Proposal as Proposal
-from fzero.planning.fits import fits as fits
-from fzero.planning.plan import Plan as Plan
-from fzero.planning.plan import plan as plan
-from fzero.planning.plot_plan import plot_plan as plot_plan
-from fzero.planning.plot_schedule import plot_schedule as plot_schedule
-from fzero.remote import fetch as fetch
-from fzero.remote import remote as remote
-from fzero.scan import scan as scan
-from fzero.state.gather import gather as gather
-from fzero.state.gather import global_norm as global_norm
-from fzero.state.scatter import scatter as scatter
-from fzero.state.sharded import Sharded as Sharded
-from fzero.state.stack import stack as stack
-from fzero.state.stack import unstack as unstack
-from fzero.state.train_state import TrainState as TrainState
-from fzero.step import Step as Step
-from fzero.step import train_step as train_step
-from fzero.step import with_fn as with_fn
-from fzero.stores.disk import Disk as Disk
-from fzero.table.layout import Layout as Layout
-from fzero.table.policy import Policy as Policy
-from fzero.table.spec import Extra as Extra
-from fzero.transforms import accumulate as accumulate
-from fzero.transforms import autocast as autocast
-from fzero.transforms import carry as carry
-from fzero.transforms import compile as compile
-from fzero.transforms import donate as donate
-from fzero.transforms import ema as ema
-from fzero.transforms import freeze as freeze
-from fzero.transforms import fuse_update as fuse_update
-from fzero.transforms import lookahead as lookahead
-from fzero.transforms import loss_scale as loss_scale
-from fzero.transforms import offload as offload
-from fzero.transforms import remat as remat
-from fzero.transforms import shard_tensor as shard_tensor
-from fzero.transforms import shard_zero1 as shard_zero1
-from fzero.transforms import shard_zero2 as shard_zero2
-from fzero.transforms import shard_zero3 as shard_zero3
-from fzero.unit import name as name
-from fzero.unit import sum_over as sum_over
-from fzero.unit import unit as unit
+from fzero import compat, optim, parallel, schedules, testing, transforms
+from fzero.base.ragged import Ragged
+from fzero.capture.handle import HandleError
+from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.load import load, load_extra
+from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.checkpoint.save import Saving, save, save_async
+from fzero.compat.safetensors import load_safetensors, save_safetensors
+from fzero.components.parts import PerStage, PipelineState
+from fzero.components.remote.failure import ComponentDied
+from fzero.components.remote.specs import PartitionSpec
+from fzero.convert import convert
+from fzero.derivatives import hvp, per_example_grads, tape
+from fzero.engine.batch import Pullback
+from fzero.explain import Explanation, explain
+from fzero.functional import functional
+from fzero.loop import Loop, loop
+from fzero.optim import (
+    GradientTransformation,
+    adafactor,
+    adam,
+    adamw,
+    adaptive_clip,
+    chain,
+    clip_by_block_norm,
+    clip_by_global_norm,
+    clip_by_value,
+    constant,
+    from_torch,
+    gradient_noise,
+    lamb,
+    linear,
+    lion,
+    muon,
+    partition,
+    sgd,
+    warmup_cosine,
+    whole,
+)
+from fzero.pipeline import Pipeline, pipeline
+from fzero.planning.bandwidth import Bandwidth, measure_bandwidth
+from fzero.planning.fits import Proposal, fits
+from fzero.planning.plan import Plan, plan
+from fzero.planning.plot_plan import plot_plan
+from fzero.planning.plot_schedule import plot_schedule
+from fzero.remote import fetch, remote
+from fzero.scan import scan
+from fzero.state.gather import gather, global_norm
+from fzero.state.scatter import scatter
+from fzero.state.sharded import Sharded
+from fzero.state.stack import stack, unstack
+from fzero.state.train_state import TrainState
+from fzero.step import Step, train_step, with_fn
+from fzero.stores.disk import Disk
+from fzero.table.layout import Layout
+from fzero.table.policy import Policy
+from fzero.table.spec import Extra
+from fzero.transforms import (
+    accumulate,
+    autocast,
+    carry,
+    compile,
+    donate,
+    ema,
+    freeze,
+    fuse_update,
+    lookahead,
+    loss_scale,
+    offload,
+    remat,
+    shard_tensor,
+    shard_zero1,
+    shard_zero2,
+    shard_zero3,
+)
+from fzero.unit import name, sum_over, unit
 
 __version__ = "0.2.0"
+
+__all__ = [
+    "Bandwidth", "Checkpoints", "ComponentDied", "DamagedCheckpoint", "Disk", "Explanation", "Extra",
+    "GradientTransformation", "HandleError", "Layout", "Loop", "PartitionSpec", "PerStage", "Pipeline",
+    "PipelineState", "Plan", "Policy", "Proposal", "Pullback", "Ragged", "Saving", "Sharded", "Step", "TrainState",
+    "accumulate", "adafactor", "adam", "adamw", "adaptive_clip", "autocast", "carry", "chain", "clip_by_block_norm",
+    "clip_by_global_norm", "clip_by_value", "compat", "compile", "constant", "convert", "donate", "ema", "explain",
+    "fetch", "fits", "freeze", "from_torch", "functional", "fuse_update", "gather", "global_norm", "gradient_noise",
+    "hvp", "lamb", "linear", "lion", "load", "load_extra", "load_safetensors", "lookahead", "loop", "loss_scale",
+    "measure_bandwidth", "muon", "name", "offload", "optim", "parallel", "partition", "per_example_grads", "pipeline",
+    "plan", "plot_plan", "plot_schedule", "remat", "remote", "save", "save_async", "save_safetensors", "scan",
+    "scatter", "schedules", "sgd", "shard_tensor", "shard_zero1", "shard_zero2", "shard_zero3", "stack", "sum_over",
+    "tape", "testing", "train_step", "transforms", "unit", "unstack", "warmup_cosine", "whole", "with_fn",
+]
+__dir__ = [*__all__, "__version__"].copy  # without the modules that the names come from

@@ -32,28 +32,29 @@ from fzero.table.spec import Spec, need_step
 
 
 def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
-    """The state in the formats, units and sharding of `step`, whose leaves and optimizer are the same.
+    """Moves a state to another step: another policy, stage, mesh, units or frozen leaves, in the middle of a run.
 
-    Params and moments are moved one unit at a time, so no rank holds the full model. What is stored alike is moved as
-    it is, also into slices of other dims or over another number of ranks; otherwise values are decoded, and rounded to
-    nearest.
+    Both steps have the same leaves and optimizer. One unit at a time is moved, so no rank holds the full model. What
+    both store alike keeps its bits. All ranks of both steps call it.
 
-    A leaf that the step thaws begins with moments of zero and a count of its own, as in torch's optimizers; if it has
-    kept moments, both go on where they stopped. The run's count, which schedules go by, goes on.
-
-    What a module's `requires_grad=False` has frozen stays so, as the state's tree says it; `fz.load(path, step,
-    like=params)` takes that of other params.
+    - A leaf that `step` thaws begins with moments and count of zero. If it has kept its moments, it goes on with them.
+    - Schedules and `state.step` go on.
+    - Leaves that a module has frozen by `requires_grad=False` stay frozen. `fz.load(path, step, like=params)` changes
+      that.
 
     Args:
-        state: of another step, without kept grads.
-        step: whose policy, units, sharding or frozen leaves differ.
-        lossy: whether values may be rounded; otherwise a leaf that would be is an error. Moments of a leaf that the
-            step freezes go in any case, unless it keeps them (`fz.freeze(step, pattern, keep_moments=True)`).
+        state: a state of another step, without kept grads.
+        step: the step to go on with.
+        lossy: True lets values be rounded to nearest. False raises an error instead. Moments of a leaf that `step`
+            freezes are dropped in either case, unless it keeps them (`fz.freeze(..., keep_moments=True)`).
+
+    Returns:
+        A new state, for `step`.
 
     Raises:
-        ValueError: something would be lost, and what; kept grads; moments of another optimizer; a leaf that begins
-            later than others, with an optimizer of your own that has one count for all; the step's ranks hold
-            different params; or the ranks give it steps over other ranks.
+        ValueError: values would be lost, with the leaf (use `lossy=True`); kept grads (call `step.update` first);
+            another optimizer; your own optimizer has one count for all leaves, and a leaf begins later (wrap it with
+            `fz.whole`); ranks hold different params, or give steps over other ranks.
 
     Example:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))

@@ -35,7 +35,7 @@ from fzero.table.spec import Spec
 
 
 class Tape:
-    """The step's function under plain autograd; made by `tape`."""
+    """A step's function under plain autograd. Made by `fz.tape`."""
 
     def __init__(self, step: Spec, state: TrainState) -> None:
         check_state(step, state, "tape")
@@ -44,7 +44,7 @@ class Tape:
         self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
 
     def __call__(self, *inputs: object) -> Any:
-        """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
+        """The outputs, which `backward` and `torch.autograd.grad` go through."""
         need_derivatives("the model of fz.tape")
         _refuse_transforms("the model of fz.tape")
         with as_found(), failing("a forward of a tape"):
@@ -55,7 +55,7 @@ class Tape:
             return out
 
     def grads(self) -> Sharded:
-        """The sums of the backward passes so far, for `step.update` or `step.add_grads`; then starts from zero."""
+        """The sum of all backward passes since the last call, for `step.update` or `step.add_grads`."""
         params = self._state.params
         found = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in self._leaves.items()}
         for leaf in self._leaves.values():
@@ -65,10 +65,22 @@ class Tape:
 
 @contextlib.contextmanager
 def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
-    """A step's function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
+    """A step's function through plain autograd, for code that calls `loss.backward()`.
 
-    For code that calls `.backward()`. Gradients are means over ranks, as a pullback's; the loss scale is not applied,
-    and a batch is not split into microbatches: a step whose microbatches have weights is refused.
+    Inside the `with`, `model(*inputs)` returns outputs with a graph, `backward` adds to gradients, and `model.grads()`
+    returns their sum and starts again from zero. They are means over ranks, as those of a pullback. The loss scale is
+    not applied, and batches are not split into microbatches.
+
+    Args:
+        step: a step without a carry and without `weights` of `fz.accumulate`.
+        state: a state of this step.
+
+    Returns:
+        A context manager. It gives the model.
+
+    Raises:
+        TypeError: a transform of `torch.func` around it (use `step.vjp` there), or the step has a carry.
+        ValueError: the step has `weights`. Give it the step before `fz.accumulate`, and weigh the loss yourself.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -103,18 +115,21 @@ def _refuse_transforms(who: str) -> None:
 
 
 def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
-    """The Hessian of the mean loss times `v`, by reverse mode over reverse mode (Pearlmutter 1994).
+    """The Hessian of the mean loss times a vector, for curvature and influence functions.
 
-    A batch is not split into microbatches, but where these have weights: the mean is then the weighted one.
+    Batches are split into microbatches only if these have weights. Then the mean is the weighted one.
 
     Args:
         step: a step whose function returns a scalar loss.
-        state: of this step.
-        v: like grads: what a pullback returned, or an earlier product.
-        inputs: this rank's share of the batch.
+        state: a state of this step.
+        v: the vector, in the form of grads: what a pullback returned, or an earlier product.
+        *inputs: this rank's share of the batch.
 
     Returns:
-        The product, sharded like grads.
+        The product, sharded like grads, a mean over ranks.
+
+    Source:
+        Pearlmutter 1994, https://doi.org/10.1162/neco.1994.6.1.147. Reverse mode over reverse mode.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] ** 3 * x).sum(), fz.sgd(0.1))
@@ -164,26 +179,26 @@ def _product(
 
 
 def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str | None = None) -> Any:
-    """The gradient of every example by itself; nothing is reduced, as examples differ between ranks.
+    """The gradient of each example by itself, as for differential privacy. Nothing is reduced over ranks.
 
-    The params are gathered whole for it, so this is for models, or `only` leaves, that fit on one device.
-
-    They are those of what the step computes with: every leaf in its compute dtype, under the step's autocast, and in
-    the dtype of a pullback's grads.
+    All params are gathered whole, so the model must fit on one device. `only` keeps the gradients small. Values are
+    computed as the step does: in compute dtypes, under its autocast, and in the dtype of its grads.
 
     Args:
         step: a step whose function returns a scalar loss of a batch.
-        state: of this step.
-        inputs: this rank's share of the batch, examples along dim 0 of every tensor; each is run as a batch of one.
-            There may be none. What is no tensor is passed as it is.
-        only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
+        state: a state of this step.
+        *inputs: this rank's share of the batch, examples along dim 0 of every tensor. Each runs as a batch of one.
+            There may be 0 examples. Inputs that are no tensors are passed as they are.
+        only: fnmatch over dotted paths, alternatives separated by `|`: the leaves to differentiate by. None: all.
 
     Returns:
-        The natural tree, whose leaves have this rank's examples as a first dim.
+        A tree in the structure of the params. Each leaf is `[examples of this rank, *leaf shape]`, None for leaves that
+        were not chosen.
 
     Raises:
-        ValueError: no leaf matches; tensors with different numbers of examples; a function that exchanges values
-            between ranks whose examples differ.
+        TypeError: no input is a tensor, or the step has a carry. Make a step whose function takes it as an input.
+        ValueError: no leaf matches; tensors have different numbers of examples; some units run under another autocast
+            than others; or the function exchanges values between ranks whose examples differ.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))

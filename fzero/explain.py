@@ -44,31 +44,34 @@ def explain(
     rng: int = 0,
     dtype: torch.dtype = torch.float16,
 ) -> Explanation:
-    """Replays a step from its state, and says where values first are not finite, and how large everything is.
+    """Replays a step, and says which operation first made a value that is not finite, and how large everything is.
 
-    The replay has the step's inputs, state and random numbers, gathers and reduces as the step does, and looks at what
-    every operation takes and makes; it takes several times as long. Nothing of it is kept in the state or anywhere
-    else, and a step that is not explained does nothing for it; what the function does besides (draws of Python's or
-    NumPy's generator, entries of a list) it does once more. A compiled step runs uncompiled, and a fused update behind
-    the pullback, with what it makes of gradients that are not finite.
+    Use it after a step with `metrics["skipped"]`: keep the state before it, and the inputs. All ranks call it. It
+    gathers, reduces and draws random numbers as the step did, and takes several times as long. Nothing changes in the
+    state. Steps that are not explained pay nothing.
 
-    An operation is at fault whose result is not finite, though what it takes is, where that reaches the outputs or a
-    gradient. What a function makes and takes away again (minus infinity where attention is masked, a logarithm of 0 in
-    a branch that `torch.where` drops) is no fault.
-
-    Every rank calls it, with the inputs of that step, and gets the same explanation.
+    - At fault is an operation whose operands are finite and whose result is not, if that reaches the outputs or a
+      gradient. What a function makes and removes again (minus infinity behind a mask, a branch that `torch.where`
+      drops) is no fault.
+    - Side effects of the function happen once more, such as draws of NumPy or entries of a list.
+    - Compiled units run uncompiled. A fused update runs after the pullback.
 
     Args:
-        step: a step of `fz.train_step`; of a pipeline its stages' one by one.
-        state: that the step was given, not the one that it returned.
-        inputs, cotangent, rng: as in `step(state, *inputs)`.
-        dtype: overflows are looked for of this one.
+        step: a step of `fz.train_step`. Explain the stages of a pipeline one by one.
+        state: the state that the step was given, not the one that it returned.
+        *inputs: as in `step(state, *inputs)`, and so are `cotangent` and `rng`.
+        cotangent: of the outputs, if they are no scalar loss.
+        rng: what the step was given.
+        dtype: finite values that this dtype cannot hold are listed as overflows.
+
+    Returns:
+        An `Explanation`.
 
     Raises:
-        TypeError: no step or no state; a transform of torch.func around it. The replay runs the function under
-            torch.func, so it refuses outside of units what `step.vjp` does, and a step takes: an autograd.Function
-            without setup_context, saved-tensor hooks and torch.utils.checkpoint, NumPy on what depends on the params.
-        Exception: what the function raises on a rank: on every one, each of which says which.
+        TypeError: no step or no state; a transform of `torch.func` around it; or the function uses, outside of units,
+            what `step.vjp` refuses: an autograd Function without setup_context, saved-tensor hooks,
+            `torch.utils.checkpoint`, NumPy on values that depend on params. Put it into a unit.
+        Exception: what the function raises on any rank, on all of them.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x / p["w"]).mean(), fz.sgd(0.1))

@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -41,7 +41,6 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
-Apply = Callable[..., Any]
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
@@ -63,39 +62,47 @@ def functional(
 
 
 def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool = False) -> tuple[object, ...]:
-    """A pure function and its params from a module, which is left as it is.
+    """Makes a pure function and its params from an `nn.Module`. The module is left as it is.
 
-    The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
-    attribute, another hook) the next `functional` sees. Hooks, wrapped forwards and whatever else the module leads to
-    that reads it (by a closure, a default argument, a bound method, a global name) read the copy there, also where they
-    hold a param itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the
-    copy's: a counter counts there from call to call, and the module's own stays as it is.
+    - `apply` works on a private copy of the module as it is now. What you change in the module later, such as `eval()`
+      or a hook, has no effect on it: call `functional` again.
+    - Call `apply(params, x)` in your loss, not `module(x)`: the module's own weights are constants to a step.
+    - Attributes that `forward` sets are the copy's, and stay from call to call. A list that a hook appends to is yours.
+    - Params with `requires_grad=False` are frozen in a step, as by `fz.freeze`.
+    - A module at the path of a unit runs as a unit. By default these are the elements of each `ModuleList`.
 
     Args:
         module: any module. A tied weight appears once, under its first name.
-        buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
-            otherwise, as compressed sparse ones always, constants, which a forward that writes to one is refused for.
-        sync_batch_norm: whether each `F.batch_norm` and `torch.batch_norm` that it calls in training takes mean and
-            variance over all ranks that the running step takes means over, as one process does of the whole batch;
-            others of torch's, and buffers that ranks move apart, are refused. An `nn.SyncBatchNorm` does so anyway.
+        buffers: False: buffers are constants, and a forward that writes to one is refused. True: buffers (running
+            statistics, counters) go in and come out of each call. Compressed sparse buffers are always constants.
+        sync_batch_norm: True: each `F.batch_norm` and `torch.batch_norm` in training takes mean and variance over all
+            ranks of the step, as one process would over the whole batch. `nn.SyncBatchNorm` does so in any case.
 
     Returns:
-        `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
-        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
-        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`; and what
-        `fz.shard_tensor` asks of a module. Both are pickled where the module can be. With `buffers=True`
-        `apply(params, buffers, *args, **kwargs)` returns `(outputs, new buffers)`, and the third are the buffers as
-        they are now, copied, by their names. It writes to none of those that it is given.
+        `(apply, params)`, or `(apply, params, buffers)` with `buffers=True`. All can be pickled if the module can.
+
+        - `apply(params, *args, **kwargs)` returns what the module returns. With `buffers=True`, `apply(params, buffers,
+          *args, **kwargs)` returns `(outputs, new_buffers)` and changes nothing in place.
+        - `params` is `{fully qualified name: tensor}`, and shares the module's memory (`step.init` copies).
+        - `buffers` is `{name: tensor}`, copies of the buffers as they are now.
+
+        `apply.eval(params, *args)` is the module in evaluation mode over the same params: no dropout, and batch norm by
+        its running statistics. With `buffers=True` it is `apply.eval(params, buffers, *args)`, and returns the outputs
+        alone. In a step: `fz.with_fn(step, fn)`, with a function that calls it.
 
     Raises:
-        ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
-            the module's global name), or a module works on no tensors but its own (a ScriptModule, a lazy one). By
-            `apply`: the module changes a buffer in its forward; a param that it does not train would be trained.
+        TypeError: `module` is no `nn.Module`.
+        ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or code that
+            reads the module and cannot be made anew. From `apply`: the forward changes a buffer, and `buffers` is
+            False.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
+        >>> apply, params = fz.functional(torch.nn.Dropout(0.9))
+        >>> apply.eval(params, torch.ones(2))
+        tensor([1., 1.])
         >>> apply, params, buffers = fz.functional(torch.nn.BatchNorm1d(2, momentum=0.5), buffers=True)
         >>> out, new = apply(params, buffers, torch.full((4, 2), 3.0))
         >>> new["running_mean"], buffers["running_mean"]
@@ -116,7 +123,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         need_apart(module)
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
         places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
-    apply = _Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
+    apply = Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
     if not buffers:
         return apply, params
     return apply, params, {name: x.detach().clone() for name, x in values_of(module).items()}
@@ -130,7 +137,7 @@ class _Structure(NamedTuple):
     cut: tuple[CutLeaf, ...]
 
 
-class _Apply:
+class Apply:
     """The function of a module, as an object, so that it is pickled where the module can be.
 
     Args:
@@ -138,12 +145,21 @@ class _Apply:
         frozen: names of the params that the module does not train.
         carries: whether its buffers are given and returned.
         synchronises: whether all its batch norms take statistics over ranks.
+        evaluates: whether it is `eval` of another one, which returns no buffers.
     """
 
     __name__ = "apply"
 
-    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...], carries: bool, synchronises: bool) -> None:
+    def __init__(
+        self,
+        pristine: nn.Module,
+        frozen: tuple[str, ...],
+        carries: bool,
+        synchronises: bool,
+        evaluates: bool = False,
+    ) -> None:
         self._pristine, self._frozen, self._carries, self._synchronises = pristine, frozen, carries, synchronises
+        self._evaluates = evaluates
         names = {id(param): name for name, param in pristine.named_parameters()}
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -152,10 +168,17 @@ class _Apply:
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Apply, (self._pristine, self._frozen, self._carries, self._synchronises)
+        own = self._pristine, self._frozen, self._carries, self._synchronises, self._evaluates
+        return Apply, own
 
-    def __deepcopy__(self, memo: object) -> _Apply:
+    def __deepcopy__(self, memo: object) -> Apply:
         return self  # as any function
+
+    @functools.cached_property
+    def eval(self) -> Apply:
+        """The module in evaluation mode, over the same params. With buffers it returns the outputs alone."""
+        module, _, _ = private_copy(self._pristine, {id(param): param for param in self._pristine.parameters()})
+        return Apply(module.eval(), self._frozen, self._carries, False, True)
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)
@@ -184,7 +207,7 @@ class _Apply:
         with as_found(), own.untouched.around_call(), during(_units, units), during(_calls, (*_calls.get(), own)):
             with own.carrying(buffers) as new:
                 out = self._run(own, units, params, args, kwargs)
-        return (out, new) if self._carries else out
+        return (out, new) if self._carries and not self._evaluates else out
 
     def _run(
         self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params

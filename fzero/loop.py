@@ -47,51 +47,48 @@ def loop(
     extra: Callable[[], Mapping[str, object]] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Loop[S, M]:
-    """Takes a step for each batch, and gives (state, metrics) after each: an iterator that may be left at any time.
+    """Runs a training loop: an iterator of `(state, metrics)` after each step, with logs, evaluation and checkpoints.
 
-    The first Ctrl-C or SIGTERM ends the loop, and loops around it, after the step that is under way, with a checkpoint
-    where there are any; the same one again within a second, from a terminal and a launcher, is waited for. A second
-    one, a second later, does what it ever did (KeyboardInterrupt, the end of the process), and so does the first one
-    behind a loop that is left or ends for another reason. All ranks of the state run the loop, and take the same number
-    of steps: a signal that reaches one of them, batches that end on one, an error in them, end it on all. Rank 0 shows
-    the progress and writes the logs. What one rank alone knows of an end goes into `stop`: all ranks leave the body of
-    the `for` in the same round, or none. A state of another kind than fzero's is of its process alone.
+    Leave it at any time, by break, return or an exception. The first Ctrl-C or SIGTERM ends it after the step under
+    way, with a checkpoint if `checkpoints` is given. A second one, a second later, does what it always did.
+
+    All ranks of the state run the loop, and take the same number of steps. A signal, the end of the batches or an error
+    in them on one rank ends it on all. Rank 0 shows progress and writes logs.
 
     Args:
-        step: any function `step(state, *inputs) -> (state, metrics)`: a step, a pipeline, a component on ranks of its
-            own, or what is made of them. With `fz.donate` the state that was given before is dead after it.
-        state: before the first step.
-        batches: an iterable, but no tuple, or a function of the number of steps that were taken before. A batch that is
-            a tuple or a list is the step's inputs, anything else its only input. An iterator ends with the loop where
-            nobody else holds it.
-        total: steps after which it ends, those before a resumption included.
-        after: what it goes on after: the `extra` of a checkpoint that a loop has saved, which the state is restored
-            from, or a number of steps. An iterable of batches must begin there.
-        progress: a bar of tqdm, or its label; None shows one where tqdm is installed.
-        log: a CSV file of rows, one for the first step, each `every` steps and the last one, which begins anew unless a
-            run is resumed: its rows stay up to where that begins, and the same ones follow as if it had not ended. A
-            row that a full disk did not take is missing, as the error says.
+        step: any function `step(state, *inputs) -> (state, metrics)`: a step, a pipeline, a remote component, or yours.
+        state: the state before the first step. With `fz.donate` it is dead afterwards.
+        batches: a function of the number of steps taken before, or an iterable, but no tuple. A batch that is a tuple
+            or a list is the step's inputs. Anything else is its only input.
+        total: the number of steps after which the loop ends, with those before a resumption.
+        after: to resume: the `extra` of a checkpoint that a loop saved, or a number of steps taken. An iterable of
+            batches must begin there.
+        progress: a bar of tqdm, or its label. None shows one if tqdm is installed.
+        log: a CSV file, with a row for the first step, each `every` steps and the last. A resumed run goes on with its
+            rows.
         tensorboard: a folder for the same numbers.
-        every: steps between two rows; metrics are read then, and nobody waits for the device in between.
-        evaluate: `evaluate(state)`, the same numbers by name on all ranks, before the first step, after the last one
-            and between; not where a signal or `stop` ends the loop, so that a resumed run has the patience of a whole.
+        every: steps between two rows. Metrics are read for rows only, so the device is not waited for in between.
+        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. A pair (sum, count)
+            weighs a rank. It runs before the first step, every `evaluate_every` steps and after the last step, but not
+            if a signal or `stop` ends the loop.
         evaluate_every: steps between two evaluations.
-        patience: evaluations in a row in which the first of these numbers is not lower than it ever was, after which
-            the loop ends.
-        best: keeps the states in which it is lowest, saved as they are evaluated: `fz.Checkpoints(folder, keep=1)`.
+        patience: ends the loop after so many evaluations in a row in which the first number was not a new lowest.
+        best: keeps the states in which that number is lowest: `fz.Checkpoints(folder, keep=1)`.
         checkpoints: keeps states, saved while training goes on, and the last one.
-        save_every: steps between two of them, or a time (`datetime.timedelta`); by default the last one only.
-        extra: gives what else their `extra` holds, the same on all ranks.
-        stop: asked before each step, the first one too, whether to end, instead of signals.
+        save_every: steps or time (`datetime.timedelta`) between two saves. None saves the last state only.
+        extra: `extra() -> dict` to save beside the states, the same on all ranks.
+        stop: asked before each step whether to end, instead of on signals. True on one rank ends the loop on all.
+
+    Returns:
+        A `Loop`, to iterate over.
 
     Raises:
-        TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently, that a log
-            has no column for, or that are none.
+        TypeError, ValueError: an argument of another kind; numbers of `evaluate` that are none, that have other names
+            on another rank, or that the log has no column for.
         ImportError: tqdm or tensorboard is asked for and not installed.
-        RuntimeError: a step, `evaluate`, `stop` or `extra` raised StopIteration.
-        Exception: what was raised on any rank in batches, in `evaluate`, in `stop`, in `extra` or in writing a log: on
-            all of them, once the last state is saved; a RuntimeWarning where a rank is asked to end by then, as that
-            may have ended workers of batches, too. What a step raises comes at once, where it is raised.
+        RuntimeError: `step`, `evaluate`, `stop` or `extra` raised StopIteration.
+        Exception: what batches, `evaluate`, `stop`, `extra` or a log raised on any rank: on all, once the last state is
+            saved. What a step raises comes at once.
 
     Example:
         >>> import tempfile
@@ -136,21 +133,20 @@ def loop(
 
 
 class Loop(Generic[S, M]):
-    """The steps of a run, made by `fz.loop`: an iterator of (state, metrics).
+    """A running training loop, made by `fz.loop`: an iterator of `(state, metrics)`.
 
-    It ends where nobody holds it any more, as at the end of a `for` that is left by break, return or an exception; one
-    that has a name ends by `close()`, and until then a signal is only noted. `close()` also raises what went wrong with
-    the last save, which is printed only where nobody calls it.
+    It ends when nothing refers to it any more, as after a `for` that is left early. If it has a name, call `close()`,
+    which also raises what went wrong with the last save.
 
     Attributes:
-        state: the newest one, from which the next step begins; another one may be put there, and is saved anew.
-        done: how many steps were taken, those before a resumption included; may be set with the state: rows of later
-            steps go.
-        ended: why it has: "total", "batches" (there are no more), "patience", "asked" (a signal, or `stop`), "left",
-            "failed"; "" before.
-        logged: the numbers of the last row, by name: metrics, the seconds of a step, what was evaluated; of a run that
-            goes on those of its first step, until there is one.
-        note: a text that is shown behind the progress; may be set.
+        state: the newest state. Set it, and the next step begins from there.
+        done: the number of steps taken, with those before a resumption. You may set it with the state: rows of later
+            steps are dropped.
+        ended: `"total"`, `"batches"` (there are no more), `"patience"`, `"asked"` (a signal, or `stop`), `"left"`,
+            `"failed"`, or `""` while it runs.
+        logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations. Empty if all steps
+            are done already.
+        note: a text behind the progress bar. You may set it.
     """
 
     def __init__(
@@ -211,7 +207,7 @@ class Loop(Generic[S, M]):
         return self._record.logged or self._record.first
 
     def __iter__(self) -> Iterator[tuple[S, M]]:
-        """One without `close`, which a generator that is freed in `yield from` would call: what that raises is lost."""
+        """The loop without `close`: a generator that is freed in `yield from` would call it and lose its errors."""
         return map(Loop.__next__, itertools.repeat(self))
 
     def __next__(self) -> tuple[S, M]:
@@ -231,7 +227,7 @@ class Loop(Generic[S, M]):
         return out
 
     def close(self) -> None:
-        """Leaves the loop: what it has begun to save is whole, files are closed, signals go where they went before."""
+        """Ends the loop: finishes saves that have begun, closes files, and gives signals back."""
         self._close(later=False)
 
     def __del__(self) -> None:

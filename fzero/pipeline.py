@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
 from fzero.state.beyond import here
 from fzero.state.checks import constants, need_derivatives
+from fzero.state.metrics import Metrics
 from fzero.step import Step
 from fzero.table.microbatch import Microbatches, need_in_dims, need_weights
 
@@ -37,10 +38,10 @@ SEEDS = 1_000_003  # between the seeds of stages, whose random numbers must diff
 
 
 class Pipeline:
-    """Stages, each a component of its own, that run a batch in microbatches by a schedule. Made by `fz.pipeline`.
+    """A component made of stages, which run each batch in microbatches. Made by `fz.pipeline`, used as a step is.
 
-    It has the verbs of a step. Its states, params and grads hold one entry for each component; its numbers are those of
-    `fz.accumulate` over the stages' functions one after the other.
+    Its states, params and grads have one entry for each component. Numbers are those of `fz.accumulate` over the
+    stages' functions, one after the other.
 
     Attributes:
         steps: the components, stages first.
@@ -99,16 +100,16 @@ class Pipeline:
     # ---- verbs
 
     def init(self, params: Sequence[Any] | None = None, seed: int = 0, sync: bool = False) -> PipelineState:
-        """The states of all components, for these params.
+        """Makes the states of all components.
 
         Args:
-            params: of each component, in the order of `steps`; those of other places are not looked at, and may be
-                None. None for a component on ranks of its own, which has made them there.
-            seed: of everything random in the run; each component draws from one of its own.
-            sync: as in `step.init`.
+            params: a sequence with the params of each component, in the order of `steps`. Those that lie in other
+                places may be None, and so may those of a component of `fz.remote`, which has its own.
+            seed: seeds everything random in the run. Each component draws from a seed of its own.
+            sync: as in `Step.init`.
 
         Raises:
-            TypeError, ValueError: another number of params than of components; and as `step.init` does.
+            TypeError, ValueError: params of more or fewer components; and as `Step.init`.
         """
         own, places, error = dict[int, object](), self._places, None
         try:
@@ -120,20 +121,19 @@ class Pipeline:
 
     def vjp(
         self, state: PipelineState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
-    ) -> Any:
-        """Outputs of the last stage and their pullback: the forward tasks of the schedule.
-
-        In other places than the last stage's, tensors of the outputs are placeholders on torch's device "meta", 0-d
-        ones excepted; so are cotangents of inputs in other places than that of the stage which takes them.
+    ) -> tuple[Any, PipelinePullback, *tuple[Any, ...]]:
+        """The outputs of the last stage and their pullback: all forward tasks of the schedule.
 
         Args:
-            state: of this pipeline.
-            inputs: this rank's share of the batch.
-            argnums: the inputs to differentiate; every floating one by default.
-            rng: varies everything random in the stages' functions.
+            state: a state of this pipeline.
+            *inputs: this rank's share of the batch.
+            argnums: the inputs to differentiate by. None: every floating one.
+            rng: varies the random numbers of this call.
 
         Returns:
-            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the last stage has aux.
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` if the last stage has aux. In places that do not have
+            the last stage, outputs with dims are placeholders on the device "meta". So are input cotangents where the
+            stage is not.
         """
 
         def begun() -> tuple[Call, Sequence[object]]:
@@ -155,7 +155,7 @@ class Pipeline:
         return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
 
     def forward(self, state: PipelineState, *inputs: object, rng: int = 0) -> Any:
-        """The outputs without gradients; `(outputs, aux)` where the last stage has aux. Otherwise as `vjp`."""
+        """The outputs without gradients. `(outputs, aux)` if the last stage has aux. Arguments are those of `vjp`."""
 
         def begun() -> Call:
             self._check(state, "pipeline.forward")
@@ -172,44 +172,39 @@ class Pipeline:
 
     def __call__(
         self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0
-    ) -> tuple[PipelineState, dict[str, Any]]:
-        """One update by the whole schedule: `(new state, metrics)`.
+    ) -> tuple[PipelineState, Metrics]:
+        """One update by the whole schedule.
 
         Args:
-            inputs: this rank's share of the batch.
-            cotangent: of the outputs, where they are not a scalar loss.
+            state: a state of this pipeline.
+            *inputs: this rank's share of the batch.
+            cotangent: of the outputs, if they are not a scalar loss.
+            rng: varies the random numbers of this call.
 
         Returns:
-            The next state, and the metrics of a step: "grad_norm" is that of all components; one that differs between
-            components is there as "lr.0", "lr.1", ...
+            `(new_state, metrics)`, as a step. `"grad_norm"` is that of all components. A metric that differs by
+            component is `"lr.0"`, `"lr.1"`, ...
         """
         with as_found():
             call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
             new, metrics = self._updated(state, call.grads(times), None)
         metrics |= {"loss": loss} if loss is not None else {}
-        return new, metrics | ({"aux": aux} if self._has_aux else {})
+        return new, cast(Metrics, metrics | ({"aux": aux} if self._has_aux else {}))
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
-        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. Nothing is updated.
-
-        Args:
-            state, inputs, cotangent, rng: as for a step.
-        """
+        """Measures when each task of one step begins and ends, for `fz.plot_schedule`. Arguments: as a step."""
         with as_found():
             for stage in range(self.schedule.stages):
                 self._stages[stage].spans(stage)  # of what was before
             return timeline_of(self._run(state, inputs, cotangent, rng, records=True)[0], self._stages, self.schedule)
 
-    def update(
-        self, state: PipelineState, grads: PerStage, grad_norm: object = None
-    ) -> tuple[PipelineState, dict[str, Any]]:
-        """The components' updates with these grads, clipped by the norm over all of them.
-
-        A gradient that is not finite in one component skips the update of all.
+    def update(self, state: PipelineState, grads: PerStage, grad_norm: object = None) -> tuple[PipelineState, Metrics]:
+        """Updates all components, clipped by their common norm. If a gradient in one is not finite, all skip.
 
         Args:
+            state: a state of this pipeline.
             grads: what a pullback of this pipeline returned.
-            grad_norm: a norm to clip by instead: `fz.global_norm` of several components.
+            grad_norm: a norm to clip by instead, from `fz.global_norm`.
         """
 
         def checked() -> tuple[PipelineState, PerStage, object]:
@@ -229,13 +224,13 @@ class Pipeline:
         return self._updated(*own)
 
     def add_grads(self, state: PipelineState, grads: PerStage) -> PipelineState:
-        """A state that keeps these grads for the next update."""
+        """Adds grads to those that the state keeps for the next update."""
         self._check(state, "pipeline.add_grads")
         self._check_grads(state, grads)
         return self._each(state, lambda c: self._stages[c].add_grads(state[c], grads[c]))
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> PipelineState:
-        """The states of a checkpoint: for `fz.load`."""
+        """The states of a checkpoint. Use `fz.load(path, pipeline)`."""
         own, parts, error = {c: self.steps[c] for c in self._here}, list[Any](), None
         try:
             parts = load_parts(path, own, len(self.steps), options)
@@ -303,9 +298,7 @@ class Pipeline:
         own = (passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep, state[self._last])
         return Call(self._wires, *own)
 
-    def _updated(
-        self, state: PipelineState, grads: PerStage, grad_norm: object
-    ) -> tuple[PipelineState, dict[str, Any]]:
+    def _updated(self, state: PipelineState, grads: PerStage, grad_norm: object) -> tuple[PipelineState, Metrics]:
         with as_found(), private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
             return updated(self._own, state, grads, grad_norm, self._places)
 
@@ -348,34 +341,36 @@ def pipeline(
     in_dims: int | tuple[int | None, ...] | None = 0,
     weights: Callable[..., object] | None = None,
 ) -> Pipeline:
-    """A component made of components: stages that run a batch, in microbatches, by a schedule.
+    """Makes a pipeline of stages, each with a table, an optimizer and a mesh of its own. Clipping is joint.
 
-    The first input of the pipeline goes to the first stage, further ones to the last. A stage's function takes, behind
-    its params: what the stage before it returned; what skips to it; the pipeline's inputs that it takes; what it
-    shares. Any of these may be a pytree. Each stage has a table, an optimizer and a mesh of its own; clipping is joint.
+    The first input goes to the first stage, further ones to the last. A stage's function takes its params, then the
+    output of the stage before, then what skips to it, then the inputs that it takes, then what it shares. Each may be a
+    pytree.
 
-    Numbers, to the bit, are those of `fz.accumulate(step, schedule.microbatches)` with one step whose function calls
-    the stages' functions one after the other: each stage adds gradients in the order of the microbatches, whatever the
-    schedule. Where a value is used three times or more, by skips or shared components, its cotangents may be added in
-    another order; and each stage draws random numbers of its own, for dropout and stochastic rounding.
+    Numbers are those of one step whose function calls the stages one after the other, with `fz.accumulate(step,
+    schedule.microbatches)`, to the bit for any schedule. Two exceptions: each stage draws its own random numbers; and
+    cotangents of a value that is used three times or more may be added in another order.
 
     Args:
-        steps: one for each stage of the schedule, in order, and behind them one for each that stages share. One may be
-            a component that `fz.remote` made: what flows between such stages goes straight from ranks to ranks, and
-            they compute at the same time.
-        schedule: of `fz.schedules`, or one's own.
-        groups: where the stages run. None: all in this process, one task after the other (on several ranks, each runs
-            all stages on its share of the batch). A mesh of one axis, `mesh["pp"]`: rank i of it is place i of the
-            schedule, and a stage's step may be sharded over the other axes. Lists of ranks, one for each place.
-        inputs: stage -> the pipeline's inputs that it takes, by number.
-        skips: (stage, item) -> the later stage, or stages, that an item of its output goes to instead of to the next.
-        shared: component -> the stages that it gives its output to: a weight that they share has a step of its own,
-            whose function takes params alone, and whose cotangents are summed.
-        in_dims: the dim by which inputs are split into microbatches, as in `fz.accumulate`.
-        weights: `weights(*inputs)` of a microbatch, as in `fz.accumulate`; every rank is given all inputs of its share.
+        steps: one for each stage, in order, then one for each component that stages share. One may be a component of
+            `fz.remote`: values between two of these go straight from rank to rank.
+        schedule: from `fz.schedules`, or your own.
+        groups: where stages run. None: all in this process, on each rank with its share of the batch. `mesh["pp"]`, a
+            mesh of one axis: rank i of it is place i of the schedule, and steps may be sharded over the other axes. Or
+            a list of ranks for each place: `[[0], [1, 2]]`.
+        inputs: `{stage: inputs that it takes, by number}`.
+        skips: `{(stage, item): later stage or stages}`: an item of a stage's output that goes there instead of to the
+            next.
+        shared: `{component: stages that get its output}`, for tied weights. Its function takes params alone.
+        in_dims: the dim of inputs to split, as in `fz.accumulate`.
+        weights: `weights(*inputs)` of a microbatch, as in `fz.accumulate`. Every rank needs all inputs of its share.
+
+    Returns:
+        A `Pipeline`.
 
     Raises:
-        TypeError, ValueError: no step for a stage; a schedule that cannot run, and why; wires to what is not there.
+        TypeError, ValueError: not one step for each stage; a schedule that cannot run, with the reason; wires that lead
+            nowhere.
 
     Example:
         >>> stage = lambda p, h: torch.tanh(h @ p["w"])

@@ -30,65 +30,55 @@ def remote(
     in_specs: object = None,
     out_specs: object = None,
 ) -> RemoteComponent:
-    """A component that lives elsewhere: a step on ranks of its own, with a step's verbs.
+    """Starts a component, with a step's verbs, on ranks of its own: threads, processes, or Ray actors anywhere.
 
-    Seen from outside it is its function on the whole batch in one process: tensors of inputs are split along dim 0 over
-    the data ranks (those that the step takes means over), tensors of outputs joined, scalars averaged by examples;
-    grads and input cotangents are exactly that function's. Calls return at once, and what they make are handles;
-    `fz.fetch` waits; the first call of a kind (shapes, constants) waits for its outputs' tree. An input that is a
-    handle of another component comes straight from its ranks.
+    Seen from outside, it is its function on the whole batch in one process:
 
-    Calls and values go by shared memory on one machine, and between machines by TCP. Where a rank of Ray's cannot be
-    connected to, or cannot connect to its controlling process (a firewall that lets Ray's own ports through), Ray's
-    calls and its object store carry the same messages; each such pair is logged once as a warning of
-    "fzero.components", and waiting for a silent port takes 5 seconds for each machine. A small call and its answer
-    take three to four times as long then, and large tensors go at 0.2 to 0.6 of the rate (`benchmarks/remote.py --on
-    processes ray store`). The ranks of one component must reach one another: their process group is gloo's.
+    - Tensors of inputs are split along dim 0 over the data ranks, and tensors of outputs are joined. Inputs without
+      dims go to all.
+    - A floating scalar is averaged over examples. A sum, a maximum or a mean over tokens must be put together in the
+      function (`fz.parallel.weighted_mean`). Integers without dims and Python numbers are refused if there are several
+      data ranks.
+    - Grads and input cotangents are those of that function.
 
-    A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be
-    averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
-    are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
-    afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
-    Inputs and cotangents are brought to the device that a rank's params lie on; between processes of one GPU they go by
-    CUDA IPC, and never through the host. What `fz.fetch` gives lies on the CPU.
-    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`). The default dtype is that of the
-    start.
+    Calls return at once, and run in order. What they return are handles: `fz.fetch` waits for values. A handle that you
+    pass to another component goes straight from rank to rank. Only the first call of a kind waits.
 
-    With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
-    given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
-    cut each rank has; one that is a mean over something else, say tokens of ragged examples, must be put together in
-    the function (`fz.parallel.weighted_mean` over the data axes). The rows of an `fz.Ragged` go where its lengths go;
-    with `fz.Ragged(PartitionSpec(("dp", "sp")), PartitionSpec("dp"))` those of a rank's examples lie over a further
-    axis.
+    - Functions compute new tensors. They write to none that they get. What you pass you may change afterwards.
+    - Inputs go to the device of a rank's params. `fz.fetch` gives tensors on the CPU.
+    - `torch.autocast` around a call is refused: use `fz.autocast` in `build`.
+    - If one Ray rank cannot connect to another (a firewall), their messages go through Ray, which is slower and logged
+      as a warning of "fzero.components".
+    - With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's `shard_map`: the function gets
+      its pieces and returns its pieces. A scalar is averaged by how much of the cut tensors each rank has.
 
     Args:
-        build: `build(rank) -> (step, params)`, called on every rank, in a process group of its own (gloo). With a third
-            value, `fz.parallel.axis(mesh, name)`, batches are split over that axis alone; ranks beside it get the same
-            examples. A DeviceMesh as third value has the axes for specs. Under "processes" it must be picklable:
-            defined at the top of a module.
+        build: `build(rank) -> (step, params)`, called on each rank in a process group of its own. A third value may be
+            `fz.parallel.axis(mesh, name)`, the only axis that batches are split over, or a DeviceMesh with the axes of
+            specs. Under `"processes"`, define it at the top of a module that can be imported.
         ranks: their number.
-        on: "threads" of this process, "processes" on this machine, or "ray": one actor for each rank, in a placement
-            group.
-        name: in errors; that of `build` by default.
+        on: `"threads"` of this process, `"processes"` on this machine, or `"ray"`, one actor for each rank.
+        name: for errors. None takes that of `build`.
         timeout: seconds that the start, one call or one collective may take.
-        checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
-            costs the call, and not the component. Unchecked it costs the component within seconds, where another one
-            waits for it in a collective.
-        options: under "processes" and "ray" the "backend" of the process group, "gloo" by default; with "nccl" what
-            lies on GPUs goes by that one, and each rank needs a GPU of its own, which `build` chooses
-            (torch.cuda.set_device) unless Ray does. Under "ray", too: "resources" of each rank, {"CPU": 1} by default,
-            "strategy" of the placement group, "PACK" by default, and "runtime_env".
-        in_specs: how inputs lie over the ranks: a tuple with a spec for each, or one for all; a spec is a
-            `fz.PartitionSpec` for all tensors of an input, or containers of them as the input's own. None is
-            `PartitionSpec()`: whole on every rank.
-        out_specs: likewise of what the function returns, aux included; what is said to be whole must be the same on all
-            ranks. Both or neither.
+        checked: True: ranks compare what they communicate first (`fz.testing.checked_collectives`). Then a rank that
+            fails alone costs the call, and not the component.
+        options: under `"processes"` and `"ray"`, `"backend"` of the process group: `"gloo"` by default; with `"nccl"`
+            each rank needs a GPU of its own, which `build` chooses (`torch.cuda.set_device`) or Ray does. Under `"ray"`
+            also `"resources"` of each rank, `{"CPU": 1}` by default; `"strategy"` of the placement group, `"PACK"` by
+            default; and `"runtime_env"`.
+        in_specs: how inputs lie over the ranks: a tuple with a spec for each input, or one spec for all. A spec is a
+            `fz.PartitionSpec`, a pytree of them like the input, or None: whole on every rank. Give both arguments or
+            neither. With neither, tensors are split along dim 0.
+        out_specs: the same for what the function returns, aux included. What is whole must be equal on all ranks.
+
+    Returns:
+        A component. Close it with `close()`, or use it in a `with`. `component.spans()` says when the first rank ran
+        which call.
 
     Raises:
-        ValueError: a spec names an axis that is not in the mesh, or over which the step neither takes means nor has its
-            leaves cut.
-        ImportError: `on` is "ray", which is not installed.
-        ComponentDied: at any later use, once a rank has ended.
+        ValueError: a spec names an axis that the mesh has not, or over which the step neither averages nor cuts leaves.
+        ImportError: `on="ray"`, and Ray is not installed.
+        ComponentDied: from any later use, once a rank has ended.
         Exception: what `build` raised on a rank.
 
     Example:
@@ -140,18 +130,18 @@ def remote(
 
 
 def fetch(tree: Any) -> Any:
-    """Waits for the values of handles.
+    """Waits for handles of remote components, and returns their values.
 
     Args:
         tree: any pytree.
 
     Returns:
-        The same tree with plain tensors on the CPU in place of handles; states and grads are waited for, and stay
-        where they are.
+        The same tree with plain tensors on the CPU in place of handles. States and grads are waited for, and stay where
+        they are.
 
     Raises:
-        ComponentDied: a component that one lies on is lost.
-        Exception: the call that was to make it failed.
+        ComponentDied: the component of a handle is lost.
+        Exception: what the call raised that was to make a value.
 
     Example:
         >>> fz.fetch({"loss": torch.ones(2), "n": 3})

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,6 +21,7 @@ from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held, tensors_hidden, tensors_reached
 from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
+from fzero.state.metrics import Metrics
 from fzero.state.straight import with_values
 from fzero.state.train_state import TrainState
 from fzero.step import Step
@@ -33,27 +33,29 @@ Batch = tuple[object, ...]
 
 def scan(
     step: Step, state: TrainState, batches: object, remat_every: int | None = None
-) -> tuple[TrainState, dict[str, Any]]:
-    """Applies a step to one batch after the other: `state, metrics = step(state, *batch)`, as one function.
+) -> tuple[TrainState, Metrics]:
+    """Runs many steps as one differentiable function, with memory for few states: JAX's `lax.scan` with checkpoints.
 
-    torch.func differentiates it by the state, the batches, and the tensors that the step's optimizer and function were
-    made with. Reverse-mode keeps the state before every `remat_every`-th step, and the batches; the states between are
-    made again, and one step at a time is differentiated. So memory grows with the square root of the number of steps
-    where every part has that many (Chen et al. 2016), for one more run of all steps.
+    It is `state, metrics = step(state, *batch)` for each batch. `torch.func` differentiates it by the state, the
+    batches, and tensors that the optimizer or the function was made with. Reverse mode keeps the batches and each
+    `remat_every`-th state. The states between are computed again. So n steps keep about 2 √n states, and run once more.
 
     Args:
-        step: any step whose derivative there is.
-        state: before the first step.
-        batches: a list of batches, each a tuple of the step's inputs, or one input; or a tuple of inputs, tensors or
-            trees of them, whose leading dim is that of steps.
-        remat_every: how many steps lie between two kept states; the square root of their number by default.
+        step: any step that has a derivative.
+        state: the state before the first step.
+        batches: a list with one batch for each step, a tuple of inputs or one input. Or a tuple of inputs, tensors or
+            trees of them, whose leading dim counts steps.
+        remat_every: the number of steps from one kept state to the next. None takes the square root of their number.
 
     Returns:
-        The state after the last step, and the metrics of all steps: each as a tensor [steps, ...].
+        `(state, metrics)`: the state after the last step, and each metric of all steps as a tensor `[steps, ...]`.
 
     Raises:
-        TypeError: batches of another kind, metrics that are no tensors or numbers.
+        TypeError: batches of another kind, or metrics that are no tensors or numbers.
         ValueError: no batches, or inputs of different lengths.
+
+    Source:
+        Chen et al. 2016, arXiv 1604.06174.
 
     Example:
         >>> def trained(lr):
@@ -68,7 +70,7 @@ def scan(
     if remat_every is None:
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
-    found: list[dict[str, object]] = []
+    found: list[Metrics] = []
     seen = list[list[torch.Tensor]]()
     if is_transformed():
         state = with_values(state)  # codes have no derivatives
@@ -104,15 +106,15 @@ def _split(batches: object) -> list[Batch]:
     return [pytree.unflatten(spec, own) for own in zip(*[leaf.unbind() for leaf in leaves], strict=True)]
 
 
-def _run(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
-    found: list[dict[str, object]] = []
+def _run(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    found: list[Metrics] = []
     for batch in batches:
         state, metrics = step(state, *batch)
         found.append(pytree.map(_as_tensor, metrics))
     return state, _joined(found, torch.stack)
 
 
-def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor]) -> dict[str, object]:
+def _joined(parts: Sequence[Metrics], join: Callable[..., torch.Tensor]) -> Metrics:
     """The metrics of several steps."""
     return pytree.map(lambda *each: join(each), *parts)
 
@@ -122,7 +124,7 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 
 def _part(
     step: Step, state: TrainState, batches: Sequence[Batch], seen: Sequence[list[torch.Tensor]]
-) -> tuple[TrainState, dict[str, object]]:
+) -> tuple[TrainState, Metrics]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else.
 
     Args:
@@ -263,7 +265,7 @@ class _Steps(Op):
         self._seen = [self._numbers(each) for each in seen]  # the numbers of each step in the open
         self._ran = set[int]()  # the steps that have run here
 
-    def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
+    def metrics(self, leaves: Sequence[torch.Tensor]) -> Metrics:
         assert self._metrics is not None
         return pytree.unflatten(self._metrics, leaves)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,6 +32,7 @@ from fzero.state.checks import (
     refuse_captured,
 )
 from fzero.state.init import init_state
+from fzero.state.metrics import Metrics
 from fzero.state.placing import settle
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
@@ -44,27 +45,57 @@ from fzero.table.spec import LEAF_NORMS, Spec, need_step
 from fzero.update.fused import fused_call, fuses
 from fzero.update.update import apply_update
 
+Updated = tuple[TrainState, Metrics]
+
 
 @dataclass(frozen=True)
 class Step(Spec):
-    """An immutable description of one training step; transforms return a step with one more rule.
+    """A training step, as an immutable value: a pure function, an optimizer, and the rules that transforms have added.
 
-    `init`, `vjp`, `forward` and `update` are the interface of every component. Made by `train_step`. It is pickled
-    wherever its functions are: over the default process group for any run, over a mesh within the life of its groups.
+    `fz.train_step` makes one. Each transform (`fz.shard_zero3`, `fz.autocast`, ...) returns a new one with one more
+    rule. `print(step)` lists the rules. `fz.plan(step, params)` shows what they mean for each leaf.
+
+    - `init` makes the state.
+    - `step(state, *inputs)` is one whole update.
+    - `vjp` and `update` are its two halves, for losses that are not computed here.
+    - `forward` gives outputs without gradients.
+
+    You can pickle a step if you can pickle its functions. A step over a mesh can be unpickled only while the groups of
+    that mesh live.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> state, metrics = step(state, torch.ones(2))
+        >>> step.forward(state, torch.ones(2))
+        tensor(1.8000)
     """
 
     def init(self, params: Any, seed: int = 0, sync: bool = False) -> TrainState:
-        """The state for these params, which are copied.
+        """Makes the state: params, which are copied, and the optimizer's moments, both as this rank's slices.
+
+        All ranks of the step call it.
 
         Args:
-            params: a pytree of floating tensors; a leaf may be a callable that makes one, called unit by unit, so
-                that no rank ever holds the full model.
-            seed: of everything random in the run, the same on all ranks.
-            sync: take rank 0's params on all ranks; otherwise different params are an error.
+            params: a pytree of floating tensors, the full leaves, equal on all ranks. A leaf may be a function without
+                arguments that makes the tensor. These are called unit by unit, so no rank ever holds the full model.
+            seed: seeds everything random in the run, such as dropout and stochastic rounding. The same on all ranks.
+            sync: True takes rank 0's params on all ranks. False raises an error if ranks have different params.
+
+        Returns:
+            A `TrainState`.
 
         Raises:
-            TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
-            RuntimeError: the step is sharded and there is no process group.
+            ValueError: a pattern of a transform matches no leaf, or ranks gave different params. The error names the
+                pattern or the leaf.
+            TypeError: a leaf is no floating tensor, and no function that makes one.
+            RuntimeError: the step is sharded and there is no process group. Call
+                `torch.distributed.init_process_group`.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+            >>> step.init({"w": lambda: torch.ones(3)}).params["w"]
+            tensor([1., 1., 1.])
         """
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
@@ -78,18 +109,29 @@ class Step(Spec):
             warn_where_slow(state)
             return state
 
-    def vjp(self, state: TrainState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
-        """Outputs and their pullback, `torch.func.vjp` through the sharded params.
+    def vjp(
+        self, state: TrainState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
+    ) -> tuple[Any, Pullback, *tuple[Any, ...]]:
+        """The outputs and their pullback: `torch.func.vjp` of the function, with sharded params.
 
         Args:
-            state: of this step.
-            inputs: this rank's share of the batch.
-            argnums: the inputs to differentiate; every floating one by default.
-            rng: varies everything random in the function, beside the state's seed and step.
+            state: a state of this step.
+            *inputs: this rank's share of the batch.
+            argnums: the inputs to differentiate by, counted from 0 without the state: an int or a tuple. None takes
+                every input with a floating tensor.
+            rng: a number that varies the random numbers of this call. The state's seed and step vary them too.
 
         Returns:
-            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux, or carries something
-            (`fz.carry`).
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` if the step has aux or a carry (`fz.carry`). Outputs
+            are this rank's own. `pullback(cotangent)` returns `(grads, input_cotangents)`: see `Pullback`.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(2, 1)})
+            >>> outputs, pullback = step.vjp(state, torch.ones(3, 2))
+            >>> grads, (x_cotangent,) = pullback(torch.ones_like(outputs))
+            >>> fz.gather(grads)["w"].flatten(), x_cotangent.shape
+            (tensor([3., 3.]), torch.Size([3, 2]))
         """
         check_state(self, state)
         rng = need_int(rng, "step.vjp", "rng")
@@ -101,10 +143,18 @@ class Step(Spec):
             return (outputs, pullback, aux) if self.has_aux or self.carries else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
-        """The outputs without gradients; `(outputs, aux)` where the step has aux.
+        """The outputs without gradients, for evaluation.
 
-        None flows into the inputs either: what plain autograd differentiates counts as a constant. A transform of
-        torch.func goes through it as through any function.
+        Modules stay in the mode that they were in when `fz.functional` took them: dropout is on if it was on then. For
+        plain autograd the outputs are constants. Transforms of `torch.func` go through this call.
+
+        Args:
+            state: a state of this step.
+            *inputs: this rank's share of the batch.
+            rng: as in `vjp`.
+
+        Returns:
+            The outputs of this rank. `(outputs, aux)` if the step has aux. A new carry is dropped.
         """
         check_state(self, state)
         rng = need_int(rng, "step.forward", "rng")
@@ -125,23 +175,40 @@ class Step(Spec):
             merged = micro.merge(outputs, factors=counts.factors)
         return (merged, micro.merge(auxes, "aux", counts.of_rank)) if self.has_aux else merged
 
-    def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
-        """One update: `(new state, metrics)`.
+    def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Updated:
+        """One update: forward, pullback, and the optimizer. All ranks of the step call it.
 
-        Transforms of torch.func go through it, by the state, the inputs, the cotangent, and tensors that the optimizer
-        or the function was made with; gradients by what all ranks have alike are those of the mean over ranks.
+        Transforms of `torch.func` go through the call: by the state, the inputs, the cotangent, and by tensors that the
+        optimizer or the function was made with. A gradient by a value that all ranks share is that of the mean over
+        ranks.
 
         Args:
-            inputs: this rank's share of the batch.
-            cotangent: of the outputs, where they are not a scalar loss.
+            state: a state of this step. With `fz.donate` it is dead afterwards.
+            *inputs: this rank's share of the batch.
+            cotangent: the cotangent of the outputs. Needed if they are not a scalar loss, whose cotangent is 1.
+            rng: as in `vjp`.
 
         Returns:
-            The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
-            gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
+            `(new_state, metrics)`. Metrics are 0-d tensors, the same on all ranks.
+
+            - `"loss"`: the mean over microbatches and ranks, if the outputs are a scalar.
+            - `"grad_norm"`: of the mean gradient, before clipping.
+            - `"lr"`: the learning rate of this update, if the optimizer has one.
+            - `"skipped"`: True if the gradient was not finite. Then params, moments and `state.step` are as before.
+            - others that transforms and optimizers add, such as `"loss_scale"`, and this rank's `"aux"` if the step has
+              aux.
 
         Raises:
-            TypeError: such a transform goes through a step that has no derivative: of encoded or stochastically rounded
-                states that are not straight-through, of states on a disk, with fz.donate; the error names which.
+            ValueError: the state belongs to another step, or the outputs are no scalar and there is no `cotangent`.
+            TypeError: a transform of `torch.func` goes through a step that has no derivative: with `fz.donate`, with
+                states on a disk, or with encoded states whose policy is not `straight_through`. The error says which.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> state, metrics = step(state, torch.eye(2), cotangent=torch.tensor([1.0, 0.0]))
+            >>> fz.gather(state.params)["w"]
+            tensor([0.9000, 1.0000])
         """
         check_state(self, state)
         check_optimizer(self, state)
@@ -155,7 +222,7 @@ class Step(Spec):
             refuse_captured("step", self.fn)
         with as_found():
             if fuses(self, state):
-                return fused_call(self, state, inputs, cotangent, rng)
+                return cast(Updated, fused_call(self, state, inputs, cotangent, rng))
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:
                 grads, _ = run.pull(ct, into=total)
@@ -170,16 +237,30 @@ class Step(Spec):
             loss = batch.loss()
             new, metrics = apply_update(self, state, sharded, None)
             new = batch.kept(new, metrics)
-            return new, {**metrics, **loss, **batch.aux()}
+            return cast(Updated, (new, {**metrics, **loss, **batch.aux()}))
 
-    def update(self, state: TrainState, grads: object, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
-        """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
+    def update(self, state: TrainState, grads: object, grad_norm: object = None) -> Updated:
+        """Applies grads: the optimizer's half of a step. Grads that `add_grads` has kept are added, then cleared.
 
         Args:
-            grads: what a pullback of this step returned; or full leaves, equal on all ranks, in the params' structure
-                or by path: they are the mean gradients already, without a loss scale, and are not reduced again.
-            grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
-                "grad_norm" stays these grads' own.
+            state: a state of this step.
+            grads: what a pullback of this step returned. Or full leaves, equal on all ranks, in the structure of the
+                params or as `{path: leaf}`: the mean gradient, without a loss scale. These are not reduced again.
+            grad_norm: a norm to clip by, instead of that of these grads: `fz.global_norm` of several components. The
+                metric `"grad_norm"` stays the norm of these grads.
+
+        Returns:
+            `(new_state, metrics)`, as a step returns, without `"loss"` and `"aux"`.
+
+        Raises:
+            ValueError: the grads do not fit the state, with the leaf's path.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> state, metrics = step.update(state, {"w": torch.tensor([1.0, 2.0])})
+            >>> fz.gather(state.params)["w"]
+            tensor([0.9000, 0.8000])
         """
         own = taken_grads(self, state, grads, "step.update")
         check_optimizer(self, state)
@@ -189,10 +270,27 @@ class Step(Spec):
         if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
             state, own, grad_norm = constants("step.update", state=state, grads=own, grad_norm=grad_norm)
         with as_found(), private.of_normal_tensors(), below_unless(follows):
-            return apply_update(self, state, own, grad_norm)
+            return cast(Updated, apply_update(self, state, own, grad_norm))
 
     def add_grads(self, state: TrainState, grads: object) -> TrainState:
-        """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
+        """Adds grads to those that the state keeps for its next update: several losses or pullbacks, one update.
+
+        Args:
+            state: a state of this step.
+            grads: as in `update`.
+
+        Returns:
+            A new state, with the sum in `state.grads`. The next `update` or step adds it to its own grads and clears
+            it.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(1)})
+            >>> state = step.add_grads(state, {"w": torch.ones(1)})
+            >>> state, _ = step.update(state, {"w": torch.ones(1)})
+            >>> fz.gather(state.params)["w"], state.grads
+            (tensor([0.8000]), None)
+        """
         given = taken_grads(self, state, grads, "step.add_grads")
         if not (follows := goes_on(state, given)):
             state, given = constants("step.add_grads", state=state, grads=given)
@@ -216,20 +314,28 @@ def train_step(
     has_aux: bool = False,
     metrics: Sequence[str] = (),
 ) -> Step:
-    """A training step of a pure function.
+    """Makes a training step of a pure function and an optimizer.
 
     Args:
-        fn: `fn(params, *inputs) -> outputs`, any pytree of tensors; a scalar for `step(state, *inputs)`.
-        optimizer: a `GradientTransformation`.
-        policy: dtypes by leaf; every leaf keeps its own by default.
-        units: fnmatch patterns over paths, the shortest path that matches is the unit; None takes every path up to
-            its first integer part, the elements of lists and ModuleLists; of ParameterLists, which nobody calls, none.
-        has_aux: `fn` returns `(outputs, aux)`.
-        metrics: those that an update gives besides the usual ones. "leaf_norms" is `{"params": {path: norm}, "grads":
-            ..., "updates": ..., "moments": {"mu": ..., ...}}`, 0-d float64 norms of each trained leaf over all shards:
-            params and moments after the update, what it adds to the params, and the mean gradient before clipping.
-            Elementwise optimizers sum them up as they come by, before values are rounded to a policy's formats; of
-            others new values are read again, and the old params are kept meanwhile.
+        fn: `fn(params, *inputs) -> outputs`. The outputs may be any pytree of tensors. If they are a scalar loss,
+            `step(state, *inputs)` needs no cotangent.
+        optimizer: a `GradientTransformation`, such as `fz.adamw(1e-3)`.
+        policy: the dtypes of leaves: a `Policy`, or `Policy.by_path`. None keeps each leaf's own dtype everywhere.
+        units: fnmatch patterns over dotted paths, one or several. A path that matches is a unit, together with all
+            leaves below it. The shortest match counts. None cuts each path behind its first integer: `blocks.0.mlp.up`
+            is in the unit `blocks.0`. Leaves in no unit form the root.
+        has_aux: True if `fn` returns `(outputs, aux)`.
+        metrics: further metrics, as a tuple of names. There is one: `"leaf_norms"`, a dict `{"params" | "grads" |
+            "updates": {path: norm}, "moments": {name: {path: norm}}}` of 0-d float64 tensors. Each is the norm of one
+            trained leaf over all shards. Params and moments are those after the update. Updates are what it adds to the
+            params. Grads are the mean gradient before clipping.
+
+    Returns:
+        A `Step`.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: a metric that there is not.
 
     Example:
         >>> step = fz.train_step(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), fz.sgd(0.1))
@@ -255,12 +361,15 @@ def train_step(
 
 
 def with_fn(step: Step, fn: Callable[..., object], has_aux: bool | None = None) -> Step:
-    """A step over the same table and state with another function: evaluation, generation, a second loss.
+    """The same step with another function: for evaluation, generation or a second loss over the same state.
 
     Args:
         step: any step.
         fn: `fn(params, *inputs) -> outputs`.
-        has_aux: as in `train_step`; that of `step` by default.
+        has_aux: whether `fn` returns `(outputs, aux)`. None keeps what `step` says.
+
+    Returns:
+        A step with the rules and the optimizer of `step`. Both take each other's states.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))

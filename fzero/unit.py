@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,16 +21,25 @@ from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 
 T = TypeVar("T")
+Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
-def unit(fn: Callable[..., object]) -> Callable[..., Any]:
-    """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
+def unit(fn: Fn) -> Fn:
+    """Makes a function a unit: what params are gathered, freed and recomputed for. Usually a transformer block.
 
-    Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
-    what functorch refuses elsewhere, such as `torch.utils.checkpoint` and old-style Functions.
-    Arguments and outputs may be any pytrees and objects; what the function changes in them is changed for its caller.
-    It may close over tensors and over objects that hold some: each that it reads is one of its inputs. A unit inside a
-    unit is a plain call. As of any decorated function, pickle takes its name: `@fz.unit` at module level.
+    In a step, call it with a subtree of the params: `block(params["blocks"][0], x)`. Its leaves are gathered for this
+    call. Outside of a step it is the plain function, and so is a unit inside a unit.
+
+    - Arguments and outputs may be any pytrees and objects. What the function changes in them changes for the caller.
+    - It may close over tensors and objects that hold some. Those that it reads are inputs of the unit.
+    - It may use what `torch.func` refuses elsewhere, such as `torch.utils.checkpoint` and old-style autograd Functions.
+    - To pickle a step, decorate functions at the top of a module.
+
+    Args:
+        fn: `fn(params_subtree, *args, **kwargs)`, a pure function.
+
+    Returns:
+        A function with the arguments and outputs of `fn`.
 
     Example:
         >>> block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
@@ -43,21 +52,23 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     def call(*args: object, **kwargs: object) -> Any:
         return call_unit(fn, args, kwargs)
 
-    return call
+    return cast(Fn, call)
 
 
 def name(x: T, name: str) -> T:
-    """Gives a tensor inside of a unit a name, by which `fz.remat(step, save=..., offload=...)` keeps it; returns it.
+    """Names a tensor inside a unit, so that `fz.remat(step, save=...)` can keep it instead of recomputing it.
 
-    It is no operation: without such a step nothing happens. A name may be given to several tensors, in one unit and in
-    others. A view stands for all of the memory that it is a view of.
+    Without such a step it does nothing. One name may be given to several tensors, in one unit and in others.
 
     Args:
-        x: a tensor.
-        name: such as "qkv".
+        x: a tensor. A view stands for all of the memory that it is a view of.
+        name: such as `"qkv"`.
+
+    Returns:
+        `x` itself.
 
     Raises:
-        TypeError: it is no tensor, or the name no string.
+        TypeError: `x` is no tensor, or `name` is no string.
 
     Example:
         >>> @fz.unit
@@ -76,18 +87,21 @@ def name(x: T, name: str) -> T:
 
 
 def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The sum of `fn(leaf)` over all leaves of a tree of params: a regulariser, such as a weight decay in the loss.
+    """Sums `fn(leaf)` over all leaves of a tree of params: for regularisers in a loss, such as weight decay.
 
-    Inside a step's function it gathers the leaves unit by unit, one unit at a time, also those that are cut over a
-    tensor axis: `fn` is given whole leaves, and the sum is the same on all ranks of that axis. Elsewhere it is the
-    plain sum.
+    Inside a step's function it gathers one unit at a time. `fn` gets whole leaves, even those that `fz.shard_tensor`
+    cuts, and the sum is the same on all ranks of that axis. Outside of a step it is the plain sum.
 
     Args:
-        params: the params that the step's function is given, or any part of them.
-        fn: `fn(leaf) -> 0-d tensor`.
+        params: the params that the step's function got, or any part of them.
+        fn: `fn(leaf)` returns a 0-d tensor.
+
+    Returns:
+        A 0-d tensor, differentiable.
 
     Raises:
-        ValueError: the tree has no tensor, or `fn` returns something else.
+        TypeError: the tree has no tensor, or something else than tensors.
+        ValueError: `fn` returns no 0-d tensor. Reduce it, e.g. with `.sum()`.
 
     Example:
         >>> fz.sum_over({"a": torch.ones(2), "b": [torch.ones(3)]}, lambda leaf: leaf.square().sum())

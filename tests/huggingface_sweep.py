@@ -17,7 +17,6 @@ sizes and dropout, in training mode; what is compared says `huggingface_compared
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import faulthandler
@@ -42,6 +41,9 @@ import torch.distributed as dist
 import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import results
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "causal": ("CAUSAL_LM",),
@@ -196,7 +198,7 @@ def summary(table: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="model types or classes, with tracebacks")
     parser.add_argument("--go-on", action="store_true", help="with those that the table does not have yet")
@@ -223,6 +225,11 @@ def main() -> int:
             print(where if args.only else "", end="", flush=True)
             args.table.write_text(json.dumps(whole, indent=1) + "\n")
     print(*summary(table), sep="\n")
+    counted = results.Table("built", "exact", "within 1e-5", "refused", show=False)
+    for group, rows in table.items():
+        found = collections.Counter(row["verdict"] for row in rows.values())
+        counted.row(group, len(rows) - found["not built"], *[found[word] for word in (*NEAR, "refused")])
+    results.save(args, counted)
     return any(row["verdict"] in ("error", "wrong", "dead") for rows in table.values() for row in rows.values())
 
 

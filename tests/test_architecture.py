@@ -61,7 +61,7 @@ def rank(module: str) -> int:
 
 def test_every_file_has_its_wing() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
-    assert beside == {"__init__.py", *(f"{name}.py" for name in TOP)} and len(beside) <= 16
+    assert beside == {"__init__.py", "__main__.py", *(f"{name}.py" for name in TOP)} and len(beside) <= 16
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {*WINGS, "testing"}
     for wing in WINGS:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nightly import at_length
 from processes import FORKING
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import results
+
+FOLDER = results.ROOT / "benchmarks"
 TINY = "--width 16 --heads 2 --batch 2 --context 8 --steps 1 --warmup 1".split()
 
 
@@ -114,3 +124,101 @@ def test_derivatives_of_all() -> None:
 def test_axes_lengths(tmp_path: Path) -> None:
     out = run("axes.py", *"--lengths --longest 64 --degrees 1 2 --out".split(), str(tmp_path / "activations.png"))
     assert out.count("of ideal") == 4 and (tmp_path / "activations.png").stat().st_size
+
+
+# ---- tables in files, and on the page
+
+
+def files() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in results.RESULTS.glob("*.json")}
+
+
+def test_the_page_shows_every_file() -> None:
+    page = results.PAGE.read_text()
+    assert results.filled(page) == page, "run: python benchmarks/results.py"
+    assert sorted(results.MARKED.findall(page)) == sorted(files())
+    for name, found in files().items():
+        assert {*found} == {"command", "machine", "date", "commit", "settings", "tables"}, name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and re.fullmatch(r"[0-9a-f]{7,}", found["commit"]), name
+
+
+def test_every_command_is_taken_by_its_script() -> None:
+    """All in one process, each as far as its arguments, with the text of --help."""
+    code = """
+        import argparse, json, os, runpy, shlex, sys
+
+        class Parsed(Exception):
+            pass
+
+        def parse_args(self, *args, **kwargs):
+            parse(self, *args, **kwargs)
+            self.format_help()
+            raise Parsed
+
+        parse, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, parse_args
+        for command in json.loads(sys.argv[1]):
+            words = shlex.split(command)
+            sys.argv = words[words.index("python") + 1 :] + ["--save"]
+            sys.path.insert(0, os.path.dirname(sys.argv[0]))
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except Parsed:
+                print(command)
+            sys.path.pop(0)
+    """
+    commands = [found["command"] for found in files().values()]
+    command = [sys.executable, "-c", textwrap.dedent(code), json.dumps(commands)]
+    done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True, timeout=250)
+    assert done.stdout.splitlines() == commands, done.stderr
+
+
+@given(st.lists(st.none() | st.text("ab") | st.integers() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}"))))
+def test_cells_are_rounded(cells: list[Any]) -> None:
+    for cell, text in zip(cells, results.shown(cells), strict=True):
+        if isinstance(cell, float):
+            assert float(text.replace(",", "")) == pytest.approx(cell, rel=0.05, abs=1e-12)
+        else:
+            assert text == ("" if cell is None else cell if isinstance(cell, str) else f"{cell:,}")
+
+
+def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: mine -->\n<!-- end -->\nbehind\n")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "PAGE", page)
+    script = str(FOLDER / "step.py")
+    monkeypatch.setattr(sys, "argv", [script, "--batch", "1", "--save", "mine", "--only", "FSDP2", "two words"])
+    parser = results.parser("What it does.")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--only", nargs="*")
+    table = results.Table("median ms", "ratio", "never", show=False)
+    table.row("one", 1234.56789, 0.5)
+    table.row("other", "not run")
+    results.save(parser.parse_args(["--batch", "1"]), table)
+    assert [*tmp_path.iterdir()] == [page]
+    results.save(parser.parse_args(), table, results.Table("none", show=False))
+    found = json.loads((tmp_path / "mine.json").read_text())
+    assert found["command"].endswith("python benchmarks/step.py --batch 1 --only FSDP2 'two words'")
+    assert found["settings"] == {"batch": 1, "only": ["FSDP2", "two words"]} and "torch" in found["machine"]
+    (kept,) = found["tables"]
+    assert kept["rows"]["one"] == {"median ms": 1234.57, "ratio": 0.5, "never": None}
+    text = page.read_text()
+    assert "| one | 1,235 | 0.5 |\n| other | not run |  |\n" in text and "never" not in text and "behind" in text
+    assert results.filled(text) == text
+
+
+def test_the_readme_has_the_numbers_of_the_file() -> None:
+    section = re.search(r"^## How fast\?\n(.*?)(?=^## |\Z)", (results.ROOT / "README.md").read_text(), re.M | re.S)
+    if section is None:
+        pytest.skip("README has no section 'How fast?'")
+    lines = [line.strip().strip("|").split("|") for line in section[1].splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    kept = files()["step"]["tables"][0]["rows"]
+    columns = {"no communication": "of alone", "FSDP2": "of FSDP2", "live MB": "live MB at peak"}
+    chosen = [next(column for word, column in columns.items() if word in said) for said in header[1:]]
+    shown = {
+        column: dict(zip(kept, results.shown([row[column] for row in kept.values()]), strict=True)) for column in chosen
+    }
+    assert len(rows) >= 5 and len(chosen) == 3
+    for name, *cells in rows:
+        assert cells == [shown[column][name] for column in chosen], name

@@ -23,6 +23,7 @@ _BLOCK = re.compile(
     r"^(?P<fence>`{3,}|:{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$",
     re.M | re.S,
 )
+PARTS = (fz, fz.compat, fz.parallel, fz.schedules, fz.testing)
 API = re.compile(r"auto(?:function|class|exception|data):: fzero\.([\w.]+)")
 
 
@@ -57,3 +58,14 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     reference = [name for page in (DOCS / "api").glob("*.md") for name in API.findall(page.read_text())]
     assert len(reference) == len(set(reference))
     assert public == {name for name in reference if "." not in name}
+
+
+def test_every_public_name_is_in_a_guide() -> None:
+    """In a sentence or in code, as `fz.name` or as a link; the reference, the glossary and the changelog are none."""
+    pages = [page for page in PAGES if page.parent.name != "api" and page.stem not in ("glossary", "changelog")]
+    said = {name for page in pages for name in re.findall(r"\b(?:fz|fzero)\.(\w+(?:\.\w+)?)", page.read_text())}
+    said |= {name.partition(".")[0] for name in said}
+    for part in PARTS:
+        own = {name for name in part.__all__ if not isinstance(getattr(part, name), types.ModuleType)}
+        names = {f"{part.__name__}.{name}".removeprefix("fzero.") for name in own}
+        assert not names - said, f"in no guide: {sorted(names - said)}"

@@ -1,4 +1,4 @@
-"""The examples and the README do what they say."""
+"""The examples do what they say."""
 
 from __future__ import annotations
 
@@ -74,66 +74,6 @@ def test_ema_is_the_average_of_the_gathered_params(data: Any, chosen: Any, world
         assert_trees_close(averaged.forward(average, *batch), step.forward(other, *batch), rtol=1e-10)
 
     run_ranks(rank_main, world)
-
-
-# ---- README.md
-
-
-def test_the_quickstart_of_the_readme_runs() -> None:
-    text = (ROOT / "README.md").read_text()
-    diff = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0].splitlines()
-    before = "\n".join(line[2:] for line in diff if line[:1] != "+")
-    after = "\n".join(line[2:] for line in diff if line[:1] != "-")
-
-    def run(code: str, rank: int) -> float:
-        names: dict[str, Any] = {}
-        exec(compile(code, "README.md", "exec"), names)
-        return float(names["loss"])
-
-    plain = run(before, 0)
-    for loss in run_ranks(functools.partial(run, after), 2):
-        assert abs(loss - plain) < 1e-5
-
-
-def test_the_two_components_of_the_readme_train_as_one() -> None:
-    text = (ROOT / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "pull_vision" in block]
-    loss, text_params = scenarios.stack(1)
-    _, vision_params = scenarios.stack(2)
-    optimizer = fz.chain(fz.clip_by_global_norm(0.1), fz.adamw(1e-2))
-
-    def encode(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ p["blocks"][0]["w"])
-
-    def rank_main(rank: int) -> Any:
-        x, y = scenarios.vector_batches(2)[rank]
-        names: dict[str, Any] = {"fz": fz, "torch": torch, "images": x, "tokens": y}
-        names["vision"] = fz.shard_zero1(fz.train_step(encode, optimizer))
-        names["text"] = fz.shard_zero3(fz.train_step(lambda p, tokens, emb: loss(p, emb, tokens), optimizer))
-        names["vision_state"] = names["vision"].init(vision_params)
-        names["text_state"] = names["text"].init(text_params)
-        for _ in range(3):
-            exec(compile(code, "README.md", "exec"), names)
-        return fz.gather(names["vision_state"].params), fz.gather(names["text_state"].params)
-
-    whole = fz.train_step(lambda p, x, y: loss(p[1], encode(p[0], x), y), optimizer)
-    state = whole.init((vision_params, text_params))
-    for _ in range(3):
-        state, _ = whole(state, *(torch.cat(parts) for parts in zip(*scenarios.vector_batches(2), strict=True)))
-    for got in run_ranks(rank_main, 2):
-        assert_trees_close(got, fz.gather(state.params), rtol=1e-9)
-
-
-def test_the_pipeline_of_the_readme_trains() -> None:
-    text = (ROOT / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fz.pipeline(steps" in block]
-    layer = lambda p, h: torch.tanh(h @ p["w"])
-    names: dict[str, Any] = {"fz": fz, "first": layer, "middle": layer}
-    names["last"] = lambda p, h, y: (h @ p["w"] - y).square().mean()
-    names |= {f"{name}_params": {"w": torch.eye(3)} for name in ("first", "middle", "last")}
-    names |= {"x": torch.linspace(-1, 1, 48).view(16, 3), "y": torch.ones(16, 3)}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["state"].step == 1 and names["metrics"]["loss"] > 0
 
 
 # ---- bigger_than_memory.py

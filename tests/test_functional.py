@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -199,3 +201,40 @@ def test_global_names_that_do_not_lead_to_the_module_are_read_when_it_runs(monke
     before = apply(params, X)
     monkeypatch.setitem(globals(), "COUNT", 4)
     assert torch.allclose(apply(params, X), before * 4)
+
+
+@given(data=st.data(), stage=st.sampled_from([0, 1, 2, 3]), carried=st.booleans(), remat=st.booleans())
+def test_evaluation_mode_over_the_same_params(data: Any, stage: int, carried: bool, remat: bool) -> None:
+    """After a step, in `with_fn` of it and outside of steps, as the module in evaluation mode; no buffer changes."""
+    seed = data.draw(st.integers(0, 2**31), label="seed")
+    rows = torch.Generator().manual_seed(seed)
+    norm = lambda: nn.BatchNorm1d(4, momentum=0.3) if carried else nn.Identity()
+    blocks = [nn.Sequential(nn.Linear(4, 4), norm(), nn.Dropout(0.5)) for _ in range(2)]
+    net, x = nn.Sequential(*blocks).double(), torch.randn(6, 4, generator=rows, dtype=torch.float64)
+    apply, params, *buffers = fz.functional(net, buffers=True) if carried else fz.functional(net)
+
+    def loss(p: Any, *rest: Any) -> Any:
+        out = apply(p, *rest)
+        return (out[0].square().mean(), out[1]) if carried else out.square().mean()
+
+    def evaluated(p: Any, *rest: Any) -> Any:
+        out = apply.eval(p, *rest)
+        return (out, rest[0]) if carried else out
+
+    def rank_main(rank: int) -> Any:
+        step = fz.train_step(loss, fz.sgd(0.1))
+        step = fz.carry(step, buffers[0]) if carried else step
+        step = {0: lambda s: s, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage](step)
+        step = fz.remat(step) if remat else step
+        state, _ = step(step.init(params), x[rank::2])
+        out = fz.with_fn(step, evaluated).forward(state, x)
+        return out, {**fz.gather(state.params), **state.extra.get("carry", {})}
+
+    for out, after in run_ranks(rank_main, 2):
+        module = copy.deepcopy(net).eval()
+        module.load_state_dict(after)
+        assert_trees_close(out, module(x).detach(), rtol=1e-12)
+        own = {name: after[name] for name, _ in module.named_buffers()}
+        kept = {name: value.clone() for name, value in own.items()}
+        alone = pickle.loads(pickle.dumps(apply)).eval({name: after[name] for name in params}, *[own] * carried, x)
+        assert torch.equal(alone, module(x)) and all(torch.equal(own[name], kept[name]) for name in own)

@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -227,14 +226,53 @@ def test_a_signal_that_one_process_gets_ends_all_with_a_checkpoint(tmp_path: Pat
     assert run_ranks(fn, 2, backend="processes") == [("asked", at, at, at)] * 2
 
 
-def test_ranks_that_evaluate_differently_are_told() -> None:
-    def rank_main(rank: int) -> None:
-        step = step_of(2)
-        for _ in quiet(step, step.init(PARAMS), [batch(0, rank)], evaluate=lambda state: {"x": rank}):
-            pass
+def test_an_evaluation_is_the_mean_over_ranks() -> None:
+    """With dropout off under ZeRO-3, of shares of different sizes: that of plain torch over all examples."""
+    net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)).double()
+    apply, params = fz.functional(net)
+    step = fz.shard_zero3(fz.train_step(lambda p, x, y: (apply(p, x) - y).square().mean(), fz.sgd(0.1)))
+    held = fz.with_fn(step, lambda p, x, y: (apply.eval(p, x) - y).square().mean(-1).sum())
+    shares = [[torch.cat([a, b][: n + 1]) for a, b in zip(batch(7), batch(8), strict=True)] for n in range(2)]
 
-    with pytest.raises(fz.testing.RankError, match=r"evaluate gave .* on this rank and other numbers on another"):
-        run_ranks(rank_main, 2)
+    def rank_main(rank: int) -> Any:
+        def evaluate(state: fz.TrainState) -> dict[str, Any]:
+            x, y = shares[rank]
+            return {"held out": (held.forward(state, x, y), len(x)), "rank": rank, "both": (rank, 3), "none": (0, 0)}
+
+        run = quiet(step, step.init(params), [batch(0, rank)], evaluate=evaluate)
+        state = [state for state, _ in run][-1]
+        return fz.gather(state.params), run.logged
+
+    (after, logged), other = run_ranks(rank_main, 2)
+    x, y = map(torch.cat, zip(*shares, strict=True))
+    with torch.no_grad():
+        want = (torch.func.functional_call(net.eval(), dict(after), x) - y).square().mean()
+    assert logged["held out"] == pytest.approx(want.item(), rel=1e-12)
+    assert (logged["rank"], logged["both"]) == (0.5, 1 / 6) and math.isnan(logged["none"])
+    assert repr(logged["held out"]) == repr(other[1]["held out"])
+
+
+def test_an_evaluation_over_axes_of_a_grid_is_the_mean_over_all() -> None:
+    def rank_main(rank: int) -> float:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        steps = [fz.shard_zero1(step_of(0), mesh=mesh, axis=name) for name in ("rows", "columns")]
+        states = tuple(own.init(PARAMS) for own in steps)
+        run = quiet(lambda s, *_: (s, {}), states, [batch(0)], evaluate=lambda _: {"x": (rank, 2 - rank % 2)})
+        assert len([*run]) == 1
+        return run.logged["x"]
+
+    assert run_ranks(rank_main, 4) == [1.0] * 4
+
+
+@pytest.mark.parametrize(("given", "text"), [({"a": 1}, "and other names"), ({"x": (1, -1)}, "with a count of -1")])
+def test_evaluations_that_have_no_mean_are_told(given: Any, text: str) -> None:
+    def rank_main(rank: int) -> str:
+        step = step_of(2)
+        with pytest.raises(ValueError) as info:
+            list(quiet(step, step.init(PARAMS), [batch(0, rank)], evaluate=lambda state: given if rank else {"x": 1}))
+        return str(info.value)
+
+    assert all(text in said for said in run_ranks(rank_main, 2))
 
 
 # ---- signals
@@ -528,20 +566,6 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
         assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))
 
 
-def test_the_loop_of_the_readme_goes_on(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run = fz.loop(" in block]
-    step = step_of(1)
-    for total in (3, 5):
-        own = code.replace("total=1000", f"total={total}").replace("every=100", "every=2")
-        names: dict[str, Any] = {"fz": fz, "datetime": datetime, "step": step, "params": PARAMS, "folder": tmp_path}
-        exec(compile(own, "README.md", "exec"), names | {"batches": batch, "held_out": batch(99)})
-    rows = rows_of(tmp_path / "log.csv")
-    assert [row["step"] for row in rows if row["held out"]] == ["0", "2", "3", "4", "5"]
-    found = kept_in(tmp_path / "checkpoints", step)
-    assert_trees_equal(fz.gather(found.params), fz.gather(by_hand(step, 5, 0)[0].params))
-
-
 def kept_in(folder: Path, step: fz.Step) -> fz.TrainState:
     found = fz.Checkpoints(folder).restore(step)
     assert found is not None
@@ -592,6 +616,16 @@ def pipelined(rank: int, counts: tuple[int, ...]) -> Any:
 def test_places_of_a_pipeline_end_together() -> None:
     one, two = run_ranks(functools.partial(pipelined, counts=(3, 2)), 2, backend="processes")
     assert one == two and one[:2] == ("batches", 2) and one[2][-1] == one[3]
+
+
+def test_a_generator_function_is_no_function_of_a_number() -> None:
+    def batches(seed: int = 0) -> Iterator[int]:
+        yield seed
+
+    for made in (batches, functools.partial(batches, 3)):
+        with pytest.raises(TypeError, match=r"got batches=.*generator function: call it, batches=name\(\)"):
+            quiet(lambda state, x: (state, {}), 0, made)
+    assert [state for state, _ in quiet(lambda state, x: (state + x, {}), 0, batches(3))] == [3]
 
 
 def test_how_a_batch_is_passed() -> None:

@@ -178,7 +178,7 @@ def test_without_transformers_it_says_what_to_install(lora: Any, monkeypatch: An
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(sys, "argv", ["lora.py"])
     assert lora.main() == 1
-    assert "pip install 'fzero[hf]'" in capsys.readouterr().err
+    assert "pip install '.[hf]'" in capsys.readouterr().err
 
 
 def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:

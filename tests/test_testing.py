@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fzero as fz
 from fzero import testing as t
 from fzero.base import private
+from fzero.testing import strategies
 
 
 def test_asserts_name_the_leaf() -> None:
@@ -213,6 +216,14 @@ def test_ranks_on_threads_leave_no_hook() -> None:
     before = sys.excepthook
     t.run_ranks(lambda rank: None, 2)
     assert sys.excepthook is before
+    with t.fake_mesh({"dp": 2}):
+        pass
+    assert sys.excepthook is before
+
+
+@given(st.data())
+def test_transforms_without_a_memory_offload_nothing(data: st.DataObject) -> None:
+    assert not any("offload" in name for name, _ in data.draw(strategies.transforms(memories=())))
 
 
 def _warned(rank: int) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import multiprocessing.context
+import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 Context = multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
 
@@ -17,6 +21,29 @@ def forking_context(module: str) -> Context:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module, "torch._dynamo"])  # torch.func's first pullback would import it in each
     return context
+
+
+@contextlib.contextmanager
+def startable() -> Iterator[None]:
+    """Inside, a process can begin though this program is no file: one on stdin is not read again."""
+    own = vars(sys.modules["__main__"])
+    path = own.get("__file__")
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del own["__file__"]
+    try:
+        yield
+    finally:
+        own["__file__"] = path
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        found = super().find_class(module, name)
+        if module == "__main__" and getattr(found, "__module__", module) not in (module, "__mp_main__"):
+            raise AttributeError(f"{name!r} of the program is not here")  # what starts processes has a main of its own
+        return found
 
 
 def pickled(fn: Callable[[int], object], who: str) -> bytes:
@@ -41,7 +68,7 @@ def loaded(job: bytes, who: str, on_threads: str) -> Callable[[int], object]:
         TypeError: this process has none of that name.
     """
     try:
-        return pickle.loads(job)
+        return _Unpickler(io.BytesIO(job)).load()
     except (AttributeError, ImportError) as error:
         raise TypeError(
             f"{who}: the process of a rank cannot find the function, or what it is made of ({error}). What a notebook, "

@@ -8,17 +8,20 @@ from fzero.base import pytree
 
 
 class Ragged(NamedTuple):
-    """Examples of different lengths, with all their rows one after the other: the tokens of images of several sizes.
+    """Examples of different lengths without padding: all their rows, one example after another.
 
-    It is a pytree and computes nothing. `fz.remote` cuts the rows where it cuts the lengths: a rank that has some of
-    the examples has their rows. What a component returns as one arrives as one at the next.
+    It is a pytree, and computes nothing. `fz.remote` and `fz.accumulate` cut the rows where they cut the lengths, so a
+    rank or microbatch has the rows of its examples. An output that is a `Ragged` arrives as one at the next component.
+
+    With specs, rows go where their lengths go. `fz.Ragged(PartitionSpec(("dp", "sp")), PartitionSpec("dp"))` lays the
+    rows of a rank's examples over a further axis.
 
     Attributes:
-        values: [rows of all examples, ...], those of one example after those of another; or any pytree of such tensors.
-        lengths: [examples], ints: how many rows each has.
+        values: `[rows of all examples, ...]`, or a pytree of such tensors.
+        lengths: `[examples]`, ints: the number of rows of each.
 
     Raises:
-        ValueError: where one is used whose values hold another one: rows of rows are not cut.
+        ValueError: when it is used, and its values hold another `Ragged`.
 
     Example:
         >>> tokens = fz.Ragged(torch.arange(6.0), torch.tensor([2, 0, 3, 1]))

@@ -21,7 +21,11 @@ Named = Mapping[str, object] | None
 
 
 class HandleError(AttributeError, TypeError):
-    """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
+    """A leaf of a unit was used where it is not gathered: outside of its unit it has no values.
+
+    Move the use into the unit, or make the code that uses it a unit. It is an AttributeError too, so that `hasattr`
+    answers False.
+    """
 
 
 # how a module reads the leaves of its units, while the function that fz.functional made of it runs; None elsewhere

@@ -48,7 +48,7 @@ def as_filed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DamagedCheckpoint(OSError):
-    """A checkpoint that is not what was saved: a file is missing, cut, changed or another one's."""
+    """A file of a checkpoint is missing, cut, changed, or belongs to another save. The message names it."""
 
 
 class Piece(NamedTuple):

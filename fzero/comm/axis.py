@@ -71,8 +71,9 @@ class Axis:
         if not backend.initialized():
             raise RuntimeError(
                 f"{who}: there is no process group, and this step is sharded. Start one with "
-                "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
-                "or take the sharding transform out."
+                "torch.distributed.init_process_group('gloo') under torchrun, or run on ranks with "
+                "fz.testing.run_ranks. One process needs no sharding; a script for both says "
+                "if torch.distributed.is_initialized(): step = fz.shard_zero3(step)."
             )
         name = axis if isinstance(axis, str) else ", ".join(axis)
         if mesh is None:

@@ -27,6 +27,15 @@ from fzero.table.layout import Slot
 
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
+_PEFT = re.compile(r"(.*\.)?base_layer\..*|prompt_encoder\..*")  # leaves of a model that peft has wrapped
+_ADAPTED = (
+    "fz.save_safetensors: got {!r}, a leaf of a model of peft, for the folder {}; expected the names of the model that "
+    "it wraps: from_pretrained takes random weights for all others. Save the adapter on rank 0, of "
+    "factors = fz.gather(state.params, '*lora_*', to=0), by model.save_pretrained(folder, state_dict=factors); or the "
+    "merged model, by model.load_state_dict(fz.gather(state.params), strict=False) and "
+    "model.merge_and_unload().save_pretrained(folder). What only fz.load_safetensors reads may be one file: "
+    "'folder/state.safetensors'."
+)
 _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 
 
@@ -62,6 +71,8 @@ class Export:
             )
         for name, form, _ in self.tensors:
             _check(name, form)
+            if single is None and _PEFT.fullmatch(name):
+                raise ValueError(_ADAPTED.format(name, self._folder))
         self._files = planned(self._folder, single, self.tensors, most)
         self._places = {own.name: own for file in self._files for own in file.entries}
         self._leads = Everyone(tree.axis).leads

@@ -212,7 +212,8 @@ def save_safetensors(
         shard_bytes: how long a file in a folder grows, unless one tensor alone is longer.
 
     Raises:
-        ValueError: two tensors of one name, a name that the format cannot have, or the ranks differ in their arguments.
+        ValueError: two tensors of one name, a name that the format cannot have, the ranks differ in their arguments, or
+            a folder for a model of peft, whose `save_pretrained` writes what others read.
         TypeError: a dtype that the format does not have.
         OSError: the disk is full, or the folder cannot be written to: on every rank.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Norm
 from fzero.components.stages import Stage, Weighed
 from fzero.state.gather import sum_by_leaf
+from fzero.state.metrics import Metrics
 
 
 def updated(
@@ -23,7 +24,7 @@ def updated(
     grads: PerStage,
     grad_norm: object,
     places: Places,
-) -> tuple[PipelineState, dict[str, Any]]:
+) -> tuple[PipelineState, Metrics]:
     """The next states and the metrics.
 
     Args:
@@ -67,7 +68,7 @@ def updated(
     skipped = next(iter(found.values()))["skipped"]  # which all do, or none
     elsewhere = {c: {**known, "skipped": skipped} for c, (_, known, _) in said.items() if c not in found}
     metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": fetch(norm)}
-    return PipelineState([new.get(c) for c in range(len(state))], places), metrics
+    return PipelineState([new.get(c) for c in range(len(state))], places), cast(Metrics, metrics)
 
 
 def _chosen(norm: torch.Tensor, given: object) -> object:

@@ -36,7 +36,7 @@ class Places(Protocol):
 class PerStage:
     """A value for each component of a pipeline, stages first: params, grads or moments.
 
-    A pytree, whose children are the components' own trees. `None` stands for one that lies in another place.
+    It is a sequence and a pytree, whose children are the components' own trees. None stands for one in another place.
 
     Attributes:
         parts: the components' values, in order.
@@ -74,13 +74,13 @@ class PerStage:
 
 
 class PipelineState(PerStage):
-    """The training states of a pipeline's components: `state[0]` is the first stage's.
-
-    Immutable, and a pytree like the states themselves.
+    """The states of a pipeline's components: `state[0]` is the first stage's. Immutable, and a pytree.
 
     Attributes:
-        params, grads, moments: of every component.
-        step: how many updates were applied.
+        params: those of every component, a `PerStage`.
+        grads: the same, or None if none are kept.
+        moments: the same.
+        step: the number of applied updates.
     """
 
     __slots__ = ()
@@ -106,7 +106,12 @@ class PipelineState(PerStage):
         return max(own.step for own in self.parts if own is not None)
 
     def replace(self, component: int, state: TrainState) -> PipelineState:
-        """A new state, with another one of one component."""
+        """A new pipeline state, with another state for one component.
+
+        Args:
+            component: its number, stages first.
+            state: its new state.
+        """
         if not isinstance(component, int) or not 0 <= component < len(self) or self.parts[component] is None:
             raise ValueError(
                 f"PipelineState.replace: got component={named(component)}, expected one of "
@@ -115,7 +120,7 @@ class PipelineState(PerStage):
         return PipelineState([state if i == component else own for i, own in enumerate(self.parts)], self.places)
 
     def save_to(self, path: str, extra: object) -> None:
-        """Writes a checkpoint of all components: for `fz.save`."""
+        """Writes a checkpoint of all components. Use `fz.save(path, state)`."""
 
         def agree(error: BaseException | None) -> None:
             self.places.all_well(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
@@ -33,7 +34,7 @@ class PipelinePullback:
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[PerStage, tuple[object, ...]]:
+    ) -> tuple[PerStage, tuple[Any, ...]]:
         """Pulls a cotangent of the outputs back: the backward tasks of the schedule.
 
         Args:

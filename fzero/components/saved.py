@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.folder import NAME as NAME_OF_ONE
@@ -97,7 +97,7 @@ def load_parts(path: object, steps: Mapping[int, Spec | Loadable], count: int, o
     if like is not None and not (isinstance(like, (list, tuple)) and len(like) == count):
         raise TypeError(f"fz.load: got like={type(like).__name__}, expected a list of {count} trees, one a component.")
     states: list[Any] = [None] * count
-    for c, step in steps.items():
+    for c, step in cast(Mapping[int, Any], steps).items():
         own = f"{folder}/{found.slot}/{c}"
         states[c] = load(own, step, **{**options, "like": None if like is None else like[c]})
         if read_manifest(own).token != found.tokens[c]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -171,14 +172,16 @@ class Batch:
 
 
 class Pullback:
-    """The pullback of `step.vjp`: takes the outputs' cotangent, returns (grads, input cotangents).
+    """The pullback that `step.vjp` returns: it maps a cotangent of the outputs to grads and input cotangents.
 
-    Or in two halves: `inputs(cotangent)` returns the input cotangents, which whoever made the inputs waits for, and
-    `params()`, at any time after it, the grads. The products that give the gradients of weights, half of a pullback's
-    work, are left to the second half; the two halves do no product twice (zero bubble pipelines, Qi et al. 2023).
+    Call it: `grads, input_cotangents = pullback(cotangent)`. Or in two halves: `pullback.inputs(cotangent)` now, for
+    those who wait for the input cotangents, and `pullback.params()` later. The products that give gradients of weights,
+    about half of the work, are in the second half. No product is done twice.
 
-    Attributes:
-        outputs, aux: of all microbatches, until they are taken.
+    All ranks of the step call it, in the same order. A pullback holds activations until it is called or dropped.
+
+    Source:
+        In two halves: zero bubble pipelines, Qi et al. 2023, arXiv 2401.10241.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Pullback:
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
     def taken(self) -> tuple[object, object]:
-        """The outputs and aux of all microbatches, which are the caller's from now on."""
+        """Hands out the outputs and the aux of all microbatches, and keeps neither."""
         outputs, auxes = [run.outputs for run in self._runs], self._auxes
         for run in self._runs:
             run.outputs = None
@@ -214,17 +217,22 @@ class Pullback:
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[Sharded, tuple[object, ...]]:
+    ) -> tuple[Sharded, tuple[Any, ...]]:
         """Pulls a cotangent of the outputs back.
 
         Args:
-            cotangent: the outputs' structure; `None` for an output counts as zero.
-            retain_graph: keep what is needed to call again; otherwise it is freed.
-            create_graph: make the result differentiable.
+            cotangent: in the structure, shapes and dtypes of the outputs. None for an output counts as zero.
+            retain_graph: True keeps what is needed to call again. False frees it.
+            create_graph: True makes the results differentiable.
 
         Returns:
-            grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
-            cotangent per input, `None` where it was not differentiated.
+            `(grads, input_cotangents)`. Grads are a `Sharded` like the params at every ZeRO stage, means over the data
+            ranks. Input cotangents are a tuple, one for each input of this rank, None for an input that was not
+            differentiated.
+
+        Raises:
+            ValueError: the cotangent does not fit the outputs.
+            RuntimeError: an earlier call has used the pullback up. Pass `retain_graph=True` to every call but the last.
         """
         need_bool(retain_graph, "pullback", "retain_graph")
         need_bool(create_graph, "pullback", "create_graph")
@@ -241,19 +249,23 @@ class Pullback:
             flat = self._flat(pulled, times)
             return self._grads(total, times), self._trees(flat)
 
-    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
-        """The first half of a pullback: the input cotangents, the very ones that a call returns.
+    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
+        """The first half of a pullback: the input cotangents, the same bits as a call returns.
 
-        What the second half needs is kept: of a linear layer its input and its output's cotangent. What cannot be told
-        apart is pulled back as a whole, and its grads are kept: compiled units, what a transform of torch.func around
-        this differentiates. All ranks call both halves, in the same order; those of several pullbacks may take turns.
+        What the second half needs is kept: of a linear layer its input and the cotangent of its output. What cannot be
+        parted is pulled back as a whole, and its grads are kept: compiled units, and whatever a transform of
+        `torch.func` differentiates around this. The halves of several pullbacks may alternate, in the same order on all
+        ranks.
 
         Args:
-            cotangent: as for a call. What it holds may be written to afterwards.
-            retain_graph: keep what is needed to pull back again, in halves or by a call; otherwise it is freed.
+            cotangent: as for a call. You may write to its tensors afterwards.
+            retain_graph: True keeps what is needed to pull back again, in halves or by a call.
+
+        Returns:
+            A tuple with one cotangent for each input, None for an input that was not differentiated.
 
         Raises:
-            RuntimeError: an earlier call or first half used the pullback up.
+            RuntimeError: an earlier call or first half has used the pullback up.
 
         Example:
             >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
@@ -277,10 +289,13 @@ class Pullback:
             return self._trees(flat)
 
     def params(self) -> Sharded:
-        """The second half of a pullback: the grads that a call with the first half's cotangent returns, bit for bit.
+        """The second half of a pullback: the grads, the same bits as a call returns.
+
+        Returns:
+            Grads for the cotangent of the first half, as a call returns them.
 
         Raises:
-            RuntimeError: no first half came before it, or one whose second half was asked for already.
+            RuntimeError: there is no first half, or its second half has been called already. Call `inputs` first.
         """
         need_derivatives("pullback")
         with as_found():

@@ -100,18 +100,20 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step does; made by `explain`, the same on all ranks.
+    """What `fz.explain` found in a step, the same on all ranks. `print` it for a report.
 
     Attributes:
-        fault: the first in the order of the program, earliest microbatch first; None where all is finite.
-        faults: the first one of each rank, and of what all have.
-        overflows: where values are beyond what `dtype` can hold, though they are finite.
-        dtype: that was asked about.
-        norms: "params", "grads", "updates" and the names of moments ("mu", "nu") -> leaf path -> norm over all shards.
-            Params and moments are those before the update; an update is what it adds to a leaf.
-        loss: the mean over microbatches and ranks; None where the outputs are no scalar.
-        grad_norm: of the mean gradient.
-        skipped: whether the step skips its update.
+        fault: the first value that is not finite, in the order of the program and the earliest microbatch first. None
+            if all is finite. Among its fields: `phase` ("state", "forward", "backward", "update"), `kind` ("nan",
+            "inf"), `unit`, `op`, `place` (the line of your code), `leaf`, `rank`, `microbatch`, `examples`, `shape`.
+        faults: the first fault of each rank, and those that all ranks have.
+        overflows: finite values beyond what `dtype` can hold, each with unit, phase, size, operation and line.
+        dtype: the dtype that was asked about.
+        norms: `{"params" | "grads" | "updates" | name of a moment: {leaf path: norm over all shards}}`. Params and
+            moments are those before the update. An update is what it adds to a leaf.
+        loss: the mean over microbatches and ranks. None if the outputs are no scalar.
+        grad_norm: the norm of the mean gradient.
+        skipped: True if the step skips its update.
     """
 
     fault: Fault | None

@@ -68,7 +68,7 @@ def _built(source: str) -> Any:
             _log.warning("fzero found no C++ compiler (CXX=%r). %s Install g++, or set CXX to one.", said, _SLOWER)
         return None
     try:
-        return _library(source, [*command, *_flags()]).kernel
+        return _library(source, [*command, *flags()]).kernel
     except subprocess.CalledProcessError as error:
         words = error.stderr.decode(errors="replace").strip()[:2000]
         why = f"It ended with status {error.returncode} and said:\n{words}"
@@ -104,18 +104,18 @@ def _library(source: str, command: Sequence[str]) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # one that was built beside another C library
                 return ctypes.CDLL(str(known))
         with cache.scratch(folder) as scratch:
-            kept = cache.keep(folder, key, _compiled(source, command, scratch))
+            kept = cache.keep(folder, key, compiled(source, command, scratch))
         return ctypes.CDLL(str(kept))
     except (OSError, subprocess.CalledProcessError) as error:
         why = error  # no home, one that is full or read only or that others can write to
     with tempfile.TemporaryDirectory(dir=cache.closed(Path(tempfile.gettempdir()))) as scratch:
-        library = ctypes.CDLL(str(_compiled(source, command, Path(scratch))))  # once loaded it needs no file
+        library = ctypes.CDLL(str(compiled(source, command, Path(scratch))))  # once loaded it needs no file
     if _first("no cache"):
         _log.warning("fzero cannot keep its kernels, so every process builds them anew: %s", why)
     return library
 
 
-def _compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
+def compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
     """A library in the scratch folder, where the compiler has its own temporaries as well."""
     text, library = scratch / "kernel.cpp", scratch / "kernel.so"
     text.write_text(source)
@@ -129,7 +129,7 @@ def _compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
     return library
 
 
-def _flags() -> list[str]:
+def flags() -> list[str]:
     """The options for a compiler after its own, none of which may change a number."""
     flags = ["-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     # the order of instructions, which is worth a tenth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fzero.loops.asked import warn_of
-from fzero.loops.numbers import numbers_of
+from fzero.loops.numbers import shares_of
 from fzero.loops.ranks import Ranks
 
 Evaluate = Callable[..., Mapping[str, object]]
@@ -49,16 +49,17 @@ class Evaluation:
         evaluate = self._evaluate
         assert evaluate is not None
         try:
-            values = ranks.by_all(lambda: numbers_of(evaluate(state), "evaluate"))
+            own = ranks.by_all(lambda: shares_of(evaluate(state), "evaluate"))
         except Exception as error:
             if not ranks.asked(stop):
                 raise
             warn_of("evaluate", repr(error))
             return False
+        values = ranks.means(own)
         if not ranks.alike(repr(values)):
             raise ValueError(
-                f"loop: evaluate gave {values} on this rank and other numbers on another, expected the same on "
-                "all. Take the mean over ranks in it: torch.distributed.all_reduce, or fz.parallel.weighted_mean."
+                f"loop: evaluate gave {values} on this rank, and other names on another, or other numbers at another "
+                "place of a pipeline; expected the same names on all ranks, and the same numbers at all places."
             )
         if not values and self._judges:
             raise ValueError(

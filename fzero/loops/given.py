@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -86,6 +87,8 @@ def numbered(batches: object) -> Callable[[int], object]:
         return taken
     if is_component(batches) or not callable(batches):
         raise wrong("loop", "batches", batches, expected)
+    if inspect.isgeneratorfunction(batches):  # which gives a generator for each number, and no batch
+        raise wrong("loop", "batches", batches, f"{expected}. It is a generator function: call it, batches=name()")
     return batches
 
 

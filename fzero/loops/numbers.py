@@ -44,6 +44,20 @@ def numbers_of(values: object, what: str) -> dict[str, float]:
     return out
 
 
+def shares_of(values: object, what: str) -> dict[str, tuple[float, float]]:
+    """Numbers by their names as `numbers_of`, each with what it counts: a pair (sum, count) says so, others are one."""
+    given = values if isinstance(values, Mapping) else numbers_of(values, what)  # which refuses it
+    pairs = {name: value for name, value in given.items() if isinstance(value, tuple) and len(value) == 2}
+    counts: dict[str, float] = {}
+    for name, (total, count) in pairs.items():
+        own = [*numbers_of({name: count}, "a count of " + what).values()]
+        if len(own) != 1 or not 0 <= own[0] < float("inf"):
+            raise ValueError(f"loop: got {what}[{name!r}] with a count of {count}, expected a number of at least 0.")
+        counts |= dict.fromkeys(numbers_of({name: total}, what), own[0])
+    sums = numbers_of({name: pairs[name][0] if name in pairs else value for name, value in given.items()}, what)
+    return {name: (value, counts.get(name, 1.0)) for name, value in sums.items()}
+
+
 def _floats(value: object, place: str) -> list[float]:
     if isinstance(value, torch.Tensor):
         if value.ndim <= 1 and not value.is_complex() and (own := numbers_in(value)):

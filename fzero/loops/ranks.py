@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fzero.base import pytree
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
 
 T = TypeVar("T")
+Share = Sequence[float]  # a sum, and what it counts
 
 
 class Ranks:
@@ -55,6 +59,24 @@ class Ranks:
         own = zlib.crc32(text.encode())
         most, least = self.most(own, -own)
         return most == -least
+
+    def means(self, own: Mapping[str, Share]) -> dict[str, float]:
+        """Sums over what they count, over all ranks that share an axis; not over places of a pipeline.
+
+        Where ranks have other names, this rank's own, so that they are not alike.
+        """
+        every = {str(backend.rank_in(backend.world())): {**own}}
+        for axis in self._axes if not self.alike(repr(own)) else ():
+            for text in Everyone(axis).exchange(json.dumps(every), "what ranks have evaluated"):
+                every |= json.loads(text)
+        shares = [each for _, each in sorted(every.items())]
+        if any([*each] != [*own] for each in shares):
+            shares = [own]
+        means = {}
+        for name in own:
+            total, count = (sum(each[name][part] for each in shares) for part in (0, 1))
+            means[name] = total / count if count else math.nan
+        return means
 
     def asked(self, stop: Callable[[], bool] | None) -> bool:
         """Whether a rank was to end, as something failed on one: what tells it so ends the workers of batches, too."""

@@ -200,8 +200,8 @@ class Elementwise:
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled, g = key.unit in draw.compiled, grads.local(key)
-            for slots, start, stop, began in spans(old[0], params, key):
-                numbers, one = of_count(old[0].value - began + 1)
+            for slots, start, stop, missed in spans(old[0], params, key):
+                numbers, one = of_count(old[0].value - missed + 1)
                 own, its, drawn = stored, g, counters
                 if stop - start < g.numel():
                     own, its = [x.cut(start, stop) for x in stored], g[start:stop]

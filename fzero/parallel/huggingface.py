@@ -57,7 +57,7 @@ def register_attention(name: str, attention: Callable[..., torch.Tensor]) -> Non
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
     except ModuleNotFoundError as error:
-        raise ImportError(f"{WHO} needs transformers: pip install 'fzero[hf]'.") from error
+        raise ImportError(f"{WHO} needs transformers: pip install transformers, or in a clone '.[hf]'.") from error
     AttentionInterface.register(name, Registered(name, attention))
     AttentionMaskInterface.register(name, _described)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -27,32 +27,45 @@ from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 
 
-def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:
-    """The natural tree of full tensors, on every rank: decoded values (grads without their loss scale).
+@overload
+def gather(tree: Sharded, pattern: str, to: None = None) -> dict[str, torch.Tensor]: ...
 
-    `fz.scatter` is the way back. If plain autograd follows the buffers, as it does those of a pullback with
-    `create_graph=True`, it follows the full tensors too: what every rank computes from them counts as a mean over
-    ranks, like a loss.
+
+@overload
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any: ...
+
+
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:
+    """Full tensors from the slices of all ranks: what `full_tensor()` is to DTensor. All ranks call it.
+
+    Values are decoded, and grads are without their loss scale. `fz.scatter` is the way back.
+
+    If autograd follows the buffers, as with `create_graph=True`, it follows the full tensors too. Then what ranks
+    compute from them counts as a mean over ranks, like a loss.
 
     Args:
-        tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
-            grads and no moments: `None` stands in their place. Tensors that all ranks have, as factors, are copied.
-        pattern: gathers the leaves whose paths match it (fnmatch, alternatives separated by `|`), and no others.
-        to: the rank (as in `torch.distributed.get_rank()`) that gets the result. The others send their slices and get
-            None. All ranks call it.
+        tree: `state.params`, grads, `state.moments`, an entry of `state.extra`, or any pytree that holds such trees.
+            Other tensors in it are copied.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: gathers only the leaves that match.
+        to: the rank, as in `torch.distributed.get_rank()`, that gets the result. The others send their slices and get
+            None. None: all ranks get it.
 
     Returns:
-        A tree of the structure given to `init`, of new tensors of each leaf's full shape; with a pattern
-        `{path: full leaf}` in its place.
+        New tensors of each leaf's full shape, in the structure that `init` was given, or as `{path: full leaf}` with
+        a pattern. In grads and moments, None stands for a frozen leaf.
 
     Raises:
-        TypeError: no tree is sharded, a whole state, or `to` under a transform of torch.func.
-        ValueError: the pattern matches no leaf, or `to` is none of the state's ranks.
+        TypeError: there is nothing sharded in `tree`; it is a whole state (gather its fields); or `to` is given under a
+            transform of `torch.func`.
+        ValueError: the pattern matches no leaf, or `to` is none of the ranks.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
-        >>> fz.gather(step.init({"w": torch.ones(3)}).params)["w"]
-        tensor([1., 1., 1.])
+        >>> state = step.init({"w": torch.ones(3), "b": torch.zeros(1)})
+        >>> fz.gather(state.params)
+        {'w': tensor([1., 1., 1.]), 'b': tensor([0.])}
+        >>> fz.gather(state.params, "w")
+        {'w': tensor([1., 1., 1.])}
     """
     need_str(pattern, "gather", "pattern", "a pattern over the paths of leaves, or None", or_none=True)
     to = None if to is None else need_int(to, "gather", "to", "a rank")
@@ -180,11 +193,16 @@ def _need_whole_alike(tree: Sharded) -> None:
 
 
 def global_norm(*trees: object) -> torch.Tensor:
-    """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, alike on all ranks.
+    """The Euclidean norm over all leaves and shards of several trees: to clip several components by one norm.
+
+    All ranks call it: for grads of a pipeline, the ranks of all places. Give the result to `step.update(state, grads,
+    grad_norm=...)`.
 
     Args:
-        trees: grads of one or more components (each summed over its own axis), of pipelines, whose places all call
-            it, or natural trees of full tensors.
+        *trees: grads of one or more components or pipelines, without their loss scale, or pytrees of full tensors.
+
+    Returns:
+        A 0-d float64 tensor, the same on all ranks.
 
     Example:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard, TypeVar, cast
 
 import torch
 
@@ -25,26 +25,28 @@ from fzero.state.whole import slice_of
 from fzero.stores.away import Away, Buffer
 from fzero.table.layout import Key
 
+Tree = TypeVar("Tree")
 
-def scatter(tree: object, like: object) -> Any:
-    """Shards full leaves like another tree: the inverse of `fz.gather`.
 
-    It puts values into a state in the middle of a run: gather, change some leaves, scatter, `state.replace`. All ranks
-    call it with equal leaves.
+def scatter(tree: object, like: Tree) -> Tree:
+    """Cuts full leaves into each rank's slices: the inverse of `fz.gather`. All ranks call it, with equal leaves.
+
+    To edit a state: gather, change some leaves, scatter, `state.replace`. (`state.replace` and `step.update` take full
+    trees too, and cut them so.)
 
     Args:
-        tree: what `fz.gather(like)` returns, with other values. Where `like` has a sharded tree, it has full leaves of
-            any floating dtype, which are rounded to nearest: in the structure given to `init`, or by dotted paths
-            (`{"blocks.0.w": leaf}`). It may leave out frozen leaves or have `None` there; params then stay as in
-            `like`. A tree that is sharded already is taken as it is. Counts, numbers and other tensors are taken over,
-            equal on all ranks: leave out a carry (`fz.carry`), of which each rank has its own.
-        like: `state.params`, grads, `state.moments`, an entry of `state.extra`, or a pytree of such trees.
+        tree: full leaves of any floating dtype, in the structure given to `init`, or as `{path: leaf}`. They are
+            rounded to nearest. Frozen leaves may be left out or None: params then stay as in `like`. Sharded trees,
+            counts and numbers in it are taken over as they are. Leave out a carry (`fz.carry`): each rank has its own.
+        like: what gives formats, memories and slices: `state.params`, grads, `state.moments`, an entry of
+            `state.extra`, or a pytree of such trees.
 
     Returns:
-        A tree of the structure of `like`, in its formats, memories and slices, without a loss scale.
+        A tree in the structure of `like`, without a loss scale.
 
     Raises:
-        TypeError, ValueError: a leaf that does not fit, by its path; another structure; ranks with different leaves.
+        TypeError: there is nothing sharded in `like`, or a leaf is no floating tensor.
+        ValueError: a leaf has another shape, with its path; the structure differs; or ranks have different leaves.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -64,7 +66,7 @@ def scatter(tree: object, like: object) -> Any:
             f"scatter: got like={named(like)}, in which no tree is sharded; expected state.params, grads, "
             "state.moments, an entry of state.extra, or a pytree of such trees."
         )
-    return scattered("scatter", "tree", tree, like)
+    return cast(Tree, scattered("scatter", "tree", tree, like))
 
 
 def scattered(

@@ -18,23 +18,26 @@ from fzero.table.layout import Key, Layout, Slot
 
 
 class Sharded(Mapping[str, torch.Tensor]):
-    """One kind of state of all leaves: group key -> this rank's slice of the group's flat buffer.
+    """One kind of state of all leaves (params, grads or moments), as this rank's slices.
 
-    A pytree whose leaves are the buffers, and a mapping from the dotted paths of the params' leaves, in their order, to
-    this rank's slices of them (1-D, maybe empty, decoded): `tree["blocks.0.attn.weight"]`, `dict(tree)`.
-    `fz.gather(tree)` is the natural tree of full tensors.
+    - It is a mapping from dotted paths to this rank's slice of each leaf, 1-D, decoded, possibly empty:
+      `tree["blocks.0.w"]`, `dict(tree)`.
+    - `tree.map(fn)` computes on the slices, in every format. `fz.gather(tree)` gives full tensors.
+    - For optree, torch.func and DCP it is a pytree, whose leaves are flat buffers. A buffer holds the slices of all
+      leaves of a group: leaves of one unit whose rows in the table are alike. Under a policy that encodes, buffers are
+      codes and not values.
 
     Attributes:
-        buffers: the local slices, as tensors: those that are offloaded are read, all of them. Where `held` has the same
-            values, only those are stored. A format of several parts (a remainder, scales) has the others under
-            `Part(key, part)`.
-        held: full buffers in compute dtype (params under ZeRO-1 and 2), as tensors.
-        entries, held_entries: the same, each where it lies.
-        scale: what these values are multiplied by (the loss scale, for grads).
-        kind: "params", or "signed" or "nonnegative" (moments), stored in their policy's formats; otherwise "values".
+        buffers: `{group key: this rank's flat buffer}`. Those that are offloaded are read, all of them. A format of
+            several parts has its remainder or scales under `Part(key, part)`.
+        held: full buffers in the compute dtype, for params at ZeRO stages 1 and 2.
+        entries: `buffers`, without reading what is offloaded.
+        held_entries: `held`, without reading what is offloaded.
+        scale: the loss scale that the values carry, for grads. Otherwise 1.
+        kind: `"params"`; `"signed"` or `"nonnegative"` for moments; otherwise `"values"`.
         draw: what an update of these params rounds with.
-        stale: the groups whose full buffers are no longer made of the slices, as a function was mapped over both: runs
-            gather the slices instead, until an update does.
+        stale: groups whose full buffers are out of date, as a function was mapped over the tree. They are gathered
+            anew.
     """
 
     def __init__(
@@ -62,15 +65,15 @@ class Sharded(Mapping[str, torch.Tensor]):
         return self
 
     def kill(self, why: str) -> None:
-        """Drops the buffers; any later use raises `why`."""
+        """Drops the buffers. Later uses raise an error with the text `why`."""
         self._dead, self._buffers, self._held = why, {}, {}
 
     def close(self, why: str | None) -> None:
-        """Refuses any use with `why`, until it is None."""
+        """Refuses any use, with the text `why`, until it is called with None."""
         self._dead = why
 
     def alias(self) -> Sharded:
-        """The same tree, so that a buffer has no more holders than before."""
+        """The same tree in a new object, which counts as no further holder of the buffers."""
         out = object.__new__(Sharded)
         out.__dict__.update(self.__dict__)
         return out
@@ -102,12 +105,12 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     @property
     def groups(self) -> tuple[Key, ...]:
-        """The groups that this tree has, in the layout's order."""
+        """The keys of the groups of this tree, in the layout's order."""
         own = {group_of(name) for name in self.entries} | self.held_entries.keys()
         return tuple(own) if len(own) < 2 else tuple([key for key in self.layout.groups if key in own])
 
     def axis_of(self, key: Key) -> Axis:
-        """The axis that a group is cut over; over which it is whole where its rows are not cut."""
+        """The axis that a group is cut over. Its size is 1 if the group is whole on each rank."""
         return self.axis if self.layout.groups[key].row.cuts else self.axis.uncut
 
     def rank_of(self, key: Key) -> int:
@@ -136,14 +139,14 @@ class Sharded(Mapping[str, torch.Tensor]):
         return known
 
     def goes_as_values(self, key: Key) -> bool:
-        """Tells whether a group's codes become values where a transform goes on through them."""
+        """True if a transform of `torch.func` that goes through this group turns its codes into values."""
         if not self.layout.straight or self.kind == "values":
             return False
         form = self.coded_as(key)[0]
         return self.layout.groups[key].row.policy.straight_through and (form.rounds or not form.plain)
 
     def holds_values(self, key: Key) -> bool:
-        """Tells whether a group has float32 values where its format has codes, as under a straight-through policy."""
+        """True if a group holds float32 values instead of its format's codes, as under a straight-through policy."""
         if not self.goes_as_values(key) or getattr(self._buffers.get(key), "dtype", None) != torch.float32:
             return False
         return self._buffers.keys().isdisjoint(self.coded_as(key)[1][1:])
@@ -169,7 +172,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         return self.placed(key).stored()
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
-        """Of each buffer of this rank's slices how many elements it has, and whether they must be values."""
+        """For each buffer of this rank: its number of elements, and whether it must hold values."""
         own = filter(self.holds_values, self.groups if self.layout.straight else ())
         values = {key: (self.layout.shard_numel(key), True) for key in own}
         return {**self._coded_sizes(), **values} if values else self._coded_sizes()
@@ -189,14 +192,14 @@ class Sharded(Mapping[str, torch.Tensor]):
         return known
 
     def local(self, key: Key) -> torch.Tensor:
-        """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
+        """This rank's slice of a group's buffer, decoded. The buffer itself if it holds values."""
         if self.kind == "values" and (buffer := self.entries.get(key)) is not None:
             return shown(buffer)
         stored = self.stored(key)
         return stored.to(stored.dtype)
 
     def follows(self, key: Key) -> bool:
-        """Tells whether a transform goes on through this rank's slice of a group."""
+        """True if a transform of `torch.func` goes through this rank's slice of a group."""
         if not is_transformed():
             return False
         # not the slice of a full buffer, as any operation's result is of the transform that is active
@@ -204,10 +207,11 @@ class Sharded(Mapping[str, torch.Tensor]):
         return any_follows((*parts, self.held_entries.get(key)))
 
     def locals(self) -> dict[Key, torch.Tensor]:
+        """`local` of each group, by key."""
         return {key: self.local(key) for key in self.groups}
 
     def pieces(self, key: Key) -> Iterable[tuple[Slot, torch.Tensor]]:
-        """Each leaf of a group with this rank's slice of it."""
+        """Each leaf of a group, as its slot in the buffer, with this rank's slice of it."""
         pieces = self.layout.cut(key, self.rank_of(key), self.local(key))
         return zip(self.layout.groups[key].slots, pieces, strict=True)
 
@@ -240,21 +244,36 @@ class Sharded(Mapping[str, torch.Tensor]):
         return id(self)
 
     def with_buffers(self, buffers: Mapping[Any, Buffer], scale: float | None = None) -> Sharded:
-        """A tree of the same leaves, local slices only, with other values."""
+        """A tree of the same leaves with other values, as plain slices."""
         return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
     def replaced(self, **changes: Any) -> Sharded:
-        """A new tree with some of the constructor's arguments changed; buffers are shared."""
+        """A new tree with some of the constructor's arguments changed. Buffers are shared."""
         names = ("layout", "axis", "structure", "scale", "kind", "draw", "stale")
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Sharded(**{**own, "buffers": self.entries, "held": self.held_entries, **changes})
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
-        """`fn` over the local slices of trees of the same groups."""
+        """Applies `fn` to this rank's slices, one flat buffer at a time.
+
+        Args:
+            fn: `fn(values, *others)` takes and returns 1-D tensors of the same size, decoded, element by element. The
+                gaps between leaves pass through `fn` too.
+            *rest: further trees with the same groups, such as `state.moments.mu` beside trained params.
+
+        Returns:
+            A tree of plain values, in the dtype that `fn` returns.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+            >>> params = step.init({"w": torch.ones(3)}).params
+            >>> fz.gather(params.map(lambda a, b: a + 2 * b, params))["w"]
+            tensor([3., 3., 3.])
+        """
         return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.groups})
 
     def only(self, keys: Iterable[Key]) -> Sharded:
-        """A view of those of the groups that this tree has, as local slices, stored as they are."""
+        """A view of the groups with these keys, stored as they are. Keys that this tree lacks are ignored."""
         buffers: dict[object, Buffer] = {}
         own = self.entries
         for key in keys:
@@ -269,7 +288,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         return self.replaced(buffers=buffers, held=None)
 
     def scaled(self, factor: float) -> Sharded:
-        """The values times a factor, which is noted and not computed."""
+        """The values times a factor, which is noted in `scale` and not computed."""
         return self.replaced(scale=self.scale / factor if factor else float("inf"))
 
     def __repr__(self) -> str:

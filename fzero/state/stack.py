@@ -26,25 +26,27 @@ _STATES = "a list of states that steps' init returned"
 
 
 def stack(states: Sequence[TrainState]) -> TrainState:
-    """The states of an ensemble as one, over which `torch.vmap(step)` runs: every tensor gets a leading dim.
+    """Makes one state of an ensemble's states, over which `torch.vmap(step)` runs: every tensor gets a leading dim.
 
-    On every rank this rank's buffers are stacked; nothing is sent. What is offloaded is read: the result lies on the
-    device. `torch.vmap(step)(stacked, x, y)` gives every member its own part of the inputs, and
-    `torch.vmap(step, in_dims=(0, None, None))` the same ones to all. Members share the numbers of a state: its
-    step, the optimizer's counts, the loss scale, and the seed, which is the first one's; random numbers are drawn for
-    each member or once for all as `randomness=` of torch.vmap says. A member whose gradient is not finite keeps its
-    tensors (`metrics["skipped"]` says which), while the numbers go on as they do for the others.
+    - `torch.vmap(step)(stacked, x, y)` gives each member its own inputs, of shape `[members, ...]`.
+    - `torch.vmap(step, in_dims=(0, None, None))(stacked, x, y)` gives all members the same ones.
+    - Members share what is a number: the step, the optimizer's counts, the loss scale, and the first member's seed.
+    - `randomness=` of `torch.vmap` says whether members draw the same random numbers.
+    - A member whose gradient is not finite keeps its tensors, and `metrics["skipped"]` says which. The counts go on for
+      all.
+
+    Each rank stacks its own buffers. Nothing is sent. What is offloaded is read, and the result lies on the device.
 
     Args:
-        states: at least one, of the same step over the same leaves, which have had the same number of updates.
+        states: at least one state, all of one step over the same leaves, after the same number of updates.
 
     Returns:
-        A new state, its buffers [members, elements], which only torch.vmap and `unstack` take. Encoded states can be
-        stacked, but no step over them mapped.
+        A new state with buffers `[members, elements]`, for `torch.vmap` and `fz.unstack` only. Encoded states can be
+        stacked, but no step can be mapped over them.
 
     Raises:
-        TypeError: something that is no state of a step.
-        ValueError: no states at all, or one differs from the first by more than tensors' values and its seed.
+        TypeError: something is no state.
+        ValueError: there are no states, or one differs from the first in more than tensors' values and its seed.
 
     Example:
         >>> step = fz.train_step(lambda p, x: ((p["w"] * x) ** 2).sum(), fz.sgd(0.1))
@@ -52,8 +54,6 @@ def stack(states: Sequence[TrainState]) -> TrainState:
         >>> stacked, metrics = torch.vmap(step, in_dims=(0, None))(stacked, torch.ones(1))
         >>> metrics["loss"]
         tensor([1., 4., 9.])
-        >>> [fz.gather(state.params)["w"].item() for state in fz.unstack(stacked)]
-        [0.800000011920929, 1.600000023841858, 2.4000000953674316]
     """
     if not isinstance(states, (list, tuple)):
         raise wrong("stack", "states", states, _STATES)
@@ -76,13 +76,14 @@ def stack(states: Sequence[TrainState]) -> TrainState:
 
 
 def unstack(state: TrainState) -> list[TrainState]:
-    """The states that were stacked, each with tensors of its own; where a step says offloaded, they are put there.
+    """The states of an ensemble, each by itself: the inverse of `fz.stack`.
 
     Args:
-        state: what `stack` returned, or torch.vmap of a step over it.
+        state: what `fz.stack` returned, or `torch.vmap` of a step over it.
 
     Returns:
-        As many states as the leading dim says. All have the stacked state's seed: `replace(seed=...)` gives another.
+        A list of states, with tensors of their own, which are offloaded again if their step says so. All have the seed
+        of the stacked state. `state.replace(seed=...)` gives another.
 
     Raises:
         TypeError: it is no state.

@@ -25,17 +25,20 @@ being_saved: weakref.WeakSet[object] = weakref.WeakSet()  # snapshots, which hol
 
 
 class TrainState:
-    """Params, grads and moments as this rank's flat buffers, which are its only leaves for optree and torch.
+    """What a step takes and returns: params, moments and more, as this rank's flat buffers. `step.init` makes it.
 
-    Immutable: `replace` gives a new one. A state that was donated is dead and says which step took it.
+    It is immutable: `replace` gives a new one. It is also a pytree of tensors for optree and torch. With `fz.donate`, a
+    state that was passed to a step is dead, and says which update took it.
 
     Attributes:
-        params: `Sharded`; `state.params["blocks.0.attn.weight"]` is this rank's slice of a leaf.
-        grads: what `add_grads` kept, or None.
-        moments: the optimizer's state, whose trees are `Sharded`.
-        step: how many updates were applied.
-        extra: what transforms add, by name: `state.extra["loss_scale"]`.
-        seed: of everything random in this run.
+        params: a `Sharded`. `state.params["blocks.0.attn.weight"]` is this rank's slice of a leaf.
+        grads: the grads that `step.add_grads` has kept, a `Sharded`, or None.
+        moments: the optimizer's state. Its trees are `Sharded`.
+        extra: what transforms keep, by name: `state.extra["loss_scale"]`, `state.extra["ema"]`.
+        step: the number of applied updates. Skipped ones do not count.
+        seed: seeds everything random in this run.
+        layout: which leaf lies where in which buffer, a `Layout`.
+        signature: what a step must share to take this state.
     """
 
     __slots__ = (
@@ -96,15 +99,28 @@ class TrainState:
         """A new state with some fields changed.
 
         Args:
-            params, grads, moments: trees that are sharded like the state's, whose buffers are shared and not copied; or
-                full leaves, equal on all ranks, as `fz.gather` returns them (`fz.scatter`). Frozen leaves may be left
-                out, and leaves that a sharded tree lacks, as an average of the trained ones does, stay as they are.
-            extra: all entries, such as `{**state.extra, name: value}`, each of either kind.
-            step: a number of applied updates. The optimizer's own counts are in `moments`.
-            seed, signature: of the state.
+            params: a sharded tree, whose buffers are shared and not copied. Or full leaves, equal on all ranks, as
+                `fz.gather` returns them. Frozen leaves may be left out. Leaves that a sharded tree lacks stay as they
+                are: an `fz.ema` has the trained ones only.
+            grads: the same for kept grads. None drops them.
+            moments: the same for the optimizer's state, with its counts.
+            extra: all entries, each sharded or full: `{**state.extra, name: value}`.
+            step: a number of applied updates. The optimizer has its own counts, in `moments`.
+            seed: another seed.
+            signature: the signature of another state.
+
+        Returns:
+            The new state.
 
         Raises:
-            TypeError, ValueError: a field that there is not, or a tree that does not fit, with the leaf's path.
+            TypeError: there is no such field, or it takes something else.
+            ValueError: a tree does not fit, with the leaf's path; or an entry of `extra` is missing.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> state.replace(params={"w": torch.zeros(2)}).params["w"]
+            tensor([0., 0.])
         """
         unknown = set(changes) - set(_FIELDS)
         if unknown:
@@ -128,11 +144,11 @@ class TrainState:
         return self.changed(**changes)
 
     def changed(self, **changes: Any) -> TrainState:
-        """The same of values that fit, as those of an update do."""
+        """`replace` without checks, for values that fit."""
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
 
     def fitting(self, who: str, name: str, tree: object) -> object:
-        """A tree for a field, its full leaves as slices where the state's lie."""
+        """A tree for a field: full leaves become slices, where the state's slices lie."""
         like = getattr(self, name)
         if name == "grads":
             like = like or self._like_grads()
@@ -159,9 +175,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def donated(self) -> Iterator[TrainState]:
-        """Around an update that may overwrite it: the same state for that update alone.
+        """A context for an update that may overwrite this state: inside, only the state that it yields can be used.
 
-        Anybody else is told so meanwhile, and for ever: except where the update failed before it wrote anything.
+        Afterwards this state is dead, unless the update failed before it wrote anything.
         """
         number = self.step + 1
         own = object.__new__(TrainState)
@@ -187,7 +203,11 @@ class TrainState:
             self.kill(why) if why else self._close(None)
 
     def overwritten(self, why: str) -> None:
-        """Notes that the update that it was donated to overwrites it: if that fails, it stays dead, and says `why`."""
+        """Notes that an update has begun to overwrite this state. If it fails, the state stays dead.
+
+        Args:
+            why: the text of the error that later uses raise.
+        """
         self._overwritten = why
 
     def _close(self, why: str | None) -> None:
@@ -197,7 +217,7 @@ class TrainState:
         self._dead = why
 
     def kill(self, why: str) -> None:
-        """Marks the state and its trees as taken; any later use raises `why`."""
+        """Marks the state and its trees as taken. Later uses raise an error with the text `why`."""
         for tree in trees_of((self._params, self._grads, self._moments, self._extra)):
             tree.kill(why)
         self._params = self._grads = self._moments = self._extra = None  # type: ignore[assignment]

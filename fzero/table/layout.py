@@ -132,10 +132,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """All groups of a tree of params, where the sharded axis has `shards` ranks.
+    """Which leaf lies where: the groups of a tree of params, and each leaf's place in its group's flat buffer.
+
+    A group is the leaves of one unit whose rows in the table are alike. `state.layout` has the layout of a state.
 
     Attributes:
-        tensor: this rank's number on the axis that leaves are cut over, and the number of ranks there.
+        rows: the row of each leaf, in the order of leaves.
+        shards: the number of ranks of the axis that buffers are cut over.
+        groups: `{key: group}`. A group has its leaves as slots: path, offset, number of elements and shape.
+        tensor: this rank's number on the tensor axis (`fz.shard_tensor`), and the number of ranks there.
     """
 
     rows: tuple[Row, ...]
@@ -175,10 +180,12 @@ class Layout:
 
     @staticmethod
     def build(rows: Sequence[Row], shards: int, tensor: tuple[int, int] = (0, 1)) -> Layout:
-        """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements.
+        """Packs leaves in their order. Leaves and shards start on multiples of 64 elements.
 
         Args:
-            tensor: this rank's number on the axis that leaves are cut over, and the number of ranks there.
+            rows: the row of each leaf.
+            shards: the number of ranks to cut over.
+            tensor: this rank's number on the tensor axis, and the number of ranks there.
         """
         members: dict[tuple[str, tuple[object, ...]], list[int]] = {}
         for index, row in enumerate(rows):
@@ -198,7 +205,7 @@ class Layout:
 
     @cached_property
     def key_of(self) -> dict[str, tuple[Key, Slot]]:
-        """Leaf path -> its group's key and its slot."""
+        """The key of its group and its slot, for each leaf path."""
         return {slot.path: (key, slot) for key, group in self.groups.items() for slot in group.slots}
 
     @cached_property
@@ -213,24 +220,24 @@ class Layout:
 
     @cached_property
     def straight(self) -> bool:
-        """Whether states of any leaf are straight-through."""
+        """True if the policy of any leaf is straight-through."""
         return any(row.policy.straight_through for row in self.rows)
 
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards
 
     def pieces(self, key: Key, rank: int) -> list[tuple[Slot, int, int]]:
-        """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
+        """For each leaf of a group its range [start, stop) in the shard of `rank`, empty if none of it is there."""
         size = self.shard_numel(key)
         starts = [(slot, slot.offset - rank * size) for slot in self.groups[key].slots]
         return [(slot, min(max(at, 0), size), min(max(at + slot.numel, 0), size)) for slot, at in starts]
 
     def cut(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Rank's piece of each leaf of a group, from its shard."""
+        """The piece of each leaf of a group, from the shard of `rank`."""
         return shard.split_with_sizes(self._sizes_of(key, rank))[1::2]
 
     def gaps(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What lies between them, which is of no leaf."""
+        """What lies between the leaves in a shard."""
         sizes = self._sizes_of(key, rank)
         return shard.split_with_sizes(sizes)[::2] if any(sizes[::2]) else ()
 
@@ -244,7 +251,7 @@ class Layout:
         return sizes
 
     def pack(self, key: Key, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
+        """The full buffer of a group from its leaves, in `dtype`. Gaps are zero."""
         group = self.groups[key]
         leaves = [leaf[slot.leaf].detach() for slot in group.slots]
         return group.join_into(pages.empty(group.numel, dtype, leaves[0].device), leaves)

@@ -32,42 +32,46 @@ class Whole(NamedTuple):
 
 
 class GradientTransformation(NamedTuple):
-    """A pure transformation of gradients, in optax's shape, with optional extras.
+    """An optimizer, or a part of one: a pair of pure functions, `init` and `update`, in optax's shape.
 
-    In a step `init` and `update` get trees of flat buffers, each with this rank's slices of several leaves, and treat
-    every element by itself: that is tried as a state begins, by a few updates of small leaves. `fz.whole` gives each
-    leaf by itself. `update` may write in place to `updates` and `state`, which are copies.
+    For your own optimizer give these two. In a step both get pytrees of flat buffers, each with this rank's slices of
+    several leaves. So they must treat every element by itself, and `step.init` tries whether they do. If yours needs
+    whole leaves, use `fz.whole(optimizer)`. `update` may write in place to `updates` and `state`, which are copies.
+
+    The further fields make fzero's own optimizers fast. You need none of them.
 
     Attributes:
         init: `init(params) -> state`.
-        update: `update(updates, state, params) -> (updates, state)`; may take keywords (`grad_norm`) too. Those of this
-            library take any, so that a wrapper passes on all that it is given.
-        fused: `fused(params, grads, state) -> state`, equal to update and apply, writing params and moments in place
-            (the step passes buffers that nobody else holds).
-        label: `label(path) -> str`, which optimizer a leaf gets: a column of the table.
+        update: `update(updates, state, params) -> (updates, state)`. It may take keywords too, such as `grad_norm`.
+        fused: `fused(params, grads, state) -> state`: update and apply at once, in place.
+        label: `label(path) -> str`: the optimizer of a leaf, for the table.
         metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
-        by_leaf: whether it treats every element by itself, but for a norm that it is given: then it may be applied
-            group by group, and its moments be in any format, as `init` and `fused` get trees as they are stored.
-        needs: "norm" where it wants `grad_norm`, the norm of the gradients that it is given; "all" where it wants
-            another one, of some leaves or behind another member, and so all leaves at once.
-        scales: whether it only multiplies all it is given by a number: then `update` gets trees as they are stored and
-            may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
-        copies: whether `fused` makes other values of all grads it is given, before it writes (a chain that does more
-            than scale them): it is then given one group at a time, where it may be.
-        blank: whether `init` gives zeros and counts only: a load then makes no memory that it would overwrite.
-        exchanges: how often a group's update in `fused` waits for slices that ranks send each other. Where it does, it
-            is given all groups at once, unless it copies or something of them has to be brought, so that one's exchange
-            runs beside another's computation, and it never runs on a thread beside.
-        paused: `paused(params, grads, state)`, `fused` as a generator that gives what waits for each exchange that it
-            has begun, is sent what that brings, and returns its part of the state: so groups that are updated one by
-            one, as the pullback of others goes on, do not wait either. Given several groups, it may pause or not.
-        sends: `sends(params, state) -> [{group: what it brings to whole leaves}]`, for each optimizer that exchanges
-            them, which `fz.plan` counts.
-        measures: whether `fused` adds up the squares of what it computes where it is asked to (`params.draw.squares`).
-        combine: `combine(params, state, parts) -> state`, after all groups, of the old state and what `paused` has
-            returned of each of them, whose trees are empty. Without it the last one is the state of all.
-        paused_update: `paused_update(updates, state, params) -> (updates, its part of the state)`, `update` as such a
-            generator, for the members of a chain that others come behind: it writes its trees in place, and no params.
+        by_leaf: True if it treats every element by itself, but for a norm that it is given. Then groups of leaves may
+            be updated one by one, and moments may be in any format.
+        needs: `"norm"` if it wants the norm of its gradients as `grad_norm`. `"all"` if it wants another norm, and so
+            all leaves at once. `""` if none.
+        scales: True if it only multiplies all that it gets by a number. Then `update` gets trees as they are stored,
+            and may note the factor with `Sharded.scaled`.
+        copies: True if `fused` makes new values of all grads before it writes.
+        blank: True if `init` gives only zeros and counts. Then a load does not fill them first.
+        exchanges: how often `fused` waits for slices that ranks send each other.
+        paused: `fused` as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
+            the result, and returns its part of the state. So other groups go on meanwhile.
+        sends: `sends(params, state) -> [{group: what is sent to make leaves whole}]`, for `fz.plan`.
+        measures: True if `fused` can add up squares of what it computes (for `metrics=("leaf_norms",)`).
+        combine: `combine(params, state, parts) -> state`: joins what `paused` has returned for each group.
+        paused_update: `update` as such a generator, `paused_update(updates, state, params) -> (updates, state)`, for
+            members of a chain.
+
+    Example:
+        >>> def init(params):
+        ...     return ()
+        >>> def update(grads, state, params):
+        ...     return grads.map(lambda g: -0.1 * g.sign()), state
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.GradientTransformation(init, update))
+        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
+        >>> fz.gather(state.params)["w"]
+        tensor([0.9000, 1.1000])
     """
 
     init: Callable[..., Any]
@@ -75,21 +79,24 @@ class GradientTransformation(NamedTuple):
     fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
     metrics: Callable[..., dict[str, Number]] | None = None
-    by_leaf: bool = False
+    by_leaf: bool = False  # `init` and `fused` then get trees as they are stored
     needs: str = ""
     scales: bool = False
-    copies: bool = False
+    copies: bool = False  # `fused` then gets one group at a time, if it may
     blank: bool = False
+    # not 0: `fused` gets all groups at once, unless it copies or something of them has to be brought, so that one's
+    # exchange runs beside another's computation; and it never runs on a thread beside
     exchanges: int = 0
-    paused: Callable[..., Paused] | None = None
+    paused: Callable[..., Paused] | None = None  # given several groups, it may pause or not
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
     measures: bool = False
+    # of the old state; the trees of `parts` are empty. Without it, the last part is the state of all groups
     combine: Callable[..., object] | None = None
-    paused_update: Callable[..., PausedUpdate] | None = None
+    paused_update: Callable[..., PausedUpdate] | None = None  # writes its trees in place, and no params
 
     @property
     def by_group(self) -> bool:
-        """True where groups may be updated in place one by one."""
+        """True if groups of leaves may be updated in place one by one."""
         return self.fused is not None and self.by_leaf and self.needs != "all"
 
     def __repr__(self) -> str:

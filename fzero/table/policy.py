@@ -26,30 +26,37 @@ _TAKES = {
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a leaf's state. `None` keeps the leaf's own dtype, so float64 stays float64.
+    """The dtypes that a leaf's state is stored, computed and reduced in. None keeps the leaf's own dtype.
+
+    Ready-made policies: `Policy.exact()`, `compact24()`, `compact16()` and `bf16_states()`. `Policy.by_path` gives
+    leaves different ones. `dataclasses.replace(policy, moment=torch.float32)` changes one field.
 
     Args:
-        param: dtype of the stored params.
-        grad: dtype of the reduced grads.
-        moment: dtype of the optimizer's moments.
-        compute: dtype that the params are gathered and used in; `None` takes `autocast`'s dtype
-            where that transform applies, otherwise the stored one.
-        reduce: dtype that gradients are summed in, over uses, microbatches, ranks and `add_grads`; `None` takes
-            float32, or float64 where `grad` or `compute` is. They travel between ranks in the wider of `grad` and
-            `compute` where that is narrower.
-        rounding: how an update is rounded to a stored bfloat16: "nearest"; "stochastic", up with the probability of
-            the fraction, so that small updates are kept in the mean; "compensated", with what it leaves kept
-            in `remainder`. Unless it is "nearest", bfloat16 moments are rounded stochastically.
-        remainder: torch.int16, with which a compensated param is a float32 one bit for bit, or torch.int8 (24 bits).
-        gather: "8-bit" lets params travel, and be computed with, as 8-bit integers with a scale for every 32 (1.06
-            bytes); their gradients are those of the rounded values. None gathers the compute dtype.
-        straight_through: what torch.func does through whole steps of a leaf whose states are encoded, rounded
-            stochastically, or gathered in 8 bits: True takes the derivative of this rounding for one, as quantised
-            training does (Bengio et al. 2013, 1308.3432), at the values that are rounded; False refuses. There the
-            states hold float32 values, which take the memory of such, until `fz.convert(state, step)` encodes them.
+        param: the dtype of stored params.
+        grad: the dtype of reduced gradients.
+        moment: the dtype of the optimizer's moments. Or `"8-bit"`: companded in groups of 32 with a shared scale, 2.1
+            bytes for both moments of Adam. Or `"4-bit"`: the same, with the first moment in 4 bits.
+        compute: the dtype that params are gathered and used in. None takes that of `fz.autocast`, if it applies to the
+            leaf, and otherwise the stored one. Inputs of your function are not cast.
+        reduce: the dtype that gradients are summed in, over uses, microbatches, ranks and `add_grads`. None takes
+            float32, or float64 if `grad` or `compute` is. If the wider of `grad` and `compute` is narrower, gradients
+            travel between ranks in that.
+        rounding: how an update is rounded to a stored bfloat16. `"nearest"`; `"stochastic"`, which keeps small updates
+            in the mean; `"compensated"`, which keeps what rounding loses in `remainder`. With the last two, bfloat16
+            moments are rounded stochastically.
+        remainder: for `"compensated"`. `torch.int16`: param and remainder are a float32 to the bit. `torch.int8`: 24
+            bits.
+        gather: `"8-bit"` sends params between ranks as 8-bit integers with a scale for every 32 (1.06 bytes each). The
+            function computes with these rounded values, and gradients are by them. None sends the compute dtype.
+        straight_through: whether `torch.func` goes through whole steps over states that are encoded, rounded
+            stochastically or gathered in 8 bits. True: this rounding counts as the identity, and the states hold
+            float32 values until `fz.convert(state, step)` encodes them. False: such a call is refused.
 
-    `moment` may also be "8-bit", both moments companded in groups of 32 with a shared exponent (2.1 bytes for the two
-    of Adam), or "4-bit", the same with the first moment in 4 bits.
+    Raises:
+        ValueError: a field has a value that it cannot take. The error lists those that it can.
+
+    Source:
+        Straight-through: Bengio et al. 2013, arXiv 1308.3432.
 
     Example:
         >>> import torch, fzero as fz
@@ -85,7 +92,9 @@ class Policy:
 
     @staticmethod
     def bf16_states() -> Policy:
-        """Params, grads and moments in bfloat16, rounded to nearest: 6 bytes per parameter, and 2 for its grad.
+        """Params, grads and moments in bfloat16, rounded to nearest. A baseline: small updates are lost.
+
+        6 bytes a param with Adam's moments, and 2 for its gradient.
 
         Example:
             >>> fz.Policy.bf16_states().moment
@@ -96,9 +105,10 @@ class Policy:
 
     @staticmethod
     def exact(moment: torch.dtype | str = "8-bit") -> Policy:
-        """bfloat16 params whose int16 remainder makes them float32 masters bit for bit; computes and grads in bfloat16.
+        """bfloat16 params with an int16 remainder: together float32, to the bit. Computes, and has grads, in bfloat16.
 
-        4 bytes per parameter and its moments: 6.1 with "8-bit" ones, 12 with torch.float32.
+        Args:
+            moment: the format of moments. 6.1 bytes a param with Adam's moments in `"8-bit"`, 12 with `torch.float32`.
 
         Example:
             >>> fz.Policy.exact().param_format.parts[1].dtype
@@ -108,7 +118,10 @@ class Policy:
 
     @staticmethod
     def compact24(moment: torch.dtype | str = "8-bit") -> Policy:
-        """24-bit params, a bfloat16 with an 8-bit correction, and 8-bit moments: 5.1 bytes per parameter.
+        """24-bit params, a bfloat16 with an 8-bit correction. Computes, and keeps grads, in bfloat16.
+
+        Args:
+            moment: the format of moments. 5.1 bytes a param with Adam's moments in `"8-bit"`.
 
         Example:
             >>> fz.Policy.compact24().moment
@@ -118,7 +131,10 @@ class Policy:
 
     @staticmethod
     def compact16(moment: torch.dtype | str = "8-bit") -> Policy:
-        """bfloat16 params, rounded stochastically, and 8-bit moments: 4.1 bytes per parameter; 3.6 with "4-bit".
+        """bfloat16 params, rounded stochastically. Computes, and keeps grads, in bfloat16.
+
+        Args:
+            moment: the format of moments. 4.1 bytes a param with Adam's moments in `"8-bit"`, 3.6 in `"4-bit"`.
 
         Example:
             >>> fz.Policy.compact16().rounding
@@ -128,14 +144,18 @@ class Policy:
 
     @property
     def param_format(self) -> Format:
-        """How params are stored, for a policy whose columns are filled in."""
+        """How params are stored, once all columns are filled in (`resolve`)."""
         if self.rounding == "compensated":
             return Exact() if self.remainder == torch.int16 else Corrected()
         assert self.param is not None
         return Plain(self.param, self.rounding == "stochastic")
 
     def moment_format(self, signed: bool) -> Format:
-        """How a moment is stored that may be negative, or never is."""
+        """How a moment is stored, once all columns are filled in.
+
+        Args:
+            signed: True for a moment that may be negative, such as Adam's first.
+        """
         if isinstance(self.moment, str):
             return Companded(signed, _WIDTHS[self.moment] if signed else 8)
         assert self.moment is not None
@@ -143,32 +163,39 @@ class Policy:
 
     @property
     def wire(self) -> torch.dtype:
-        """The dtype in which a full gradient travels to be summed: never wider than that of the sum."""
+        """The dtype in which a full gradient travels to be summed, never wider than that of the sum."""
         assert self.grad and self.compute and self.reduce
         own = torch.promote_types(self.grad, self.compute)
         return own if own.itemsize < self.reduce.itemsize else self.reduce
 
     @property
     def computes_as_stored(self) -> bool:
-        """True where a full buffer in compute dtype has the stored values."""
+        """True if a full buffer in the compute dtype holds the stored values."""
         return self.param_format.plain and self.compute == self.param and self.gather is None
 
     def used(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Params as they are computed with, of the parts that are stored, for a policy whose columns are filled in."""
+        """Params as they are computed with, from the parts that are stored, once all columns are filled in."""
         assert self.compute
         if self.gather is None:
             return decode(self.param_format, parts, self.compute)
         return self.gathered(decode(self.param_format, parts, torch.float32))
 
     def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as they are computed with, where they travel in 8 bits."""
+        """Values as they are computed with: rounded to 8 bits if they travel so."""
         assert self.compute
         blocks = Blocks()
         return decode(blocks, encode(blocks, values), self.compute)
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:
-        """A policy per pattern over leaf paths (fnmatch, alternatives separated by `|`); the first match wins.
+        """Gives leaves different policies, by patterns over their paths.
+
+        Args:
+            policies: `{pattern: policy}`, fnmatch over dotted paths, alternatives separated by `|`. The first pattern
+                that matches a leaf counts.
+
+        Returns:
+            What `fz.train_step(..., policy=...)` takes.
 
         Example:
             >>> by = fz.Policy.by_path({"*norm*": fz.Policy(), "*": fz.Policy.bf16_states()})
@@ -189,7 +216,12 @@ class Policy:
         return self
 
     def resolve(self, own: torch.dtype, autocast: torch.dtype | None) -> Policy:
-        """Every column filled in for a leaf whose own dtype is `own`."""
+        """The same policy with every column filled in, for one leaf.
+
+        Args:
+            own: the leaf's own dtype.
+            autocast: the dtype that `fz.autocast` says for it, or None.
+        """
         param = self.param or own
         if self.rounding != "nearest" and param != torch.bfloat16:
             raise ValueError(

@@ -26,29 +26,42 @@ METRICS = ("loss", "grad_norm", "lr", "skipped", "aux", LEAF_NORMS)
 
 @dataclass(frozen=True)
 class Extra:
-    """One entry of `state.extra`. Its functions are pure, and the same on every rank.
+    """Something that a transform keeps in the state, as `state.extra[name]`. Give it to `step.with_state(extra)`.
+
+    Its functions are pure, and the same on every rank. The value is a tree of `Sharded`, tensors and plain Python
+    values. It is sharded, saved and converted with the state.
 
     Attributes:
-        name: by which it is found there.
-        source: what the user said, which tells two entries of one name apart.
-        init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor.
-        update: `update(value, params, applied) -> value`, of the same structure, after every update, of the params
-            that it left; `applied` is False where it was skipped, as a gradient was not finite.
-        changes: `changes(value, params) -> (value, params)`, after every `every`-th applied update (`state.step`), what
-            to go on with instead of what the optimizer left: values, element by element of this rank's slices. The
-            entry is then one `Sharded` of the leaves that are trained. It is given some groups at a time, which are
-            written before they are gathered and before any entry's `update` sees them.
-        every: how many applied updates there are from one call of `changes` to the next.
-        fused: `fused(value, params)`, an applied `update` that is written to the buffers of `value`, element by element
-            of this rank's slices. The entry is then one `Sharded` of the leaves that are trained, of plain values. It
-            is given some groups at a time, as soon as they are updated and changed, and nothing new is made; `update`
-            still says what is done where a transform goes on through it, or an update is skipped.
-        scale: `scale(value)`, by which cotangents are multiplied inside the pullback: grads carry it, and `update`,
-            `add_grads` and `fz.gather` take it off.
-        kind: what a state must have been made with to be one of this step's; `source` by default.
-        expendable: whether `fz.convert` may drop it, or begin it anew, without being told.
-        wide: whether its functions compute in float32 or float64 whatever the params are stored in: through a
-            straight-through policy it is given them so, and rounds no derivative.
+        name: the key in `state.extra`.
+        source: a text that says where the entry comes from, with its arguments: `"ema(0.999)"`. Two entries of one name
+            are an error if their texts differ.
+        init: `init(params) -> value`. `params` is a `Sharded`.
+        update: `update(value, params, applied) -> value`, of the same structure. Called after every update, with the
+            new params. `applied` is False if the update was skipped, as a gradient was not finite.
+        changes: `changes(value, params) -> (value, params)`, to change the params. Called after every `every`-th
+            applied update, before `update` of any entry. It works element by element on this rank's slices, and gets
+            some groups at a time. The value must be one `Sharded` of the trained leaves.
+        every: the number of applied updates from one call of `changes` to the next.
+        fused: `fused(value, params)`, the same as an applied `update`, but it writes to the buffers of `value` in
+            place. It works as `changes` does, on a `Sharded` of plain values. `update` is still needed for skipped
+            updates and under `torch.func`.
+        scale: `scale(value)`, a positive number that cotangents are multiplied by inside the pullback. Grads carry it.
+            `update`, `add_grads` and `fz.gather` take it off.
+        kind: what a state must have been made with to be one of this step. `source` by default.
+        expendable: True lets `fz.convert` drop the entry, or begin it anew, without an error.
+        wide: True if the functions compute in float32 or float64, whatever the params are stored in. Under a
+            straight-through policy they then get such values.
+
+    Example:
+        >>> def begun(params):
+        ...     return {"updates": 0}
+        >>> def counted(value, params, applied):
+        ...     return {"updates": value["updates"] + applied}
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> step = step.with_state(fz.Extra("counter", "counter()", begun, counted))
+        >>> state, _ = step(step.init({"w": torch.ones(1)}), torch.ones(1))
+        >>> state.extra["counter"]
+        {'updates': 1}
     """
 
     name: str
@@ -83,11 +96,15 @@ class Extra:
             )
 
     def is_due(self, count: int) -> bool:
-        """Tells whether it changes the params after the `count`-th applied update."""
+        """True if the entry changes the params after the `count`-th applied update."""
         return self.changes is not None and count % self.every == 0
 
     def factor(self, value: object) -> float:
-        """The scale, by which cotangents are multiplied; 1 where it has none, an error where it is not positive."""
+        """The scale of a value. 1 if there is no `scale`.
+
+        Raises:
+            ValueError: it is not positive.
+        """
         factor = float(self.scale(value)) if self.scale else 1.0
         if not 0.0 < factor < math.inf:
             raise ValueError(
@@ -133,18 +150,44 @@ class Spec:
     # ---- what transforms use
 
     def with_rule(self, column: str, value: object, source: str, pattern: str = "*") -> Self:
-        """A step with one more rule; one column set twice to different values raises and names both."""
+        """A step with one more rule of its table. Transforms that say something of leaves are made so.
+
+        Args:
+            column: the column of the table, such as `"compute"`.
+            value: what the column says.
+            source: a text that says where the rule comes from, for errors and `print(step)`.
+            pattern: fnmatch over dotted paths, alternatives separated by `|`.
+
+        Raises:
+            ValueError: another rule sets this column of these leaves to another value. The error names both.
+        """
         return dataclasses.replace(self, rules=add_rule(self.rules, Rule(column, pattern, value, source)))
 
     def with_header(self, field: str, value: object, source: str) -> Self:
-        """A step with one header field set; each may be set once."""
+        """A step with one field set that holds for the step as a whole.
+
+        Args:
+            field: the name of the field, such as `"microbatches"`.
+            value: its value.
+            source: a text that says where it comes from.
+
+        Raises:
+            ValueError: the field is set already, to another value.
+        """
         old = getattr(self, field)
         if old not in (type(self).__dataclass_fields__[field].default, value):
             raise ValueError(f"{source}: this step already has {field}={old}; expected it to be set once. Keep one.")
         return dataclasses.replace(self, **{field: value})
 
     def with_state(self, extra: Extra) -> Self:
-        """A step that keeps more in its state, `state.extra[extra.name]`; something else by this name raises."""
+        """A step that keeps one more entry in its state.
+
+        Args:
+            extra: the entry, which is found in `state.extra[extra.name]`.
+
+        Raises:
+            ValueError: the step keeps something else by this name.
+        """
         if not isinstance(extra, Extra):
             raise wrong("with_state", "extra", extra, "an fz.Extra")
         other = next((other for other in self.extras if other.name == extra.name), None)

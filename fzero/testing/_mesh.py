@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
+from fzero.testing._ranks import hooks_kept
 
 
 @contextlib.contextmanager
@@ -44,8 +45,9 @@ def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
             "outside of run_ranks and torchrun, or take torch.distributed.init_device_mesh there."
         )
     dist = backend.dist
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
-    try:
-        yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    finally:
-        dist.destroy_process_group()
+    with hooks_kept():
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
+        try:
+            yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        finally:
+            dist.destroy_process_group()

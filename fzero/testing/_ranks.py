@@ -16,17 +16,19 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fzero.base import private, thread_state
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.forking import forking_context, loaded, pickled
+from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
+
+T = TypeVar("T")
 
 
 class RankError(RuntimeError):
@@ -34,13 +36,13 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[[int], object],
+    fn: Callable[[int], T],
     world_size: int,
     *,
     backend: str = "threads",
     timeout: float = 60.0,
     checked: bool = True,
-) -> list[Any]:
+) -> list[T]:
     """Runs `fn(rank)` on every rank of a process group, and returns the results in rank order.
 
     Args:
@@ -110,7 +112,7 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
 
 
 @contextlib.contextmanager
-def _hooks_kept() -> Iterator[None]:
+def hooks_kept() -> Iterator[None]:
     """Each group that begins wraps sys.excepthook once more, and none that ends takes its own away."""
     before = sys.excepthook
     try:
@@ -123,7 +125,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     thread_state.prepare_for_fakes()
-    with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
+    with hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:
@@ -191,7 +193,8 @@ class _Pool:
             for _ in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_worker, args=(theirs, list(sys.path)), daemon=True)
-                process.start()
+                with startable():
+                    process.start()
                 theirs.close()
                 self.processes.append(process)
                 self.pipes.append(ours)

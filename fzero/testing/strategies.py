@@ -64,7 +64,7 @@ def transforms(
     Args:
         patterns: of leaves of whole units, no leaf in two: a transform may be said of some of them, and each be sharded
             in its own way, at least one of them where `stages` has no 0.
-        memories: that state is offloaded to: "host", `fz.Disk(path)`.
+        memories: that state is offloaded to: "host", `fz.Disk(path)`; none where it stays on the device.
     """
     shards: dict[int, Callable[..., fz.Step]] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
     whole: list[tuple[str, Transform]] = [
@@ -85,7 +85,8 @@ def transforms(
             for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
                 transform = functools.partial(said[name], pattern=pattern)
                 chosen.append((f"{name}({pattern})", transform))
-        for kind in draw(st.lists(st.sampled_from(("params", "grads", "moments", "activations")), unique=True)):
+        kinds = st.sampled_from(("params", "grads", "moments", "activations"))
+        for kind in draw(st.lists(kinds, unique=True)) if memories else ():
             for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
                 memory = draw(st.sampled_from(memories))
                 transform = functools.partial(fz.offload, pattern=pattern, **{kind: memory})

@@ -15,36 +15,47 @@ def accumulate(
     in_dims: int | tuple[int | None, ...] | None = 0,
     weights: Callable[..., object] | None = None,
 ) -> S:
-    """Splits every input into `count` microbatches; a scalar loss is their mean, other outputs are concatenated.
+    """Gradient accumulation: splits each batch into microbatches, with the numbers of the whole batch.
 
-    A batch that does not divide is split as equally as it can be (`torch.tensor_split`). The mean is then that over
-    examples: a microbatch counts by how many it has; ranks count the same. A loss that is a mean over something else
-    than examples, as over tokens, needs `weights`: a mean of such means is another number.
+    Microbatches run one after the other, and one update follows. Their outputs and aux are put together leaf by leaf:
 
-    Outputs and aux are put together leaf by leaf. 0-d floating tensors and Python floats are averaged in float32
-    (float64 where they are float64): the result, and what a pullback takes as its cotangent, has that dtype. Other 0-d
-    tensors, Python ints and bools are stacked as [microbatches]; tensors with dims are concatenated along dim 0. What
-    is no tensor and no number stays if it is the same in all microbatches, and is an error otherwise.
+    - 0-d floating tensors and Python floats (a scalar loss): their mean, in float32, or float64 if they are float64.
+    - Tensors with dims: concatenated along dim 0.
+    - Other 0-d tensors, ints and bools: stacked, as `[microbatches]`.
+    - Anything else must be the same in all microbatches, and stays.
+
+    If a batch does not divide, microbatches are as equal as they can be (`torch.tensor_split`), and the mean counts
+    each by its examples. Ranks count the same.
+
+    If your loss is a mean over something else than examples, such as tokens, give `weights`. A mean of such means is
+    another number.
+
+    With `weights`:
+
+    - Loss and gradients are weighted means over the microbatches of all ranks. This takes one more all-reduce of
+      `count` numbers in each call, so all ranks call `step.forward` too.
+    - A scalar output of `step.vjp` and `step.forward` is this rank's part: the mean over ranks is the weighted mean.
+    - Scalars in aux are weighted means over this rank's microbatches. Cotangents of outputs with dims are not weighted.
+    - A microbatch of weight 0 runs and adds nothing, even if its loss is NaN. Only if the function exchanges values
+      between ranks (`fz.parallel`) must its values be finite.
+    - If all weights are 0, the update is skipped.
 
     Args:
         step: any step.
-        count: microbatches; 1 with `weights` takes means weighted over ranks alone.
-        in_dims: the dim to split, as in torch.func.vmap: one for all inputs, or a tuple with one per input; None
+        count: the number of microbatches on each rank. 1 with `weights` weighs ranks only.
+        in_dims: the dim to split, as in `torch.func.vmap`: one for all inputs, or a tuple with one for each input. None
             passes an input whole.
-        weights: `weights(*inputs)` gives the weight of a microbatch, a number or 0-d tensor of at least 0: what its
-            loss is the mean over, such as the number of its tokens. It is called once for each, before any of them
-            runs, outside of any derivative: a weight is a constant, which pullbacks do not go through. Loss and
-            gradients are then the weighted means over the microbatches of all ranks, for one more all-reduce of `count`
-            numbers a call, so that all ranks call `step.forward`, too. A scalar output of `step.vjp` and `step.forward`
-            is this rank's part, whose mean over ranks is the weighted mean. Scalars in aux are weighted means over this
-            rank's microbatches. Outputs with dims have no weights: their cotangents count as they are. A microbatch of
-            weight 0 runs, and its loss adds nothing, even if it is NaN (a mean over nothing); only where the function
-            exchanges values between the ranks of the batch (`fz.parallel`) its values must be finite. If no microbatch
-            of any rank has any weight, the update is skipped.
+        weights: `weights(*inputs)` returns the weight of one microbatch, such as its number of tokens: a number or a
+            0-d tensor, at least 0. It is called outside of the derivative, once for each microbatch, before any of them
+            runs.
+
+    Returns:
+        A new step.
 
     Raises:
-        TypeError, ValueError: a weight that is none, on every rank, or that `torch.func` differentiates. Inputs of
-            different sizes that do not divide. A scalar output in 16 bits, where microbatches count differently.
+        TypeError, ValueError: a weight that is no such number, or that `torch.func` differentiates. Inputs of different
+            sizes that do not divide. A scalar output in 16 bits, if microbatches count differently: return it in
+            float32.
 
     Example:
         >>> step = fz.accumulate(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.sgd(0.1)), 2)
@@ -52,7 +63,7 @@ def accumulate(
         >>> step(state, torch.tensor([[1.0], [3.0]]))[1]["loss"]
         tensor(2.)
 
-        The mean over tokens, of which microbatches have different numbers; targets of -100 are none:
+        The mean over tokens, if microbatches have different numbers of them (a target of -100 is no token):
 
         >>> def loss(p, x, y):
         ...     return torch.nn.functional.cross_entropy(x @ p["w"], y)

@@ -10,20 +10,32 @@ from fzero.table.spec import S, need_step
 
 
 def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -> S:
-    """Computes in `dtype`: matrices are cast before they are gathered, and the function runs under torch.autocast.
+    """Mixed precision: computes in bfloat16 or float16, and keeps the stored params and moments as they are.
 
-    Leaves with fewer than two dims keep their dtype, and so do float64 leaves and those that a module's weights are
-    computed of (`parametrizations.weight.original`, `weight_orig`), as in torch.autocast; a policy's `compute` beats
-    all of these.
+    - Leaves with two or more dims are cast before they are gathered, so gathers send half the bytes.
+    - The function runs under `torch.autocast`, with its rules for each operation.
+    - Leaves with fewer dims (biases, norms) keep their dtype. So do float64 leaves, and those that a module computes
+      its weights from (`parametrizations.weight.original`, `weight_orig`).
+    - A policy's `compute` beats all of these.
 
-    On a CPU without instructions for `dtype` a matmul in it takes many times as long as in float32: where a state for
-    such a CPU is made, one warning says so, with the figure measured.
+    With float16, use `fz.loss_scale` too. On a CPU without instructions for `dtype`, matrix products are many times
+    slower than in float32: `init` warns once, with the measured figure.
 
     Args:
         step: any step.
-        dtype: torch.bfloat16 or torch.float16.
-        pattern: fnmatch over dotted paths: the leaves that are computed with so, of a unit all or none, as a unit runs
-            under one torch.autocast. What lies outside of units follows the leaves there.
+        dtype: `torch.bfloat16` or `torch.float16`.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to compute so. It must match all
+            leaves of a unit or none, as a unit runs under one `torch.autocast`. What is outside of units follows the
+            leaves there.
+
+    Returns:
+        A new step.
+
+    Raises:
+        ValueError: another dtype.
+
+    Source:
+        Micikevicius et al. 2018, arXiv 1710.03740.
 
     Example:
         >>> step = fz.autocast(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.sgd(0.1)), torch.bfloat16)

@@ -22,23 +22,31 @@ _WHOLE = (
 
 
 def carry(step: S, value: object) -> S:
-    """Lets `fn(params, carry, *inputs)` return `(outputs, new_carry)`, and keeps the new one in the state.
+    """Gives the function a carry: values that it reads and returns anew, such as running statistics.
 
-    As `state.extra["carry"]`: `step(...)` gives it to the function and keeps what that returns, from microbatch to
-    microbatch in their order; where an update is skipped, the old one stays. `step.vjp` leaves the state's alone and
-    hands the new one out as an aux, with which `state.replace(extra={"carry": new})` goes on; `step.forward` leaves it
-    alone. With `has_aux` the function returns `((outputs, aux), new_carry)`, and the aux of `vjp` is
-    `(aux, new_carry)`. No gradient flows into the carry. Each rank has its own; `fz.save` and `fz.convert` keep rank
-    0's, and a save warns where others differ (those of `sync_batch_norm=True` are the same on all).
+    The function becomes `fn(params, carry, *inputs) -> (outputs, new_carry)`. With `has_aux` it returns `((outputs,
+    aux), new_carry)`. The carry lies in `state.extra["carry"]`.
+
+    - `step(...)` passes it from microbatch to microbatch, in their order, and keeps the last one. If the update is
+      skipped, the old one stays.
+    - `step.vjp` returns the new one as aux (`(aux, new_carry)` with `has_aux`). Keep it with
+      `state.replace(extra={**state.extra, "carry": new})`.
+    - `step.forward` drops the new one.
+    - No gradient flows into it.
+    - Each rank has its own. `fz.save` and `fz.convert` keep rank 0's, and a save warns if ranks differ. Buffers of
+      `fz.functional(..., sync_batch_norm=True)` are the same on all ranks.
 
     Args:
         step: a step of such a function.
-        value: what it begins with, copied: a pytree of tensors, such as the buffers of
-            `fz.functional(module, buffers=True)`.
+        value: the first carry, which is copied: a pytree of tensors, such as the buffers of `fz.functional(module,
+            buffers=True)`.
+
+    Returns:
+        A new step.
 
     Raises:
-        TypeError: it holds something else than tensors of numbers.
-        ValueError: the step has a carry already.
+        TypeError: a leaf of `value` is no tensor of numbers.
+        ValueError: the step has a carry already. Put all values into one.
 
     Example:
         >>> apply, params, buffers = fz.functional(torch.nn.BatchNorm1d(1, momentum=0.5), buffers=True)

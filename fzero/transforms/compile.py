@@ -7,16 +7,21 @@ from fzero.table.spec import S, need_step
 
 
 def compile(step: S, pattern: str = "*") -> S:
-    """Compiles units' functions with torch.compile; units of one code and shape share their graphs.
+    """Compiles each unit's function with `torch.compile`. Units with the same code and shapes share a graph.
 
-    The numbers are eager's up to the last bits, where kernels are fused; random numbers are the same. What is outside
-    of units, and derivatives of derivatives, run as they are. The first steps take long; on CPU they need a C++
-    compiler. A unit whose leaves `fz.shard_tensor` cuts is not compiled in its first run with inputs of some shapes,
-    which shows what it does with slices; nor later, with a warning, where something has to be done for them besides.
+    - Random numbers stay the same. Other numbers are those of eager mode up to the last bits, if kernels are fused.
+    - The first steps take long. On CPU they need a C++ compiler.
+    - What is outside of units runs uncompiled, and so do derivatives of derivatives.
+    - A unit with leaves that `fz.shard_tensor` cuts runs uncompiled at first, once for each set of input shapes. If it
+      needs conversions in between, it stays uncompiled, and a warning says so.
 
     Args:
         step: any step.
-        pattern: fnmatch over dotted paths: the leaves whose units are compiled, of a unit all or none.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves whose units are compiled. It must
+            match all leaves of a unit or none.
+
+    Returns:
+        A new step.
 
     Example:
         >>> print(fz.compile(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))))  # doctest: +ELLIPSIS

@@ -14,22 +14,30 @@ from fzero.table.spec import Extra, S, need_step
 
 
 def ema(step: S, decay: float, *, name: str = "ema") -> S:
-    """Keeps `average = decay * average + (1 - decay) * params` in `state.extra[name]`, after each update.
+    """Keeps an exponential moving average of the params.
 
-    It begins with init's params, without a correction of its bias, and stays where an update is skipped. It has the
-    leaves that are trained, in float32, or float64 where params are, also where these are stored in fewer bits. It lies
-    where a leaf's moments do (`fz.offload`), and is saved and converted like them; with `fz.donate` it is overwritten,
-    as soon as a group's params are final. `step.forward` uses the params; the average's outputs are those of
-    `step.forward(state.replace(params=state.extra["ema"]), *inputs)`.
+    After each update, `average = decay * average + (1 - decay) * params`.
+
+    - The average is `state.extra[name]`, sharded and offloaded as moments are, and saved with the state.
+    - It begins with the params of `init`, without bias correction. If an update is skipped, it stays.
+    - It has the trained leaves, in float32 (float64 for float64 params), even if params are stored in fewer bits.
+    - Evaluate it with `step.forward(state.replace(params=state.extra["ema"]), *inputs)`.
 
     Args:
         step: any step.
         decay: in [0, 1): how much of the average an update keeps.
-        name: of the entry of `state.extra`. A step may keep any number of averages, each by a name of its own:
-            `fz.ema(fz.ema(step, 0.9999), 0.99, name="fast")`.
+        name: the name of the entry. A step may keep several averages: `fz.ema(fz.ema(step, 0.9999), 0.99,
+            name="fast")`.
+
+    Returns:
+        A new step.
 
     Raises:
-        TypeError, ValueError: the decay is no such number, or the step keeps something else by this name.
+        TypeError: `decay` is no number, or `name` no string.
+        ValueError: `decay` is not in [0, 1), or the step keeps something else by this name.
+
+    Source:
+        Polyak & Juditsky 1992, https://doi.org/10.1137/0330046.
 
     Example:
         >>> step = fz.ema(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(1.0)), 0.5)

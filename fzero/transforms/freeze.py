@@ -8,25 +8,30 @@ from fzero.table.spec import S, need_step
 
 
 def freeze(step: S, pattern: str, keep_moments: bool = False) -> S:
-    """Leaves whose path matches get no grads and no updates, and no moments unless they keep those that they have.
+    """Freezes leaves: they are used as before, but get no gradients and no updates.
 
-    `fz.convert(state, step)` freezes and thaws leaves between two updates, and so does `fz.load` into another step. As
-    with `requires_grad` and torch's optimizers, each leaf has its own count of updates, by which its bias correction
-    goes. A leaf that is thawed begins at zero, or goes on where it stopped if it kept its moments. Schedules,
-    `state.step` and `metrics["lr"]` count the run's updates.
+    They have no moments either, unless `keep_moments=True`. `fz.convert(state, step)` and `fz.load(path, step)` freeze
+    and thaw leaves in the middle of a run. Then:
+
+    - Each leaf has its own count of updates for bias correction, as torch's optimizers have with `requires_grad`.
+    - A thawed leaf begins with moments and count of zero. If it has kept its moments, it goes on where it stopped.
+    - Schedules, `state.step` and `metrics["lr"]` count the updates of the run.
 
     Args:
         step: any step.
-        pattern: fnmatch over dotted paths, alternatives separated by `|`. An alternative that matches nothing is an
-            error at `plan` and `init`: what should be frozen would be trained.
-        keep_moments: keeps moments and counts while the leaves are frozen, as torch does. They take memory, and are
-            saved and converted like all others. Otherwise a conversion drops them, as it drops averages (`fz.ema`,
-            `fz.lookahead`) in either case: they begin anew when the leaf is thawed.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to freeze. `plan` and `init`
+            refuse an alternative that matches no leaf.
+        keep_moments: True keeps moments and counts while the leaves are frozen. They take memory, and are saved and
+            converted like others. Averages (`fz.ema`, `fz.lookahead`) are dropped in either case, and begin anew once
+            the leaf is thawed.
+
+    Returns:
+        A new step.
 
     Raises:
-        ValueError: a column of a leaf is set twice: frozen with and without its moments. At `init` and `convert`: an
-            optimizer of your own has one count for all leaves, and some keep their moments; `fz.whole(optimizer)` gives
-            each leaf a count of its own.
+        ValueError: a leaf is frozen both with and without its moments. At `init` and `convert`: your own optimizer has
+            one count for all leaves, and some keep their moments. Wrap it with `fz.whole(optimizer)`, which counts for
+            each leaf.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["a"] * p["b"] * x).sum(), fz.adam(0.1))

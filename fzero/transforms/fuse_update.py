@@ -7,45 +7,47 @@ from fzero.table.spec import S, need_step
 
 
 def fuse_update(step: S, norm: str = "auto") -> S:
-    """Updates each unit inside the pullback, as soon as its reduced gradients exist: they never all live at once.
+    """Updates each unit inside the pullback, as soon as its gradient is reduced. Gradients never all live at once.
 
-    The numbers are those of the step without it. What differs is how the norm of all gradients becomes known, where
-    clipping, a loss scale or another member of the optimizer needs it:
+    Numbers are those of the step without it. Clipping, a loss scale and some optimizers need the norm of all gradients
+    before the first update. `norm` says how it becomes known:
 
-    ========================  ================================  =================  =====================
-    norm                      gradients that live               time               numbers
-    ========================  ================================  =================  =====================
-    "auto", no norm needed    one unit's                        as without         the same (see below)
-    "auto", norm needed       one unit's                        one more pullback  the same
-    "twice"                   one unit's                        one more pullback  the same
-    "held"                    the reduced shards, their dtype   as without         the same
-    "8-bit"                   the reduced shards, 1.03 bytes    as without         exact norm; see below
-    "auto", norm of a member  as "held"                         as without         the same
-    ========================  ================================  =================  =====================
+    ========================  ===============================  =================  =====================
+    norm                      gradients alive at once          time               numbers
+    ========================  ===============================  =================  =====================
+    "auto", no norm needed    one unit's                       as without         the same, but see below
+    "auto", norm needed       one unit's                       one more pullback  the same
+    "twice"                   one unit's                       one more pullback  the same
+    "held"                    this rank's reduced slices       as without         the same
+    "8-bit"                   the same, 1.03 bytes an element  as without         rounded; the norm is exact
+    ========================  ===============================  =================  =====================
 
-    Where the optimizer needs a norm that is not that of the gradients (of what another member of a chain returned, or
-    of a part of a partition), the update waits until all gradients are held, and is applied to all leaves at once.
-
-    In 8 bits an element is off by at most a 64th of itself and 0.2 % of the largest of its 32 neighbours. Where nothing
-    needs the norm, a loss that is not finite skips the update, and of a gradient that is not finite only those elements
-    are left out; in the other ways the update is skipped, as without.
-
-    Where the pullback runs twice, so do hooks of a backward (`tensor.register_hook`): take "held" where they count.
-
-    A pullback that fails once units have been updated leaves a donated state between two updates; a note on its error
-    says so. Without `fz.donate` the state passed in stays as it was.
-
-    `step.vjp` of such a step returns ordinary grads, and `step.update` takes them. With `accumulate` the reduced shards
-    of the microbatches are kept, and the last one updates.
+    - If the optimizer needs another norm than that of all gradients (behind another member of a chain, or of a part of
+      a partition), `"auto"` holds all gradients, as `"held"` does.
+    - If nothing needs a norm: a loss that is not finite skips the update. If only a gradient is not finite, just those
+      elements are left out. In all other ways the whole update is skipped.
+    - `"8-bit"` is off by at most a 64th of an element, plus 0.2 % of the largest of its 32 neighbours.
+    - With one more pullback, backward hooks (`tensor.register_hook`) run twice. Use `"held"` if that matters.
+    - With `fz.accumulate`, reduced slices of the microbatches are kept, and the last microbatch updates.
+    - `step.vjp` returns ordinary grads, and `step.update` takes them.
+    - With `fz.donate`, a pullback that fails after the first unit's update leaves a state between two updates. The
+      error says so.
 
     Args:
-        step: any step whose optimizer treats every element or leaf by itself: fz.adamw, adam, lion, sgd, muon,
-            adafactor, whole, alone or in fz.chain (with fz.clip_by_global_norm, fz.clip_by_value) and fz.partition.
-        norm: see above.
+        step: a step whose optimizer treats every element or leaf by itself: `fz.adamw`, `adam`, `lion`, `sgd`, `muon`,
+            `adafactor` or `whole`, alone, in `fz.chain` (with `fz.clip_by_global_norm`, `fz.clip_by_value`) or in
+            `fz.partition`.
+        norm: `"auto"`, `"twice"`, `"held"` or `"8-bit"`, as above.
+
+    Returns:
+        A new step.
 
     Raises:
-        ValueError: an optimizer that wants whole trees; "twice" for a norm that is not that of the gradients; a word
-            that is not in the table.
+        ValueError: another word for `norm`; an optimizer that wants whole trees (wrap it with `fz.whole`); `"twice"`,
+            if the norm is not that of all gradients (use `"held"`, or clip first in the chain).
+
+    Source:
+        LOMO, Lv et al. 2023, arXiv 2306.09782.
 
     Example:
         >>> step = fz.fuse_update(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))

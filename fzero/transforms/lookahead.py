@@ -11,23 +11,30 @@ from fzero.table.spec import Extra, S, need_step
 
 
 def lookahead(step: S, every: int = 6, alpha: float = 0.5) -> S:
-    """After every `every`-th applied update `slow = slow + alpha * (params - slow)`, and the params go on from there.
+    """Lookahead: slow weights follow the params, and every few updates the params go on from the slow weights.
 
-    The slow weights are `state.extra["lookahead"]`: they begin with init's params, and are of the leaves that are
-    trained, in float32, or float64 where params are, also where these are stored in fewer bits. They lie where a leaf's
-    moments do (`fz.offload`), and are saved and converted like them. Updates are counted by `state.step`, so that one
-    that is skipped counts as none. The optimizer's moments stay. Each group is changed as soon as the optimizer has
-    written to it, before it is put away or gathered, and rounded as an update rounds, with random bits of its own.
-    `fz.ema` averages what the params are afterwards, in whatever order both are said. The slow weights' outputs are
-    those of `step.forward(state.replace(params=state.extra["lookahead"]), *inputs)`.
+    After every `every`-th applied update, `slow = slow + alpha * (params - slow)` and then `params = slow`.
+
+    - The slow weights are `state.extra["lookahead"]`, sharded and offloaded as moments are, and saved with the state.
+    - They begin with the params of `init`, in float32 (float64 for float64 params). The params are rounded as by an
+      update.
+    - Skipped updates do not count. The optimizer's moments stay as they are.
+    - `fz.ema` averages the params after this change, whichever of the two comes first.
+    - Evaluate them with `step.forward(state.replace(params=state.extra["lookahead"]), *inputs)`.
 
     Args:
         step: any step.
-        every: applied updates from one such change of the params to the next, at least 1; the paper's k.
+        every: the number of applied updates from one change to the next, at least 1. The paper's k.
         alpha: in [0, 1]: how far the slow weights go towards the params.
 
+    Returns:
+        A new step.
+
     Raises:
-        TypeError, ValueError: one of these is no such number.
+        TypeError, ValueError: `every` or `alpha` is no such number.
+
+    Source:
+        Zhang et al. 2019, arXiv 1907.08610, algorithm 1.
 
     Example:
         >>> step = fz.lookahead(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(1.0)), every=2)

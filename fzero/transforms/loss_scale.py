@@ -33,22 +33,33 @@ def loss_scale(
     minimum: float = 1.0,
     hysteresis: int = 1,
 ) -> S:
-    """Multiplies every cotangent by a scale inside the pullback; grads carry it, and `update` and `gather` take it off.
+    """Scales the loss for float16: every cotangent is multiplied by a scale inside the pullback.
 
-    Outputs, metrics and input cotangents are never scaled. An update whose gradient is not finite is skipped on all
-    ranks, with or without this transform; a dynamic scale then backs off.
+    Grads carry the scale. `step.update`, `fz.gather` and `fz.global_norm` take it off. Outputs, metrics and input
+    cotangents are not scaled. An update whose gradient is not finite is skipped on all ranks (with or without this
+    transform), and a dynamic scale then halves.
+
+    The scale is in `state.extra["loss_scale"]` and in `metrics["loss_scale"]`.
 
     Args:
         step: any step.
-        scale: "dynamic", or a number for a static scale.
-        initial, interval, minimum: of the dynamic scale: it doubles after `interval` finite updates in a row, and
-            halves after one that is not finite, never below `minimum`.
-        hysteresis: the dynamic scale halves only from the `hysteresis`-th update on that is not finite; those before
-            are skipped, and no more. They need not come in a row: the count begins again once the scale has grown. So
-            it is in DeepSpeed with its default of `consecutive_hysteresis=False`; its default here is 2.
+        scale: `"dynamic"`, or a positive number for a static scale.
+        initial: the dynamic scale at first.
+        interval: the dynamic scale doubles after so many finite updates in a row.
+        minimum: the dynamic scale never falls below this.
+        hysteresis: the dynamic scale halves from the `hysteresis`-th update on that is not finite. Earlier ones are
+            only skipped. They need not come in a row: the count begins again once the scale has grown. DeepSpeed's
+            default is 2, with `consecutive_hysteresis=False`.
+
+    Returns:
+        A new step.
 
     Raises:
-        TypeError, ValueError: a number that is none, or out of its range.
+        TypeError: an argument is no number.
+        ValueError: a number is out of its range: `initial >= minimum > 0`, `interval >= 1`, `hysteresis >= 1`.
+
+    Source:
+        Micikevicius et al. 2018, arXiv 1710.03740.
 
     Example:
         >>> step = fz.loss_scale(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), 1024.0)

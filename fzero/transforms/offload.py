@@ -15,22 +15,28 @@ def offload(
     activations: Memory | None = None,
     pattern: str = "*",
 ) -> S:
-    """Keeps state in another memory than the device's, from which it is brought unit by unit; the numbers stay.
+    """Keeps state in the host's memory or on a disk, and brings it unit by unit when it is needed. No number changes.
 
-    An update runs in the host's memory where a leaf's params and moments both lie elsewhere; otherwise they pass
-    through the device.
+    If both params and moments of a leaf are offloaded, its update runs on the host's CPU. Otherwise they pass through
+    the device.
 
     Args:
         step: any step.
-        params: where params lie between uses: "host", `fz.Disk(path)`, or None for the device that computes.
-        grads: the same for the gradients that a pullback returns, and those that `add_grads` keeps.
+        params: where params lie between uses: `"host"`, `fz.Disk(path)`, or None for the device that computes.
+        grads: the same for gradients that a pullback returns and that `add_grads` keeps.
         moments: the same for the optimizer's state.
         activations: the same for what the pullback of a unit needs.
-        pattern: fnmatch over dotted paths: the leaves that are offloaded so. Patterns do not override each other: to
-            keep some units on the device, say patterns that leave them out.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to offload so. Patterns do not
+            override each other. To keep a unit on the device, use patterns that leave it out.
+
+    Returns:
+        A new step. You may apply `offload` again, for another pattern or another kind of state.
 
     Raises:
-        ValueError: nothing is said; a memory that there is not.
+        ValueError: none of the four is given, or one of them is another word than `"host"`.
+
+    Source:
+        Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840.
 
     Example:
         >>> step = fz.offload(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1)), moments="host")

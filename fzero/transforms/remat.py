@@ -11,25 +11,34 @@ from fzero.table.spec import S, need_step
 
 
 def remat(step: S, pattern: str = "*", save: Sequence[str] = (), offload: Sequence[str] = ()) -> S:
-    """Recomputes units in the pullback instead of keeping their activations; their randomness is replayed.
+    """Activation checkpointing: a unit keeps its inputs only, and runs again in the pullback. No number changes.
 
-    With names, selectively (Korthikanti et al. 2022): what the unit calls `fz.name(x, "qkv")` is kept, and of the rest
-    is computed again what the pullback needs, from the kept values and the unit's inputs: neither what lies before a
-    kept value alone, nor the unit's outputs. Numbers are the same to the bit whatever is kept. What cannot be computed
-    again alone is kept as well: what comes by messages (`fz.parallel`), and results of other libraries' operators. A
-    unit is recomputed as a whole under derivatives of derivatives, where it is compiled, and where its operations, run
-    again in its first run, make something else, as others have written to their memory (numpy, an extension).
-    `fz.plan(step, params, inputs=...)` says what each name takes and saves.
+    Random numbers, such as dropout's, are drawn again as they were. What is outside of units is never recomputed.
+
+    With names, it is selective: tensors that the unit has named with `fz.name(x, "qkv")` are kept too. Then only what
+    the pullback needs is computed again, and nothing that lies only before a kept value.
+
+    - What cannot be computed again alone is kept as well: what came by messages (`fz.parallel`), and results of other
+      libraries' operators.
+    - A unit is recomputed as a whole if it is compiled, and under derivatives of derivatives.
+    - `fz.plan(step, params, inputs=...)` says what each name takes in bytes, and saves in FLOPs.
 
     Args:
         step: any step.
-        pattern: fnmatch over dotted paths: the leaves whose units are recomputed, of a unit all or none.
-        save: names whose values are kept on the device, each with all of the memory that it is a view of.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves whose units are recomputed. It
+            must match all leaves of a unit or none.
+        save: names whose values are kept on the device. A view keeps all of the memory that it is a view of.
         offload: names whose values are kept in the host's memory, and brought back for the pullback.
 
+    Returns:
+        A new step.
+
     Raises:
-        TypeError, ValueError: names that are no strings, or that stand in both; in the first run of a function, a name
-            that no unit gives.
+        TypeError: names that are no strings, or no tuple or list of them.
+        ValueError: a name in both `save` and `offload`. In the first run: a name that no unit gives.
+
+    Source:
+        Chen et al. 2016, arXiv 1604.06174. Selective: Korthikanti et al. 2022, arXiv 2205.05198.
 
     Example:
         >>> step = fz.remat(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), "blocks.*")

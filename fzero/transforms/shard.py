@@ -18,22 +18,36 @@ Axes = str | Sequence[str]
 def shard_zero1(
     step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
-    """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
+    """Shards the optimizer's moments over a mesh axis: ZeRO stage 1.
 
-    Every rank holds the full params in compute dtype; one gather an update, no other communication of params. An
-    accumulating step reduces its gradients once, after the last microbatch.
+    - Every rank holds the full params in their compute dtype. If they are stored in another dtype, the stored ones
+      (master params) are sharded.
+    - Params are gathered once, after each update.
+    - With `fz.accumulate`, each rank sums full gradients, which are reduced once, after the last microbatch.
+
+    Take it if params and one full set of gradients fit on each rank.
 
     Args:
         step: any step.
-        mesh: a torch DeviceMesh; None takes the default process group, looked up when first needed.
-        axis: the mesh axis to shard over; several, in the mesh's order, are taken as one: `("dp", "sp")`, where ranks
+        mesh: a torch DeviceMesh with the axes below. None takes the default process group, which is looked up when it
+            is first needed: you can build and plan the step without one.
+        axis: the mesh axis to shard over. A tuple, in the mesh's order, is taken as one axis: `("dp", "sp")` if ranks
             of `sp` have pieces of one sequence.
-        replicate: another mesh axis or several, over which the shards are replicated and gradients averaged too.
-        pattern: fnmatch over dotted paths: the leaves that are sharded so. Other leaves stay whole on every rank, and
-            their gradients are means over the same ranks.
+        replicate: a further mesh axis, or several, over which the shards are repeated: hybrid sharding, HSDP in FSDP2.
+            Gradients are averaged over it too.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to shard so. Other leaves stay
+            whole on every rank, and their gradients are means over the same ranks.
+
+    Returns:
+        A new step. Sizes of leaves need not divide by the number of ranks.
 
     Raises:
-        ValueError: the mesh has no such axis; leaves are sharded otherwise already.
+        TypeError: `mesh` is no DeviceMesh, or an axis is no name.
+        ValueError: the mesh has no such axis; several axes, or `replicate`, without a mesh; a leaf that is sharded
+            already, at another stage; other axes than those of other leaves of the step.
+
+    Source:
+        Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.1.
 
     Example:
         >>> step = fz.shard_zero1(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
@@ -46,11 +60,36 @@ def shard_zero1(
 def shard_zero2(
     step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
-    """Shards moments and grads over a mesh axis: ZeRO stage 2.
+    """Shards moments and gradients over a mesh axis: ZeRO stage 2.
 
-    As stage 1, but the gradients of every microbatch are reduced and cut at once, so that no full sum is kept.
+    - Every rank holds the full params in their compute dtype. If they are stored in another dtype, the stored ones
+      (master params) are sharded.
+    - Params are gathered once, after each update.
+    - With `fz.accumulate`, the gradients of each microbatch are reduced and cut at once. No rank keeps a full sum.
 
-    Args: as for `shard_zero1`.
+    Take it instead of stage 1 if you accumulate, and a full set of gradients does not fit.
+
+    Args:
+        step: any step.
+        mesh: a torch DeviceMesh with the axes below. None takes the default process group, which is looked up when it
+            is first needed: you can build and plan the step without one.
+        axis: the mesh axis to shard over. A tuple, in the mesh's order, is taken as one axis: `("dp", "sp")` if ranks
+            of `sp` have pieces of one sequence.
+        replicate: a further mesh axis, or several, over which the shards are repeated: hybrid sharding, HSDP in FSDP2.
+            Gradients are averaged over it too.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to shard so. Other leaves stay
+            whole on every rank, and their gradients are means over the same ranks.
+
+    Returns:
+        A new step. Sizes of leaves need not divide by the number of ranks.
+
+    Raises:
+        TypeError: `mesh` is no DeviceMesh, or an axis is no name.
+        ValueError: the mesh has no such axis; several axes, or `replicate`, without a mesh; a leaf that is sharded
+            already, at another stage; other axes than those of other leaves of the step.
+
+    Source:
+        Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.2.
 
     Example:
         >>> step = fz.shard_zero2(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
@@ -63,11 +102,36 @@ def shard_zero2(
 def shard_zero3(
     step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
-    """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
+    """Shards params, gradients and moments over a mesh axis: ZeRO stage 3, which FSDP calls full sharding.
 
-    A unit's params are gathered for each use, in compute dtype, and freed after it.
+    - Every rank stores its slice of each leaf. A unit's params are gathered for each use, in their compute dtype, and
+      freed after it. The next unit's are gathered meanwhile.
+    - What is in no unit is gathered once and kept for the whole step. Keep that small.
+    - A rank needs memory for its slices, the root and two units. It sends more than at stages 1 and 2.
 
-    Args: as for `shard_zero1`.
+    Take it if the params themselves do not fit on each rank. See `fz.unit` for what a unit is.
+
+    Args:
+        step: any step.
+        mesh: a torch DeviceMesh with the axes below. None takes the default process group, which is looked up when it
+            is first needed: you can build and plan the step without one.
+        axis: the mesh axis to shard over. A tuple, in the mesh's order, is taken as one axis: `("dp", "sp")` if ranks
+            of `sp` have pieces of one sequence.
+        replicate: a further mesh axis, or several, over which the shards are repeated: hybrid sharding, HSDP in FSDP2.
+            Gradients are averaged over it too.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`: the leaves to shard so. Other leaves stay
+            whole on every rank, and their gradients are means over the same ranks.
+
+    Returns:
+        A new step. Sizes of leaves need not divide by the number of ranks.
+
+    Raises:
+        TypeError: `mesh` is no DeviceMesh, or an axis is no name.
+        ValueError: the mesh has no such axis; several axes, or `replicate`, without a mesh; a leaf that is sharded
+            already, at another stage; other axes than those of other leaves of the step.
+
+    Source:
+        Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5.3.
 
     Example:
         >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))

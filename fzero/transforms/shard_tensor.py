@@ -14,34 +14,48 @@ Plan = Mapping[str, "str | int | Cut"]
 
 
 def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str = "tp", sequence: bool = False) -> S:
-    """Cuts leaves along a dim over a mesh axis; the function is given this rank's slices of them.
+    """Tensor parallelism: cuts leaves along a dim over a mesh axis. The function gets this rank's slices of them.
 
-    A pure function computes with the slices and says itself where ranks exchange values, by the maps of `fz.parallel`:
-    outputs and what is not cut are the same on all ranks of the axis. A module of `fz.functional` gets these maps by
-    itself, from the dim that its weight is cut along: linear layers (an output dim is "column", an input dim "row"),
-    embeddings and convolutions. What follows a column stays cut until a row, but for "column_gather"; what mixes
-    features or heads in between, or uses a slice's size as a number, is refused. So is a scalar output that was
-    computed of slices, or of a copy, with no map of `fz.parallel` behind that puts them together.
+    - A module of `fz.functional` needs no change. Linear layers, embeddings and convolutions exchange values by
+      themselves, as their weight is cut: along an output dim (`"column"`) or an input dim (`"row"`).
+    - What follows a `"column"` stays cut until a `"row"`. In between, code that mixes features or heads, or uses the
+      size of a slice as a number, is refused.
+    - A pure function computes with the slices, and exchanges values by the maps of `fz.parallel`. Its outputs must be
+      the same on all ranks of the axis. A scalar output that was computed from slices, without such a map behind, is
+      refused.
+
+    `fz.gather` gives whole leaves.
 
     Args:
         step: any step.
-        plan: pattern (fnmatch over dotted paths of leaves, or of the modules that have them) -> "column", "row",
-            "column_gather", "vocabulary" (of an embedding, and of a head that is tied to it, whose outputs are
-            gathered), "whole", a dim, or `fz.parallel.cut(...)`, which says more. "auto" takes a Hugging Face model's
-            own tp_plan, which travels with the params of `fz.functional`. Leaves that no pattern matches stay whole.
-            Sizes need not be divisible: pieces are in rank order, the first ones larger.
-        mesh: a torch DeviceMesh; None takes the default process group, looked up when first needed.
+        plan: `{pattern: how}`, or `"auto"` for a Hugging Face model's own `tp_plan`. A pattern is fnmatch over dotted
+            paths of leaves, or of the modules that have them. Leaves that no pattern matches stay whole. `how` is one
+            of the following.
+
+            - `"column"`, `"row"`: of a linear layer, an embedding or a convolution.
+            - `"column_gather"`: a column whose output is gathered.
+            - `"vocabulary"`: of an embedding, and of a head that is tied to it. The head's outputs are gathered.
+            - `"whole"`: not cut.
+            - a dim, as an int, or `fz.parallel.cut(...)`, which says more.
+
+            Sizes need not divide: pieces are in the order of ranks, the first ones larger.
+        mesh: a torch DeviceMesh. None takes the default process group, which is looked up when it is first needed.
         axis: the mesh axis.
-        sequence: modules keep a piece of the tokens on each rank where nothing is cut, between a row or an embedding
-            and the next column, with norms, dropout, residuals and layers that are whole (Korthikanti et al. 2022,
-            arXiv 2205.05198): activations there, and what is computed with them, fall to one part by rank. Tokens are
-            the dim before the last. Code that needs other tokens finds whole tensors. It says nothing of functions
-            without modules, nor of the state: steps with and without it go on with one another's. `fz.compile` leaves
-            units of such modules as they are.
+        sequence: True: sequence parallelism for modules. Where nothing is cut, between a row or an embedding and the
+            next column, each rank keeps a piece of the tokens (the dim before the last). Activations of norms, dropout
+            and residuals there take one part by rank. Code that needs other tokens finds whole tensors. States are the
+            same with and without it. `fz.compile` leaves units of such modules uncompiled.
+
+    Returns:
+        A new step.
 
     Raises:
-        ValueError: the mesh has no such axis, or the axis is one that the step's state is sharded over; a leaf is cut
-            in two ways. By `init`: a pattern that matches nothing, a leaf without such a dim.
+        TypeError: a `plan` that is no dict.
+        ValueError: the mesh has no such axis; the state is sharded over this axis too; a leaf is cut in two ways. From
+            `init`: a pattern that matches nothing, a leaf without such a dim.
+
+    Source:
+        Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053. Sequence: Korthikanti et al. 2022, arXiv 2205.05198.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))

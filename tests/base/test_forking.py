@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,3 +44,28 @@ def test_functions_of_a_notebook_on_processes(in_notebook: Callable[[int], Any])
         run_ranks(in_notebook, 1, backend="processes")
     with pytest.raises(TypeError, match=rf"fz\.remote\(on='processes'\): .*{NEEDED}"):
         fz.remote(in_notebook, 1, "processes")
+
+
+PROGRAM = """
+import functools, operator
+import fzero as fz
+
+def main(rank):
+    return rank
+
+for run in (lambda: fz.testing.run_ranks(main, 2, backend="processes"), lambda: fz.remote(main, 1, "processes")):
+    try:
+        run()
+    except (TypeError, fz.testing.RankError) as error:
+        print(*[line for line in str(error).splitlines() if "cannot find the function" in line])
+print(fz.testing.run_ranks(functools.partial(operator.add, 3), 2, backend="processes"))
+"""
+
+
+def test_a_main_that_is_no_file_is_not_taken_for_another() -> None:
+    """What starts processes has a `main` in its own __main__."""
+    run = subprocess.run([sys.executable], input=PROGRAM, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    ranks, remote, sums = run.stdout.splitlines()
+    assert "run_ranks(backend='processes'): " in ranks and "fz.remote(on='processes'): " in remote
+    assert all(re.search(NEEDED, line) for line in (ranks, remote)) and sums == "[3, 4]"

@@ -192,7 +192,7 @@ def test_a_value_that_other_ranks_have_otherwise_is_refused(data: Any, world: in
     def rank_main(own: int) -> str:
         step = step_of(stage, scheme)
         state, _ = step(step.init(params()), batch(own))
-        tree = state.params if kind == "params" else state.extra["ema"]
+        tree: Any = state.params if kind == "params" else state.extra["ema"]
         key, slot = tree.layout.key_of[path]
         low = tree.rank_of(key) * tree.layout.shard_numel(key)
         at = max(slot.offset - low, 0)

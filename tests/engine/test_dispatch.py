@@ -40,7 +40,7 @@ def test_a_checkpoint_around_a_unit_is_refused() -> None:
 
 @pytest.mark.parametrize("shard", [lambda step: step, fz.remat, fz.shard_zero3])
 def test_leaves_of_two_units_that_autocast_has_in_two_dtypes(shard: Any) -> None:
-    unit = fz.unit(lambda q, r, x: x @ q["w"] @ r["w"])
+    unit: Any = fz.unit(lambda q, r, x: x @ q["w"] @ r["w"])
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         return unit(*p["blocks"], x).float().sum()

@@ -7,6 +7,7 @@ recomputed or not by turns, and at night both. `make hf` does so with every arch
 
 from __future__ import annotations
 
+import pathlib
 import traceback
 import warnings
 from typing import Any
@@ -17,7 +18,7 @@ from nightly import NIGHTLY
 from torch import nn
 
 import fzero as fz
-from fzero.testing import run_ranks
+from fzero.testing import assert_trees_equal, run_ranks
 
 transformers = pytest.importorskip("transformers")
 import huggingface_compared as compared  # noqa: E402
@@ -133,3 +134,41 @@ def test_lora_by_peft_unchanged() -> None:
         assert found.pop("apart") < 1e-10
         assert found.pop("factors") == 2 * 7 * 2
         assert found == {"trained": True, "frozen": True, "nothing of the base": True}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_model_of_peft_is_saved_as_others_read_it(tmp_path: pathlib.Path) -> None:
+    """Its adapter, or merged; never a folder in names that `from_pretrained` does not know."""
+    peft, base = pytest.importorskip("peft"), "LlamaForCausalLM"
+    module: Any = adapted(base)
+    (batch,) = inputs.batches_for(module.get_base_model(), (2,))
+    apply, params = fz.functional(module)
+    adapter, merged, file = tmp_path / "adapter", tmp_path / "merged", tmp_path / "state.safetensors"
+    plain = tiny.built(getattr(transformers, base), module.config).double()
+    own = module.get_base_model().state_dict()
+    plain.load_state_dict({name.replace(".base_layer", ""): x for name, x in own.items()}, strict=False)
+
+    def rank_main(rank: int) -> Any:
+        step = fz.shard_zero3(fz.train_step(lambda params, batch: apply(params, **batch).loss, fz.adamw(1e-2)))
+        state, _ = step(step.init(params), batch)
+        with pytest.raises(ValueError, match=r"(?s)base_layer.*random weights.*save_pretrained.*merge_and_unload"):
+            fz.save_safetensors(tmp_path, state)
+        fz.save_safetensors(file, state)
+        again = fz.load_safetensors(step, file, like=params)
+        assert_trees_equal(fz.gather(again.params), fz.gather(state.params))
+        factors, whole = fz.gather(state.params, "*lora_*", to=0), fz.gather(state.params, to=0)
+        if rank == 0:
+            module.save_pretrained(adapter, state_dict=factors)
+            module.load_state_dict(whole, strict=False)
+            module.merge_and_unload().save_pretrained(merged)
+        return whole
+
+    trained = run_ranks(rank_main, 2)[0]
+    read = [
+        peft.PeftModel.from_pretrained(plain, adapter).eval(),
+        transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).eval(),
+    ]
+    want = apply.eval(trained, **batch).logits
+    assert not torch.allclose(want, apply.eval(params, **batch).logits, rtol=1e-3)
+    for model in read:
+        torch.testing.assert_close(model.double()(**batch).logits, want, rtol=1e-9, atol=1e-9)

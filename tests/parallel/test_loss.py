@@ -275,7 +275,7 @@ def test_a_mean_over_all_ranks(lengths: list[int], seed: int, kind: str, average
     def whole(params: torch.Tensor) -> torch.Tensor:
         return mean_of(value(params, inputs), weights)
 
-    def rank_main(rank: int) -> object:
+    def rank_main(rank: int) -> Any:
         ax = fz.parallel.axis(None, "sp")
         own = inputs.split(lengths)[rank], weights.split(lengths)[rank]
 
@@ -346,7 +346,7 @@ def tokens_of(lengths: Sequence[int], vocabulary: int) -> tuple[torch.Tensor, to
     return tokens, targets_of(tokens.shape, vocabulary, -100, 1)
 
 
-def train(rank: int, lengths: Sequence[int], shape: tuple[int, ...], stage: int, tp: bool) -> object:
+def train(rank: int, lengths: Sequence[int], shape: tuple[int, ...], stage: int, tp: bool) -> Any:
     """Pieces of a sequence on axes that the step takes means over, the head's vocabulary maybe cut over another one."""
     params = model(7)
     tokens, targets = tokens_of(lengths, 7)

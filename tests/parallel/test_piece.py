@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import einops
 import numpy as np
@@ -198,7 +198,7 @@ def test_whoever_reads_it_finds_it_whole(name: str) -> None:
     found = run_ranks(lambda rank: wholes(READS[name](piece.cut(x, fz.parallel.axis(None, "tp")))), 2)
     wanted = optree.tree_leaves(READS[name](x))
     for rank in found:
-        got = optree.tree_leaves(rank)
+        got = optree.tree_leaves(cast(Any, rank))
         assert len(got) == len(wanted)
         for a, b in zip(got, wanted, strict=True):
             assert np.array_equal(a, b) if isinstance(b, (torch.Tensor, np.ndarray)) else a == b

@@ -134,7 +134,7 @@ def batch_of() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "documents": (0, 4, 9)}
 
 
-def train(rank: int, which: str, shape: tuple[int, int]) -> object:
+def train(rank: int, which: str, shape: tuple[int, int]) -> tuple[Any, list[tuple[float, float]]]:
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
     dp, sp, both = [fz.parallel.axis(mesh, name) for name in ("dp", "sp", ("dp", "sp"))]
     order = "zigzag" if which == "ring" else "contiguous"

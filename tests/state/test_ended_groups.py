@@ -73,8 +73,8 @@ def test_a_group_that_was_destroyed(tmp_path: Path) -> None:
 
 
 def test_groups_that_live_on_other_threads_have_not_ended() -> None:
-    groups = run_ranks(lambda _: torch.distributed.group.WORLD, 1)
-    assert has_ended(groups[0])
+    (group,) = run_ranks(lambda _: torch.distributed.group.WORLD, 1)
+    assert group is not None and has_ended(group)
 
     def rank(_: int) -> bool:
         found: list[bool] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import exactness
 import pytest
@@ -185,7 +185,7 @@ def test_a_state_is_a_value_wherever_it_lies(memory: Any) -> None:
         assert_trees_equal(fz.gather(state.moments.nu), fz.gather(reference.moments.nu))
         reference, _ = plain(reference, x)
     want = fz.gather(reference.params)
-    leaves, spec = optree.tree_flatten(third)
+    leaves, spec = optree.tree_flatten(cast(Any, third))
     assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     again = optree.tree_unflatten(spec, [leaf * 1.0 if leaf.is_floating_point() else leaf for leaf in leaves])
     states = [again, copy.deepcopy(third), third.replace(seed=third.seed)]

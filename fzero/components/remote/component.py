@@ -45,11 +45,11 @@ class Span(NamedTuple):
 
 
 class RemoteComponent:
-    """A step on ranks of its own. Made by `fz.remote`; used as a step is, and as a context that closes it.
+    """A step on ranks of its own. Made by `fz.remote`, used as a step is, and in a `with`, which closes it.
 
-    Seen from outside it is its function on the whole batch in one process. Calls return at once and run in order;
-    what they make are handles of values that stay there and never change. An error of a call is raised where its
-    results are used.
+    Seen from outside it is its function on the whole batch in one process. Calls return at once and run in order. What
+    they return are handles of values that stay there and never change. An error of a call is raised where its results
+    are used.
     """
 
     def __init__(self, group: Group) -> None:
@@ -59,7 +59,7 @@ class RemoteComponent:
         self._end = weakref.finalize(self, group.close)
 
     def close(self) -> None:
-        """Ends the ranks; what lies there is lost. More than once does no harm."""
+        """Ends the ranks. What lies there is lost. You may call it again."""
         self.group.close()
 
     def __enter__(self) -> RemoteComponent:
@@ -74,24 +74,27 @@ class RemoteComponent:
     # ---- a step's verbs
 
     def init(self, seed: int = 0) -> RemoteState:
-        """The state for the params that `build` returned.
+        """Makes the state for the params that `build` returned.
 
         Args:
-            seed: as in `step.init`.
+            seed: as in `Step.init`.
         """
         return RemoteState(self.made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
 
-    def vjp(self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
-        """Outputs and their pullback, as `step.vjp`: handles in the function's tree, for the whole batch.
+    def vjp(
+        self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
+    ) -> tuple[Any, RemotePullback, *tuple[Any, ...]]:
+        """The outputs and their pullback for the whole batch, as handles.
 
         Args:
-            state: of this component.
-            inputs: the whole batch: tensors are split along dim 0 over the data ranks, those without dims go to all.
-                Handles, of this component or another, are brought from where they lie.
-            argnums, rng: as in `step.vjp`.
+            state: a state of this component.
+            *inputs: the whole batch. Tensors are split along dim 0 over the data ranks, those without dims go to all.
+                Handles, of any component, are brought from where they lie.
+            argnums: as in `Step.vjp`.
+            rng: as in `Step.vjp`.
 
         Returns:
-            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` if the step has aux.
         """
         own = need_argnums(argnums, _stood_for(inputs))
         options = {"argnums": own, "rng": need_int(rng, "vjp", "rng")}
@@ -103,7 +106,7 @@ class RemoteComponent:
         return (outputs, pullback, *aux)
 
     def forward(self, state: RemoteState, *inputs: object, rng: int = 0) -> Any:
-        """The outputs without gradients, as `step.forward`."""
+        """The outputs without gradients, as `Step.forward`."""
         given = inputs_for(self.group, inputs, "forward")
         made, skeletons = self.called("forward", {"state": state}, {"rng": need_int(rng, "forward", "rng")}, given)
         own = handles(made, skeletons)
@@ -112,11 +115,12 @@ class RemoteComponent:
     def update(
         self, state: RemoteState, grads: RemoteTree, grad_norm: object = None
     ) -> tuple[RemoteState, dict[str, Any]]:
-        """The optimizer's update, as `step.update`.
+        """Applies grads, as `Step.update`.
 
         Args:
-            grads: of a pullback of this component.
-            grad_norm: a norm to clip by, such as `fz.global_norm` of several components' grads.
+            state: a state of this component.
+            grads: what a pullback of this component returned.
+            grad_norm: a norm to clip by, from `fz.global_norm` of several components' grads.
         """
         arguments: Arguments = {}
         held: list[Away] = []
@@ -129,14 +133,14 @@ class RemoteComponent:
         return RemoteState(made, 0), _metrics(made, skeletons)
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
-        """A state that keeps these grads for the next update, as `step.add_grads`."""
+        """Adds grads to those that the state keeps for the next update, as `Step.add_grads`."""
         objects = {"state": self._need_state(state, "add_grads"), "grads": self._need_grads(grads, "add_grads")}
         return RemoteState(self.made("add_grads", {"objects": objects}), 0)
 
     def __call__(
         self, state: RemoteState, *inputs: object, cotangent: object = None, rng: int = 0
     ) -> tuple[RemoteState, dict[str, Any]]:
-        """One update: `(new state, metrics)`, as `step(state, *inputs)`; metrics are handles."""
+        """One update: `(new_state, metrics)`, as a step. Metrics are handles."""
         if cotangent is not None:
             outputs, pullback, *aux = self.vjp(state, *inputs, argnums=(), rng=rng)
             grads, _ = pullback(cotangent)
@@ -152,10 +156,10 @@ class RemoteComponent:
         return RemotePasses(self, self._need_state(state, "passes"), count, rng, at_once)
 
     def spans(self) -> list[Span]:
-        """When the first rank ran which calls since this was last asked for, the last 4,096 of them at most.
+        """When the first rank ran which calls, since this was last called: the last 4,096 at most. For timelines.
 
-        Waits for the calls before it. Times are in seconds of the machine's monotonic clock, which all processes of a
-        machine share.
+        It waits for the calls before it. Times are seconds of the machine's monotonic clock, which all its processes
+        share.
         """
         found = Handle(self.made("spans", {}), 1).fetched().tolist()
         return [Span(NAMES[int(v)], int(i), HALVES[int(half)], *times) for v, i, half, *times in found]
@@ -278,7 +282,7 @@ class RemoteComponent:
         self._trees(self.made("save", {"objects": {"state": state}, "options": options}))
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> RemoteState:
-        """The state of a checkpoint: for `fz.load`."""
+        """The state of a checkpoint. Use `fz.load(path, component)`."""
         if options.get("like") is not None:
             raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
         own = {name: value for name, value in options.items() if name != "like"}

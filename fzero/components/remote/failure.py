@@ -12,12 +12,14 @@ from fzero.comm.divergence import PeerStopped
 
 
 class ComponentDied(RuntimeError):
-    """A rank of a component has ended: the component is lost, with all that lay there. Make it again, and load a state.
+    """A rank of a component has ended. The component is lost, with all values that lay there.
+
+    Start the component again, and load its last checkpoint.
 
     Attributes:
         component: its name.
-        rank: that ended first.
-        cause: in words, such as "killed by SIGKILL".
+        rank: the rank that ended first.
+        cause: such as "killed by SIGKILL".
         last_words: the end of what the rank wrote to its stderr.
     """
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.base.forking import forking_context, loaded, pickled
+from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import Link, Settings
@@ -89,7 +89,8 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
                 arguments = (job, settings, rank, listener.address, token, store.port, stderr, list(sys.path))
                 name = f"{settings.component}-{rank}"
                 process = context.Process(target=_main, args=arguments, daemon=True, name=name)
-                process.start()
+                with startable():
+                    process.start()
                 stderr.close()
                 links.append(ProcessLink(settings, rank, process, words, store))
             take_all(listener, links, token, settings.timeout, weakly(heard))

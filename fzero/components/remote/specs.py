@@ -12,14 +12,14 @@ Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that it lies over, t
 
 
 class PartitionSpec:
-    """Which mesh axes each dim of a tensor lies over, as in JAX's shard_map; for `in_specs` and `out_specs`.
+    """Which mesh axes each dim of a tensor lies over, as in JAX: for `in_specs` and `out_specs` of `fz.remote`.
 
-    Pieces are those of `torch.tensor_split`: as equal as they can be, the first ones larger by one. Over an axis that
-    is not named the ranks have copies.
+    Pieces are as equal as they can be, the first ones larger by one (`torch.tensor_split`). Ranks of an axis that is
+    not named have copies.
 
     Args:
-        dims: of each dim the name of an axis, a tuple of names (taken as one axis, the first of them slowest), or None
-            where the dim is whole on every rank. Further dims of a tensor are whole.
+        *dims: for each dim the name of an axis, a tuple of names, or None if it is whole on every rank. Several axes
+            count as one, the first of them slowest. Further dims are whole.
 
     Raises:
         ValueError: an axis is named twice.

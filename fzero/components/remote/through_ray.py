@@ -33,7 +33,7 @@ def ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError("fz.remote(on='ray') needs ray: pip install 'fzero[ray]'.") from error
+        raise ImportError("fz.remote(on='ray') needs ray: pip install ray, or in a clone '.[ray]'.") from error
 
 
 def is_here() -> bool:

@@ -82,6 +82,21 @@ def test_mistakes_in_options(cluster: None) -> None:
         fz.remote(builds.built_trouble, 1, "ray", options={"cpus": 2})
 
 
+def test_more_than_the_cluster_has_is_refused_at_once(cluster: None) -> None:
+    """Alone, and beside what other components of this process hold."""
+    del cluster
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"4 ranks want 4 CPU\. The cluster has 3\. .*\{'CPU': 0\.5\}"):
+        fz.remote(builds.built_trouble, 4, "ray")
+    shared = {"resources": {"CPU": 1.5}}
+    with fz.remote(functools.partial(builds.built_head, stage=2), 1, "ray", options=shared):
+        with pytest.raises(ValueError, match=r"2 ranks want 2 CPU, and other components of this process hold 1\.5\."):
+            fz.remote(functools.partial(builds.built_head, stage=2), 2, "ray")
+        with fz.remote(functools.partial(builds.built_head, stage=2), 1, "ray", options=shared) as other:
+            other.init()
+    assert time.monotonic() - begun < 50
+
+
 class Blocked(on_ray.Listener):
     """One that nobody reaches."""
 
