@@ -51,6 +51,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+default_role = "code"  # `names` in docstrings
 
 # ---- links to others, from inventories that docs/inventories/update.py keeps here
 

@@ -48,14 +48,18 @@ class Plan:
         world_size: number of ranks in the mesh.
         ranks: the mesh; `ranks.sizes` has the size of each axis.
         rank: the rank that is counted.
-        params, moments, extra: state between updates.
+        params: bytes of params between updates.
+        moments: bytes of moments between updates.
+        extra: bytes of other state (`fz.Extra`) between updates.
         grads: reduced gradients that live at most at once.
         gathered: full params of the largest unit.
         root: full params of the leaves outside of any unit, where they are gathered (ZeRO-3, offloaded params).
         sent: what a step sends to gather params and to reduce gradients, over all axes.
         messages: what a step sends, by axis and purpose: params, gradients, means of replicas, norms, the loss, and
             with `inputs=` the maps of `fz.parallel` in the function.
-        device, host, disk: state between updates, by memory.
+        device: state between updates on the device that computes.
+        host: state between updates in the host's memory.
+        disk: state between updates on a disk.
         moved: bytes that a step moves: `moved["host"]` is (to the device, from the device), `moved["disk"]` is (read,
             written). It counts params, grads and moments, with each unit run once; not activations.
         peak: the most that a step needs, by memory ("device", "host", "disk"), without activations: the state (twice,
