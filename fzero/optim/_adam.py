@@ -56,7 +56,8 @@ def adamw(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1, b2: decay rates of the first and second moments, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled. It is multiplied by the learning rate.
         amsgrad: divide by the root of the largest second moment so far. This stores a third moment.
@@ -89,7 +90,8 @@ def adam(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1, b2: decay rates of the first and second moments, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: multiplied by the param and added to the gradient.
         amsgrad: divide by the root of the largest second moment so far. This stores a third moment.

@@ -27,7 +27,8 @@ def lamb(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1, b2: decay rates of the first and second moments, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: multiplied by the param and added to the direction before its norm is taken.
 

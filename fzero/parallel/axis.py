@@ -13,17 +13,19 @@ from fzero.comm.backend import Mesh
 
 
 def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
-    """An axis of a mesh, for the maps of `fz.parallel`. Every rank of the mesh makes it, in the same order.
+    """Makes an axis of a mesh, which the maps of `fz.parallel` communicate over.
+
+    All ranks of the mesh make the same axes in the same order.
 
     Args:
         mesh: a torch DeviceMesh; None takes the default process group.
-        name: the name of a mesh axis; several are taken as one, the first of them slowest.
+        name: name of a mesh axis. Several names are used as one axis, the first of them the slowest.
 
     Returns:
-        The axis: `ax.size` is its number of ranks, `ax.rank` this one's among them.
+        The axis. `ax.size` is its number of ranks, and `ax.rank` is this rank's number on it.
 
     Raises:
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group. Call `torch.distributed.init_process_group()` first.
         ValueError: the mesh has no such axis.
 
     Example:

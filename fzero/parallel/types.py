@@ -37,10 +37,10 @@ _ATTRIBUTE, _FORMS = (
 
 
 class AxisTypeError(ValueError):
-    """A conversion between the types of an axis is missing, or there is one too many.
+    """A map of `fz.parallel` is missing or needless; `fz.parallel.check` raises it.
 
     Attributes:
-        place: the line of the caller's code; None where it is known only what comes out.
+        place: the line in your code; None if only the outputs show it.
     """
 
     def __init__(self, message: str, place: Place | None = None) -> None:

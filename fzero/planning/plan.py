@@ -40,38 +40,37 @@ _MEMORIES = tuple([f"{kind} in" for kind in KINDS])  # columns
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The resolved table; `print` it, or end a cell of a notebook with it.
+    """What each rank of a step holds and sends; `fz.plan` returns it. `print` it for a table, or end a cell
+    of a notebook with it.
 
-    All numbers are bytes of one rank, alignment included.
+    All numbers are bytes of one rank, with alignment, for a step without accumulation.
 
     Attributes:
-        rows: one per leaf.
-        world_size: all ranks of the mesh.
-        ranks: the mesh by numbers: `ranks.sizes` are those of its axes.
-        rank: whose numbers these are; other ranks of a tensor axis may have smaller slices.
-        params, grads, moments, extra: state between updates (grads: as many as live at once, reduced).
-        gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (where they are made
-            for each use: in ZeRO-3, and of offloaded params).
-        sent: per step without accumulation, by the params' gathers and the gradients' reduction, over all axes.
-        messages: what is sent per step without accumulation, axis by axis, for each purpose: those two, the means of
-            replicas, the norm and a loss in float32, and what the function sends by its maps of `fz.parallel` where
-            `inputs=` were given. Units are counted as in `moved`.
-        device, host, disk: the same state by the memory that it lies in.
-        moved: per step without accumulation, by memory: `moved["host"]` is (to the device, from the device),
-            `moved["disk"]` (read, written). Counted are params, grads and moments of a step after the first, as if each
-            unit ran once, in the order of their names, and were pulled back; not activations, nor what an `fz.Extra`
-            or an optimizer's norm of its own reads.
-        peak: what a step takes at most, by memory ("device", "host", "disk"), but for activations: the state (twice, of
-            params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
-            full params, one unit's full gradients, and what the update of two units has brought. What an optimizer and
-            entries of the state (`fz.Extra`) take is counted in a run on tensors without values: a number that they
-            read is a half there, and one that does not run so is taken to need eight times the leaves that it is given
-            at once. Up to `fz.Disk(in_flight=...)` bytes more are on their way to files.
-        activations: where `inputs=` were given, what like units keep for their pullback, of one microbatch: by each
-            choice of names (`fz.name`), and as the step says; and what is computed again. It is counted on one rank
-            of a step whose params are whole.
-        flops: of a microbatch's forward run and pullback, by torch's formulas for matrix products, convolutions and
-            attention, with nothing computed again; 0 without `inputs=`.
+        rows: one row of the table per leaf.
+        world_size: number of ranks in the mesh.
+        ranks: the mesh; `ranks.sizes` has the size of each axis.
+        rank: the rank that is counted.
+        params: bytes of params between updates.
+        moments: bytes of moments between updates.
+        extra: bytes of other state (`fz.Extra`) between updates.
+        grads: reduced gradients that live at most at once.
+        gathered: full params of the largest unit.
+        root: full params of the leaves outside of any unit, where they are gathered (ZeRO-3, offloaded params).
+        sent: what a step sends to gather params and to reduce gradients, over all axes.
+        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, norms, the loss, and
+            with `inputs=` the maps of `fz.parallel` in the function.
+        device: state between updates on the device that computes.
+        host: state between updates in the host's memory.
+        disk: state between updates on a disk.
+        moved: bytes that a step moves: `moved["host"]` is (to the device, from the device), `moved["disk"]` is (read,
+            written). It counts params, grads and moments, with each unit run once; not activations.
+        peak: the most that a step needs, by memory ("device", "host", "disk"), without activations: the state (twice,
+            without `fz.donate`), full params of the root and two units, full gradients of one unit, and what an update
+            needs. `fz.Disk(in_flight=...)` comes on top.
+        activations: with `inputs=`, what units keep for their pullback and what they may keep instead. Counted for one
+            rank with whole params, and one microbatch.
+        flops: with `inputs=`, FLOPs of a microbatch's forward and pullback, without recomputation. They count matrix
+            products, convolutions and attention. Otherwise 0.
     """
 
     rows: tuple[Row, ...]
@@ -103,24 +102,22 @@ class Plan:
 
     @property
     def by_axis(self) -> dict[str, tuple[int, int]]:
-        """Axis (`dp×sp` where two are taken as one) -> the bytes that a rank sends over it in a step, and in how many
-        collectives.
-        """
+        """Axis -> (bytes, collectives) that a rank sends over it in a step. Two axes used as one are named `dp×sp`."""
         axes = dict.fromkeys(each.axis for each in self.messages)
         own = {axis: [each for each in self.messages if each.axis == axis] for axis in axes}
         return {axis: (sum(e.nbytes for e in some), sum(e.messages for e in some)) for axis, some in own.items()}
 
     @cached_property
     def holdings(self) -> Holdings:
-        """The parts of all leaves on all ranks."""
+        """Which part of each leaf each rank holds."""
         return Holdings(self.rows, self.ranks)
 
     def held(self, path: str, rank: int) -> Held:
-        """A rank's part of a leaf: its slice along a dim, and the flat piece of that slice.
+        """Which part of a leaf a rank holds: its slice along a dim, and its flat piece of that slice.
 
         Args:
-            path: of the leaf.
-            rank: its number in the mesh, whose first axis is the slowest.
+            path: dotted path of the leaf.
+            rank: number of the rank in the mesh. The first axis is the slowest.
 
         Raises:
             KeyError: there is no such leaf.
@@ -137,18 +134,17 @@ class Plan:
         return self.holdings.of(path, _need_rank(rank, self.ranks, "Plan.held"))
 
     def seconds(self, bandwidth: Bandwidth, compute: float | None = None) -> float:
-        """Estimates the seconds of a step at best, whose transfers run while it computes: the longest of them.
+        """Estimates the time of a step, in seconds, if all transfers run while it computes.
 
-        That is max(compute, to the device, from the device, disk), each bytes / bandwidth. To and from the host bytes
-        go at once; a disk's reads and writes share it, and are added. What a step must wait for comes on top: the
-        first unit for its params, an update for its norm.
+        It is the largest of `compute` and the time for each way: to the device, from the device, and the disk, whose
+        reads and writes add up. The first unit's params and an update that waits for a norm come on top.
 
         Args:
-            bandwidth: measured by `fz.measure_bandwidth`, or made of known numbers.
-            compute: seconds that the step takes with everything on the device, measured; None counts transfers only.
+            bandwidth: of `fz.measure_bandwidth`, or with numbers that you know.
+            compute: measured seconds of the step with everything on the device; None counts transfers only.
 
         Raises:
-            ValueError: state lies on a disk, and the bandwidth says nothing of one.
+            ValueError: state is on a disk, and `bandwidth` has no rates of one.
 
         Example:
             >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3))
@@ -234,26 +230,28 @@ def plan(
     rank: int = 0,
     inputs: Sequence[object] | None = None,
 ) -> Plan:
-    """The state that `init` would make of these params, counted and not made: no process group, no memory.
+    """Counts what a step holds and sends on each rank, before anything is allocated.
+
+    No process group is needed, and no memory: params may be on the meta device.
 
     Args:
         step: any step.
-        params: the pytree given to `init` (real, fake or meta tensors, or callables). An optimizer on whole leaves that
-            asks for their values at its init is begun on zeros, one leaf at a time.
-        world_size: ranks of the sharded axis; that of the process group by default, or 1.
-        mesh: the sizes of all axes, `{"dp": 64, "tp": 8}`, the first one slowest, or a DeviceMesh: of any number of
-            ranks, in place of `world_size`. By default those of the step's own meshes.
-        rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
-        inputs: a batch, `(tokens, targets)`, of which only shapes are read: what the function and its modules send by
-            the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. A step
-            with a tensor axis is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts
-            for. Attention counts by its formula; not counted is what `fz.remat` and a second pullback send once more.
-            What units keep, and what it costs to compute some of it again, is in `activations`, but of those that
-            the function differentiates itself. Modules of `fz.functional` keep nothing of it; other objects, as a
-            dict in which the function keeps tables, do.
+        params: the pytree for `init` (real, fake or meta tensors, or callables).
+        world_size: number of ranks of the sharded axis. By default that of the process group, or 1.
+        mesh: sizes of all axes, such as `{"dp": 64, "tp": 8}`, the slowest first, or a DeviceMesh. Use it instead of
+            `world_size`. By default the meshes of the step.
+        rank: the rank that is counted. Rank 0 has the largest pieces.
+        inputs: a batch, such as `(tokens, targets)`. Then the function runs on shapes alone, and the plan also counts
+            its activations, FLOPs and the messages of `fz.parallel`. A wrong function is refused as by
+            `fz.parallel.check`. A step with a tensor axis needs a mesh of this process, such as `fz.testing.fake_mesh`.
+            Messages of a second pullback and of `fz.remat` are not counted.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
+        ValueError: a pattern matches no leaf, two transforms disagree about a leaf, or the mesh lacks an axis of the
+            step.
 
     Example:
         >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))

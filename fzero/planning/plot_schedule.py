@@ -31,25 +31,25 @@ def plot_schedule(
     path: str | os.PathLike[str] | None = None,
     axes: Axes = None,
 ) -> object:
-    """Draws who computes what when: a row for each place, a bar for each task with the number of its microbatch.
+    """Draws who computes what and when in a pipeline: a row for each place, a bar for each task.
 
-    Schedules are simulated, timelines drawn as they are, and both look alike; several are drawn below one another, over
-    the same time. Where a place has several stages, the later ones are paler. A thin line is a place that waits for a
-    message. Beside each row stands the share of the time in which the place computes nothing.
+    The number in a bar is the microbatch. Paler bars are later stages of the same place. A thin line is a place that
+    waits for a message. Beside each row is the share of time in which the place is idle.
 
     Args:
-        schedule: an `fz.schedules.Schedule` or an `fz.schedules.Timeline`; or several, in a list or as label -> one.
-        times: of the tasks of what must be simulated, an `fz.schedules.Times` or a mapping of `forward`, `inputs` and
-            `params`; by default 1 each. In seconds where it is drawn beside what was measured.
-        path: of a file for the picture too, whose ending says its format, such as `.png`.
-        axes: of matplotlib, to draw into; new ones by default.
+        schedule: an `fz.schedules.Schedule`, which is simulated, or an `fz.schedules.Timeline`. Or several of them, as
+            a list or as label -> schedule, drawn over the same time.
+        times: durations for the simulation: an `fz.schedules.Times`, or a mapping with `forward`, `inputs` and
+            `params`. By default 1 each. Use seconds beside measured timelines.
+        path: a file to write the picture to. Its ending is the format, such as `.png`.
+        axes: matplotlib axes to draw into. By default new ones.
 
     Returns:
         The axes, which a notebook shows as a picture where they are new.
 
     Raises:
-        TypeError: what is no schedule and no timeline.
-        ValueError: a schedule that cannot run, or nothing to draw.
+        TypeError: neither a schedule nor a timeline.
+        ValueError: the schedule cannot run, or there is nothing to draw.
 
     Example:
         >>> axes = fz.plot_schedule(fz.schedules.one_f_one_b(stages=2, microbatches=3))

@@ -14,11 +14,13 @@ from fzero.testing._ranks import hooks_kept
 
 @contextlib.contextmanager
 def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
-    """A mesh on torch's fake process group, which is there inside: shapes are right, values and messages are not.
+    """A context with a mesh of any number of ranks in one process. Shapes are right; values and messages are not.
+
+    It runs on torch's fake process group. Use it for `fz.plan`, `fz.parallel.check` and shapes.
 
     Args:
-        axes: name -> number of ranks, the first one slowest; up to thousands in all.
-        rank: the one that runs, within all of them.
+        axes: name -> number of ranks, the slowest axis first. Thousands of ranks are fine.
+        rank: the rank that runs, among all of them.
 
     Raises:
         RuntimeError: there is a process group already.

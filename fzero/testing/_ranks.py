@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message holds its traceback, `__cause__` its exception where ranks are threads."""
+    """A rank of `run_ranks` failed. The message has its traceback; on threads `__cause__` is its exception."""
 
 
 def run_ranks(
@@ -43,20 +43,23 @@ def run_ranks(
     timeout: float = 60.0,
     checked: bool = True,
 ) -> list[T]:
-    """Runs `fn(rank)` on every rank of a process group, and returns the results in rank order.
-
-    Args:
-        fn: called with the rank; under "processes" it must be picklable (defined at the top of a module).
-        world_size: number of ranks.
-        backend: "threads" runs in this process (torch's threaded group); "processes" on real gloo ranks, whose
-            processes are kept for the next call, and treat warnings as the caller's filters say.
-        timeout: seconds that the ranks, and any one collective, may take.
-        checked: run inside `checked_collectives()`.
+    """Runs a function on every rank of a process group, in this process or in several. No `torchrun` is needed.
 
     Inside `fz.testing.hazards(seed)` every rank has hazards too.
 
+    Args:
+        fn: called as `fn(rank)`. With "processes" it must be picklable, so define it at the top of a module.
+        world_size: number of ranks.
+        backend: "threads" takes threads of this process, which is fast. "processes" takes gloo processes, which stay
+            for the next call and have the caller's warning filters.
+        timeout: seconds for all ranks together, and for any one collective.
+        checked: run inside `fz.testing.checked_collectives()`.
+
+    Returns:
+        The results, in rank order.
+
     Raises:
-        RankError: a rank raised; the others are stopped at once.
+        RankError: a rank raised. The others are stopped at once.
 
     Example:
         >>> fz.testing.run_ranks(lambda rank: torch.distributed.get_rank() * 10, 2)
