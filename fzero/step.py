@@ -140,6 +140,7 @@ class Step(Spec):
             gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
 
         Raises:
+            ValueError: the function uses none of the leaves that the step trains. Only its first update is looked at.
             TypeError: such a transform goes through a step that has no derivative: of encoded or stochastically rounded
                 states that are not straight-through, of states on a disk, with fz.donate; the error names which.
         """
@@ -168,6 +169,7 @@ class Step(Spec):
             sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
             del total
             loss = batch.loss()
+            batch.need_used(sharded)
             new, metrics = apply_update(self, state, sharded, None)
             new = batch.kept(new, metrics)
             return new, {**metrics, **loss, **batch.aux()}
