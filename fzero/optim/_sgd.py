@@ -13,7 +13,6 @@ from fzero.base.arguments import need_bool
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, is_some, known, need_hypers
-from fzero.table.needs import need_scalar
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -47,9 +46,8 @@ def sgd(
     """
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     need_bool(nesterov, "sgd", "nesterov")
-    if momentum is not None:
-        need_scalar(momentum, "sgd", "momentum", "a number, a 0-d floating tensor or None")
     moved = 0.0 if momentum is None else momentum
+    need_hypers("sgd", momentum=(moved, "at least 0"))
     if nesterov and not is_some(moved):
         raise ValueError(f"sgd(nesterov=True): got momentum={momentum}, expected a momentum, such as 0.9.")
     own, moments = _Sgd(moved, weight_decay, nesterov), (False,) if is_some(moved) else ()

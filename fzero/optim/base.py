@@ -35,9 +35,9 @@ Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
-    "at least 0": lambda value: not value < 0.0,
+    "at least 0": lambda value: value >= 0.0,
     "a positive number": lambda value: value > 0.0,
-    "a number": lambda value: True,
+    "a number": lambda value: not math.isnan(value),
     "a finite number of at least 0": lambda value: 0.0 <= value < math.inf,
     "a finite number of at least -16": lambda value: -16.0 <= value < math.inf,
 }

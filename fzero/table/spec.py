@@ -30,7 +30,9 @@ class Extra:
     Attributes:
         name: by which it is found there.
         source: what the user said, which tells two entries of one name apart.
-        init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor.
+        init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor. A
+            value keeps the dtype that `init` gives it: over bfloat16 params begin with
+            `params.map(lambda p: p.float())` for one in float32.
         update: `update(value, params, applied) -> value`, of the same structure, after every update, of the params
             that it left; `applied` is False where it was skipped, as a gradient was not finite.
         changes: `changes(value, params) -> (value, params)`, after every `every`-th applied update (`state.step`), what

@@ -30,7 +30,10 @@ from fzero.table.needs import is_component
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message holds its traceback, `__cause__` its exception where ranks are threads."""
+    """A rank failed.
+
+    If ranks are threads, `__cause__` is its exception, with the traceback. If they are processes, the message holds it.
+    """
 
 
 def run_ranks(
@@ -161,7 +164,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
             _stop(threads)
     if errors:
         rank, error = min(errors, key=lambda pair: isinstance(pair[1], PeerStopped))
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception_only(error))  # the traceback is that of `__cause__`
         raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
     return results
 
