@@ -103,7 +103,9 @@ def with_betas(make: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:
         if "betas" in kwargs:
-            raise TypeError(f"{make.__name__}: got betas=, expected b1= and b2=: fz.{make.__name__}(lr, b1=0.9, b2=0.99).")
+            raise TypeError(
+                f"{make.__name__}: got betas=, expected b1= and b2=: fz.{make.__name__}(lr, b1=0.9, b2=0.99)."
+            )
         return make(*args, **kwargs)
 
     return made

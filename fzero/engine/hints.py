@@ -22,21 +22,19 @@ def add_hint(error: Exception, params: Sharded, inputs: Sequence[object]) -> Non
     if arrays and isinstance(error, TypeError):
         error.add_note(f"Input {arrays[0]} is a numpy array, and params are tensors. Pass torch.as_tensor(x).")
         return
-    text = str(error)
+    text, here = str(error), params.device
+    computed = [group.row.policy.compute for group in params.layout.groups.values()]
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
             continue
-        if x.device != params.device and "device" in text:
-            error.add_note(
-                f"Input {name} is on {x.device}, and the params are on {params.device}. Pass x.to({str(params.device)!r})."
-            )
+        if x.device != here and "device" in text:
+            error.add_note(f"Input {name} is on {x.device}, and the params are on {here}. Pass x.to({str(here)!r}).")
             return
-        computed = dict.fromkeys(group.row.policy.compute for group in params.layout.groups.values())
         if x.is_floating_point() and x.dtype not in computed and _DTYPES.search(text):
-            dtype = next(iter(computed))
-            cast = f", or replace compute= by fz.autocast(step, {dtype}), which casts as it goes"
+            dtype = computed[0]
+            autocast = f", or replace compute= by fz.autocast(step, {dtype})" if dtype in _HALF else ""
             error.add_note(
-                f"Input {name} is {x.dtype}, and the step computes with params in {dtype}. "
-                f"Cast the input: x.to({dtype}){cast if dtype in _HALF else ''}."
+                f"Input {name} is {x.dtype}, and the step computes with params in {dtype}. Cast the input: "
+                f"x.to({dtype}){autocast}."
             )
             return

@@ -39,7 +39,6 @@ from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
-
 Finish = Callable[[Mapping[Key, Buffer] | None], dict[Key, Buffer]]
 
 

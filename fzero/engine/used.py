@@ -1,4 +1,4 @@
-"""Which leaves a function uses in its first update: if it uses none of them, nothing trains and nothing else says so."""
+"""Which leaves a function uses in its first update: if it uses none, nothing trains, and nothing else says so."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def rate(lr: Number | Schedule, count: int) -> Number:
     if follows(now):  # of each element, perhaps (`entered`)
         return now
     if not isinstance(now, float) or now != now:
-        need_rate(now, "the optimizer")  # a schedule may make anything
+        need_rate(now, "the optimizer", -math.inf)  # a schedule may make anything, and end a little below 0
     return float(now)
 
 

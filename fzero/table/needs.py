@@ -27,16 +27,16 @@ def need_function(fn: object, who: str) -> None:
         raise wrong(who, "fn", fn, "a function fn(params, *inputs)")
 
 
-def need_rate(lr: object, who: str) -> None:
+def need_rate(lr: object, who: str, least: float = 0.0) -> None:
     """A learning rate: a number, a 0-d tensor, or a schedule."""
     expected = "a number, a 0-d floating tensor, or a schedule: a function of the number of applied updates"
     if is_component(lr):
         raise wrong(who, "lr", lr, expected)
     if isinstance(lr, torch.Tensor) or not callable(lr):
         need_scalar(lr, who, "lr", expected)
-        refused = [x for x in numbers_in(lr) if not x >= 0.0]
+        refused = [x for x in numbers_in(lr) if not x >= least]
         if refused:
-            raise ValueError(f"{who}: got lr={refused[0]}, expected a learning rate of at least 0.")
+            raise ValueError(f"{who}: got lr={refused[0]}, expected a number of at least 0.")
 
 
 def need_scalar(value: object, who: str, argument: str, expected: str = "a number or a 0-d floating tensor") -> None:
