@@ -137,7 +137,8 @@ class Step(Spec):
 
         Returns:
             The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
-            gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
+            gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux. None has a graph: the
+            update is done. For loss.backward() take `fz.tape`, for gradients `step.vjp`.
 
         Raises:
             ValueError: the function uses none of the leaves that the step trains. Only its first update is looked at.

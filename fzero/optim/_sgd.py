@@ -29,7 +29,8 @@ def sgd(
     """p - lr * b with b = momentum * b + g, as torch.optim.SGD; the weight decay is added to the gradient.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors,
+        lr: learning rate, or a schedule of the number of applied updates. A negative one ascends, or, behind another
+            optimizer in `fz.chain`, multiplies what that gives. It and the other numbers may be 0-d tensors,
             by which torch.func differentiates an update and what comes after it.
         momentum: None keeps no buffer.
         weight_decay: coupled, as in torch.

@@ -117,7 +117,8 @@ class Elementwise:
     decoupled: Number = 0.0
 
     def __post_init__(self) -> None:
-        need_rate(self.lr, self.name.partition(",")[0])
+        name = self.name.partition(",")[0]
+        need_rate(self.lr, name, -math.inf if name == "sgd" else 0.0)  # in a chain it scales what others give
 
     @functools.cached_property
     def _scheduled(self) -> Elementwise:

@@ -234,7 +234,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
     "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
     "sgd": {
-        "lr": (lambda v: fz.sgd(v), RATE),
+        "lr": (lambda v: fz.sgd(v), {*RATE, "a negative"}),
         "momentum": (lambda v: fz.sgd(0.1, v), {"a 0-d tensor", "a float", "an int", "None"}),
         "weight_decay": (lambda v: fz.sgd(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int", "a negative"}),
         "nesterov": (lambda v: fz.sgd(0.1, 0.9, nesterov=v), {"a bool"}),
