@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_bool
+from fzero.base.arguments import need_bool, with_betas
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
@@ -37,6 +37,7 @@ class AmsgradState(NamedTuple):
     largest: object
 
 
+@with_betas
 def adamw(
     lr: Number | Schedule,
     b1: Number = 0.9,
@@ -72,6 +73,7 @@ def adamw(
     return _adam(lr, b1, b2, eps, weight_decay, True, amsgrad)
 
 
+@with_betas
 def adam(
     lr: Number | Schedule,
     b1: Number = 0.9,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import with_betas
 from fzero.optim._adam import AdamState, adamw
 from fzero.optim._norms import multiplied, norms_of
 from fzero.optim.base import need_hypers, rate, zeros_of
@@ -14,6 +15,7 @@ from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
+@with_betas
 def lamb(
     lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0
 ) -> GradientTransformation:

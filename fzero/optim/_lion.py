@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.base import pytree
+from fzero.base.arguments import with_betas
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, known, mixed, need_hypers
@@ -20,6 +21,7 @@ class LionState(NamedTuple):
     mu: object
 
 
+@with_betas
 def lion(
     lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 0.0
 ) -> GradientTransformation:

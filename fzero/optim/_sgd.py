@@ -13,7 +13,6 @@ from fzero.base.arguments import need_bool
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, is_some, known, need_hypers
-from fzero.table.needs import need_scalar
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -36,7 +35,8 @@ def sgd(
     Source: Polyak, 1964; Nesterov's form by Sutskever et al., 2013.
 
     Args:
-        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far. A negative one
+            ascends. Behind another optimizer in `fz.chain`, it multiplies what that gives.
         momentum: decay rate of the buffer. None stores no buffer.
         weight_decay: multiplied by the param and added to the gradient.
         nesterov: step along `g + momentum * b` instead of `b`.
@@ -52,9 +52,8 @@ def sgd(
     """
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     need_bool(nesterov, "sgd", "nesterov")
-    if momentum is not None:
-        need_scalar(momentum, "sgd", "momentum", "a number, a 0-d floating tensor or None")
     moved = 0.0 if momentum is None else momentum
+    need_hypers("sgd", momentum=(moved, "at least 0"))
     if nesterov and not is_some(moved):
         raise ValueError(f"sgd(nesterov=True): got momentum={momentum}, expected a momentum, such as 0.9.")
     own, moments = _Sgd(moved, weight_decay, nesterov), (False,) if is_some(moved) else ()

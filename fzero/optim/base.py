@@ -35,9 +35,9 @@ Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
-    "at least 0": lambda value: not value < 0.0,
+    "at least 0": lambda value: value >= 0.0,
     "a positive number": lambda value: value > 0.0,
-    "a number": lambda value: True,
+    "a number": lambda value: not math.isnan(value),
     "a finite number of at least 0": lambda value: 0.0 <= value < math.inf,
     "a finite number of at least -16": lambda value: -16.0 <= value < math.inf,
 }
@@ -58,7 +58,7 @@ def rate(lr: Number | Schedule, count: int) -> Number:
     if follows(now):  # of each element, perhaps (`entered`)
         return now
     if not isinstance(now, float) or now != now:
-        need_rate(now, "the optimizer")  # a schedule may make anything
+        need_rate(now, "the optimizer", -math.inf)  # a schedule may make anything, and end a little below 0
     return float(now)
 
 
@@ -117,7 +117,8 @@ class Elementwise:
     decoupled: Number = 0.0
 
     def __post_init__(self) -> None:
-        need_rate(self.lr, self.name.partition(",")[0])
+        name = self.name.partition(",")[0]
+        need_rate(self.lr, name, -math.inf if name == "sgd" else 0.0)  # in a chain it scales what others give
 
     @functools.cached_property
     def _scheduled(self) -> Elementwise:

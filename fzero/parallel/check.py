@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -173,7 +174,10 @@ def check(
                 raise ReadsValues(place_of(error)) from error
             if texts.says(error, *texts.FAKE_DEVICES):
                 raise TypeError(_MISMATCH.format(first_words(error))) from error
+            explained = any(note.startswith("fzero:") for note in getattr(error, "__notes__", ()))
             error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
+            if explained:  # torch's frames for shapes say nothing more
+                raise error.with_traceback(None) from None
             raise
     if unseen:
         operation, tag, _ = unseen[0]
@@ -228,8 +232,13 @@ class ReadsValues(TypeError):
 @contextlib.contextmanager
 def _apart(values: bool) -> Iterator[None]:
     """Inside, the run has copies of modules of its own, and tensors have values or not."""
-    with during(own_copies, {}), contextlib.nullcontext() if values else thread_state.without_values():
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes a traceback beside each error
+    before, log.disabled = log.disabled, True
+    try:
+        with during(own_copies, {}), contextlib.nullcontext() if values else thread_state.without_values():
+            yield
+    finally:
+        log.disabled = before
 
 
 def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[str, tuple[str, ...]]:

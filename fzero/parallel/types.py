@@ -196,11 +196,9 @@ class Watch(dispatch.TorchDispatchMode):
 def _missing_copy(name: str, place: Place, axis: str, own: Type, other: Type) -> str:
     return (
         f"parallel.check: {place}: {_plain(name)} takes a value that is invariant on axis {axis!r} (from {own.source}) "
-        f"together with one that varies on it (from {other.source}): each rank would compute a part of the first one's "
-        "cotangent, which nothing sums. A conversion is missing. Where ranks compute different things with the same "
-        "value, put fz.parallel.copy before it (or split it); where the varying value is a summand or a piece of a "
-        "whole one, put fz.parallel.sum or gather behind it; what is not differentiated is detached, or named in "
-        "constants=."
+        f"and one that varies on it (from {other.source}). A conversion is missing: fz.parallel.copy or split of the "
+        "first, or fz.parallel.sum or gather of the second, comes before it. Without one, each rank has a part of the "
+        "first one's cotangent. If nothing is differentiated by it, detach it, or name it in constants=."
     )
 
 

@@ -35,7 +35,8 @@ class Extra:
         name: the key in `state.extra`.
         source: a text that says where the entry comes from, with its arguments: `"ema(0.999)"`. Two entries of one name
             are an error if their texts differ.
-        init: `init(params) -> value`. `params` is a `Sharded`.
+        init: `init(params) -> value`. `params` is a `Sharded`. A value keeps the dtype that `init` gives it: over
+            bfloat16 params begin with `params.map(lambda p: p.float())` for one in float32.
         update: `update(value, params, applied) -> value`, of the same structure. Called after every update, with the
             new params. `applied` is False if the update was skipped, as a gradient was not finite.
         changes: `changes(value, params) -> (value, params)`, to change the params. Called after every `every`-th

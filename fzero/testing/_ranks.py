@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank of `run_ranks` failed. The message has its traceback; on threads `__cause__` is its exception."""
+    """A rank of `run_ranks` failed.
+
+    On threads `__cause__` is its exception, with the traceback. On processes the message holds the traceback.
+    """
 
 
 def run_ranks(
@@ -166,7 +169,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
             _stop(threads)
     if errors:
         rank, error = min(errors, key=lambda pair: isinstance(pair[1], PeerStopped))
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception_only(error))  # the traceback is that of `__cause__`
         raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
     return results
 
