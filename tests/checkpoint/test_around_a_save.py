@@ -391,7 +391,7 @@ def test_a_newest_one_that_was_emptied_is_told(tmp_path: Path) -> None:
         kept.save(step_of().init(params()), number)
     for path in tmp_path.glob("000002*/*"):
         path.unlink()
-    with pytest.warns(UserWarning, match=r"000002-update-0 is empty, and passed over"):
+    with pytest.warns(UserWarning, match=r"000002-update-0 is empty and is skipped"):
         found = kept.restore(step_of())
     assert found is not None and found[1] == 0
 
