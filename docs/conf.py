@@ -76,6 +76,7 @@ html_static_path = ["_static"]
 html_css_files = ["fzero.css"]
 html_show_sphinx = False
 html_copy_source = False
+html_search_scorer = str(HERE / "scorer.js")
 html_theme_options: dict[str, Any] = {
     "navigation_with_keys": True,
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},

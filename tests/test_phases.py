@@ -277,7 +277,7 @@ def not_counting(params: Any) -> Any:
     return {"m": pytree.map(torch.zeros_like, params)}
 
 
-REFUSED = r"leaf 'head.w' {} and the optimizer.* has one number for all leaves in its state \('n'\).*fz.whole"
+REFUSED = r"leaf 'head.w' {} and the optimizer.* keeps one number for all leaves \('n'\).*fz.whole"
 
 
 def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:

@@ -121,8 +121,8 @@ class Checkpoints:
         found, damaged = self._found(axis), dict[str, str]()
         if leads and (newest := next(iter(found), None)) is not None and found[newest] is None:
             warnings.warn(
-                f"fz.Checkpoints: {self.folder}/{newest} is empty, and passed over: a save was killed as it began, or "
-                "somebody has removed its files.",
+                f"fz.Checkpoints: {self.folder}/{newest} is empty and is skipped. A save was killed as it began, or "
+                "its files were removed.",
                 stacklevel=2,
             )
         while names := [name for name, ended in found.items() if ended and name not in damaged]:
@@ -157,9 +157,9 @@ class Checkpoints:
             known = set(names) if self._known is None else self._known
             if others := [other for other in names if other not in known | self._own]:
                 raise FileExistsError(
-                    f"{self.folder}: got {others[0]}, of another run that has saved there since this one began, "
-                    "expected a folder for each run, as each would remove the other's checkpoints. Save elsewhere by "
-                    "another fz.Checkpoints; or, where the other run has ended, go on from what is there by restore()."
+                    f"{self.folder}: got {others[0]}, which another run has saved there since this one began. Each "
+                    "would remove the other's checkpoints. Give each run its own folder. If the other run has "
+                    "ended, go on from its state by restore()."
                 )
             self._known = known
             self._own.add(name)

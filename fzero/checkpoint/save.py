@@ -150,8 +150,8 @@ class Saving:
         """Waits for its end; whether somebody has done so before, and knows how it ended."""
         if not self._ended.is_set() and not self.here:
             raise RuntimeError(
-                f"{self.path}: got a wait for a save that another process, {self._process}, has begun and was forked "
-                "from; expected one there. Wait before the fork, or in that process."
+                f"{self.path}: process {self._process} began this save, and this process was forked from it. Wait "
+                "before the fork, or in that process."
             )
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
@@ -215,8 +215,8 @@ def begin(
         folder = folder_for()
         if TOGETHER in folder_at(folder).names():
             raise FileExistsError(
-                f"{folder}: got a folder with a checkpoint of a pipeline, expected one of one step, or none. Save into "
-                "a folder of its own."
+                f"{folder}: got a folder with a checkpoint of a pipeline. Save the state of one step into another "
+                "folder."
             )
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
@@ -249,8 +249,9 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
         for ours, theirs in zip(first, said, strict=True):
             if ours != theirs:
                 return ValueError(
-                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call it "
-                    "on every rank with the same path and extra (what differs by rank goes into a list that all have)."
+                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call "
+                    "it on every rank with the same path and extra. If a value differs by rank, give all ranks the "
+                    "list of values."
                 )
     return None
 
@@ -281,11 +282,11 @@ def _need_json(value: object, place: str, levels: int) -> None:
             _need_json(item, f"{place}[{number}]", levels - 1)
     elif type(value) is int and value.bit_length() > _BITS:
         raise ValueError(
-            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer ones "
-            "from text. Say hex(value)."
+            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer "
+            "ones from text. Write hex(value)."
         )
     elif type(value) not in (str, int, float, bool, type(None)):
         raise TypeError(
-            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False or "
-            "None. Of a tensor or an array say .tolist(), of a tuple list(...)."
+            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False "
+            "or None. Write x.tolist() for a tensor or an array, and list(x) for a tuple."
         )

@@ -245,8 +245,8 @@ class _Reading(Origin):
     def meet(self, moments: Sequence[Item]) -> None:
         if not self._moments and any(item.kind in TREES for item in moments):
             raise ValueError(
-                f"{self.place}: got no tensors of an optimizer, whose names would begin with {self._state!r}; expected "
-                "some. Say their prefix with optim=, or optim=None to begin the moments anew."
+                f"{self.place}: got no tensors of an optimizer: no name begins with {self._state!r}. Give their "
+                "prefix as optim=, or say optim=None to begin the moments anew."
             )
         self._kinds.update(kinds_of(moments, self._moments.keys() - {"step"}))
 
@@ -275,9 +275,9 @@ class _Reading(Origin):
             return None
         if self._uncounted is not None and (self._counts or "exp_avg_sq" in self._moments):  # others count nothing
             raise ValueError(
-                f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates that the "
-                f"moments of this leaf have seen, expected one, as the step's optimizer counts them. {_TIED}Otherwise "
-                "say optim=None to begin the moments anew."
+                f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates of this "
+                f"leaf's moments. The optimizer of the step needs it. {_TIED}Otherwise say optim=None to begin the "
+                "moments anew."
             )
         return self._count
 
@@ -336,9 +336,9 @@ class _Tree:
             if self._name == "params":
                 return None
             raise ValueError(
-                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
-                f"every leaf with moments in the step. {_TIED}Otherwise freeze it without them, or say optim=None to "
-                "begin them anew."
+                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every "
+                f"leaf with moments in the step needs it. {_TIED}Otherwise freeze the leaf without moments, or say "
+                "optim=None to begin the moments anew."
             )
         name, expected = self._names[path], self._origin.shape(self._origin.params[path])
         if (dtype := self._origin.dtype(name)) not in _FLOATS:

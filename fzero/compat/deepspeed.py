@@ -125,8 +125,8 @@ def _tagged(folder: str, tag: str | None) -> str:
             return os.path.join(folder, file.read().strip())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"{latest}: got no such file, expected the folder that save_checkpoint was given, which has one. Say tag=, "
-            "the name of a folder in it, to load that one."
+            f"{latest}: got no such file. Give the folder that save_checkpoint was given, or tag=, the name of a "
+            "folder in it."
         ) from None
 
 
@@ -197,8 +197,8 @@ class _Tree:
             if self._name == "params":
                 return None
             raise ValueError(
-                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of every leaf "
-                "that the step trains. Freeze the leaf, or say optim=False to begin the moments anew."
+                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
+                "that the step trains needs it. Freeze the leaf, or say optim=False to begin the moments anew."
             )
         return Plain(spread.parts[0].dtype)
 

@@ -24,10 +24,10 @@ from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 _RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients, other leaves' next
-_BESIDE = "of which a leaf's update differs beside other leaves, or draws for them otherwise than one after the other"
+_BESIDE = "whose update of a leaf depends on other leaves, or on the order of its random draws"
 # leaves and steps of each try, and what their shapes may be: many leaves, as rates may go by their places
 _TRIES = (
-    (1, 10, [(4, 6)], "which differs where it is made anew for each step"),
+    (1, 10, [(4, 6)], "whose updates differ if it is made anew for each step"),
     (3, 10, [(4, 6)], _BESIDE),
     (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
 )
@@ -121,9 +121,9 @@ class _Torch:
         """One step of a new optimizer, and what it keeps then; begun where there is no state."""
         if any_follows((p, g)):
             raise TypeError(
-                f"step.update: got {self._name()}, which writes in place and has no derivative, and "
-                "torch.func goes through this update; expected an optimizer of fzero (fz.adamw, fz.sgd, ...), or one "
-                "of your own that computes updates by torch's operations."
+                f"step.update: got {self._name()}, which writes in place and has no derivative, and torch.func "
+                "differentiates through this update. Use an optimizer of fzero (fz.adamw, fz.sgd, ...), or one of "
+                "your own that is made of torch's operations."
             )
         with private.below_transforms(), torch.enable_grad():
             param = p.detach().clone().requires_grad_()
@@ -139,8 +139,8 @@ class _Torch:
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
         if lost:
             raise _KeptElsewhere(
-                f"from_torch: got {self._said()}, which changes {lost[0]} in a step, and is made anew for each; "
-                "expected one that keeps all in state[param]."
+                f"from_torch: got {self._said()}, which changes {lost[0]} in a step. It is made anew for each step, "
+                "so it must keep everything in state[param]."
             )
         if state is not None and kept.keys() != state.keys():
             raise _KeptElsewhere(
@@ -187,8 +187,8 @@ class _Torch:
             pairs = zip(anew, once, strict=True)
             if not all(torch.allclose(x, y, rtol=1e-10, atol=1e-12, equal_nan=True) for x, y in pairs):
                 raise ValueError(
-                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, by what it "
-                    "keeps in state[param]."
+                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, and "
+                    "keeps what it needs in state[param]."
                 )
         return own
 

@@ -171,8 +171,7 @@ class _Whole:
                 if isinstance(row.policy.moment, str):
                     raise ValueError(
                         f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole "
-                        "cannot carry: nothing says which of its optimizer's tensors may be negative. Give moment= a "
-                        "dtype."
+                        "does not support: it does not know which tensors may be negative. Give moment= a dtype."
                     )
         said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
@@ -205,8 +204,8 @@ class _Whole:
             found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
         if private.version(private.unwrapped(p)) != before:
             raise ValueError(
-                f"whole: the update of leaf {path!r} writes to its param in place, and is given a copy that is "
-                "forgotten. Return what is to be added to it as its update."
+                f"whole: the update of leaf {path!r} writes to its param in place. That is a copy, so the write is "
+                "lost. Return what is to be added to it as its update."
             )
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Mapping) or path not in found[0]:
             raise ValueError(
@@ -224,8 +223,8 @@ class _Whole:
         if otherwise := changed(pytree.unflatten(spec, before), new):
             raise ValueError(
                 f"whole: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps the "
-                "structure, the shapes and the dtypes of what its init returned; start with zeros where there is "
-                "nothing yet."
+                "structure, the shapes and the dtypes of what its init returned. Start with zeros for what comes "
+                "later."
             )
         entries, _ = flat(new)
         moved = [x for i in places if isinstance(x := entries[i], torch.Tensor)]

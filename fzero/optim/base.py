@@ -70,9 +70,9 @@ def known(number: Number) -> float:
     """
     if isinstance(number, torch.Tensor):
         raise TypeError(
-            "step: the optimizer's schedule gives a tensor that a transform goes on through and that it comes to where "
-            "it cannot be seen (a module, a cache, a context variable); expected one that the schedule closes over, or "
-            "that is an attribute of an object. Say rate = where.rate outside of the schedule and use rate in it."
+            "step: torch.func differentiates through a tensor of the optimizer's schedule that is in a module, a "
+            "cache or a context variable, where it cannot be seen. Let the schedule close over the tensor: write "
+            "rate = where.rate outside of it, and use rate inside."
         )
     return number
 
@@ -297,7 +297,7 @@ def kept(who: str, old: object, new: object, one: Callable[[Sharded, Sharded], S
     except ValueError as error:
         raise ValueError(
             f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned; start with zeros where there is nothing yet. ({error})"
+            f"init returned. Start with zeros for what comes later. ({error})"
         ) from error
 
 

@@ -182,8 +182,8 @@ def check(
     if unseen:
         operation, tag, _ = unseen[0]
         raise TypeError(
-            f"{WHO}: the function communicates by itself ({operation} of {tag}), and no type is known of what comes; "
-            "expected the maps of fz.parallel alone."
+            f"{WHO}: the function communicates by itself ({operation} of {tag}), and nothing is known of what "
+            "arrives. Use only the maps of fz.parallel."
         )
     played = playable(leaves, run.axes, run.ignored) if values else {}
     if played:
@@ -297,6 +297,6 @@ def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
         more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None
         if more:
             raise AxisTypeError(
-                f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand on "
-                "each rank, which nothing sums: fz.parallel.copy is missing before it is used."
+                f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand "
+                "on each rank. Nothing sums it: fz.parallel.copy is missing before it is used."
             )

@@ -135,9 +135,9 @@ def _need_one_mean(ax: Axis | None) -> None:
         return
     wider = several < 2 and (ax is None or is_averaged(ax))  # an axis is over ranks of means or over others, not both
     raise ValueError(
-        f"parallel.weighted_mean: got a call {what}; expected one mean over all of the batch, as a mean of means is "
-        "another number wherever weights differ. Say what a microbatch counts, fz.accumulate(step, n, weights=...) or "
-        "fz.pipeline(..., weights=...), such as lambda x, y: (y >= 0).sum()"
+        f"parallel.weighted_mean: got a call {what}. A mean of such means is not the mean over the batch, if weights "
+        "differ. Give the weight of a microbatch, fz.accumulate(step, n, weights=...) or fz.pipeline(..., "
+        "weights=...), such as lambda x, y: (y >= 0).sum()"
         + (", or give all axes that the step averages over: fz.parallel.axis(mesh, (...))." if wider else ".")
     )
 

@@ -83,7 +83,7 @@ def shard_sequence(
     if labels is not None and labels in whole:
         shifted = f"shift_{labels}"
         if shifted in whole:
-            raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which would stand for it; expected one.")
+            raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which is made of it. Give one of them.")
         whole[shifted] = _shifted(whole.pop(labels), dim, starts)
     out = _cut(whole, axes, dim, spans_over(total, axes, order))
     if POSITIONS not in whole:

@@ -241,8 +241,8 @@ def _need_linear(hidden: object, weight: object, bias: object, who: str) -> None
     if len(of_weight) != 2 or not own or own[-1] != of_weight[1] or of_bias not in ([], [of_weight[:1]]):
         raise ValueError(
             f"parallel.{who}: got hidden, weight{' and bias' if of_bias else ''} of shapes "
-            f"{', '.join(str(tuple(shape)) for shape in shapes)}, expected [..., width], [vocabulary, width] and a "
-            "bias, where there is one, [vocabulary]."
+            f"{', '.join(str(tuple(shape)) for shape in shapes)}, expected [..., width], [vocabulary, width] and, if "
+            "there is a bias, [vocabulary]."
         )
 
 
@@ -255,8 +255,8 @@ def _cut_sizes(tensors: Sequence[torch.Tensor], tiles: int, dim: int) -> list[in
     sizes = [x.shape[need_dim(dim, x.ndim, "tiled")] for x in tensors]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"parallel.tiled: got tensors of shapes {[tuple(x.shape) for x in tensors]} in x, expected one size in dim "
-            f"{dim}. What every tile needs whole comes behind x."
+            f"parallel.tiled: got tensors of shapes {[tuple(x.shape) for x in tensors]} in x, expected one size in "
+            f"dim {dim}. Give what every tile needs whole as an argument after x."
         )
     return [size for size in pieces.balanced(sizes[0], tiles) if size] or [0]
 

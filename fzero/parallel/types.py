@@ -173,8 +173,8 @@ class Watch(dispatch.TorchDispatchMode):
             )
         words = "the same on all ranks" if form_of(made.other, axis) == REPLICATED else "a piece of a whole one"
         raise AxisTypeError(
-            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}), which would be added "
-            f"as often as there are ranks, or to a sum that is missing. {end}",
+            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}). That would be added "
+            f"once for each rank, or to a sum that is missing. {end}",
             where,
         )
 

@@ -52,7 +52,7 @@ class Proposal:
         on_disk = [kind for kind, memory in self.placement.items() if memory == DISK]
         if on_disk and disk is None:
             raise ValueError(
-                f"Proposal.apply: got no disk, and {' and '.join(on_disk)} are to lie there. Say which folder: "
+                f"Proposal.apply: got no disk, and {' and '.join(on_disk)} are to lie on one. Give a folder: "
                 "apply(step, fz.Disk(path))."
             )
         return _placed(step, self.placement, disk)
@@ -115,7 +115,9 @@ def fits(
             )
     said = next((rule.source for rule in step.rules if rule.column in [f"{kind} in" for kind in KINDS]), None)
     if said is not None:
-        raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without that.")
+        raise ValueError(
+            f"fits: got a step with {said}, which says where its state lies. Give the step without it."
+        )
     speeds, nowhere = bandwidth or TYPICAL, stand_in()
     proposals, updates = list[Proposal](), dict[bool, Taken]()
     for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):

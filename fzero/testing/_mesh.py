@@ -43,8 +43,8 @@ def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
         raise ValueError(f"testing.fake_mesh: got rank={rank}, expected one of {count} ranks, from 0 to {count - 1}.")
     if backend.initialized():
         raise RuntimeError(
-            "testing.fake_mesh: there is a process group already, which a fake one would stand beside. Make the mesh "
-            "outside of run_ranks and torchrun, or take torch.distributed.init_device_mesh there."
+            "testing.fake_mesh: there is a process group already. Use fake_mesh outside of run_ranks and torchrun. "
+            "Inside of them use torch.distributed.init_device_mesh."
         )
     dist = backend.dist
     with hooks_kept():
