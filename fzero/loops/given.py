@@ -45,7 +45,8 @@ def need_saves(state: object, checkpoints: object, best: object, every: object) 
             raise wrong("loop", name, kept, "fz.Checkpoints(folder) or None")
         if kept is not None and not isinstance(state, TrainState):
             raise TypeError(
-                f"loop: got {name}=fz.Checkpoints(...) and state={named(state)}, expected a state of one step. Save other states in the body of the loop, by fz.save or their own ways."
+                f"loop: got {name}=fz.Checkpoints(...) and state={named(state)}, expected a state of one step. "
+                "Save other states in the body of the loop, by fz.save or their own ways."
             )
         if kept is not None and isinstance(state, TrainState):
             try:
