@@ -114,6 +114,14 @@ def test_a_unit_that_the_module_does_not_know() -> None:
         other(other.init(flat), torch.ones(1, 2))
 
 
+def test_the_params_of_a_state_given_to_a_module() -> None:
+    apply, params = fz.functional(torch.nn.Linear(3, 2))
+    state = fz.train_step(lambda p, x: apply(p, x).sum(), fz.sgd(0.1)).init(params)
+    with pytest.raises(TypeError, match=r"Write step.forward\(state, ...\), or apply\(fz.gather\(state.params\)"):
+        apply(state.params, torch.ones(1, 3))
+    apply(fz.gather(state.params), torch.ones(1, 3))
+
+
 def test_strict_capture_finds_what_is_hidden() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
         hide(p["root"] * 2)
