@@ -26,7 +26,7 @@ nitpicky = False
 
 # ---- pages
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "attrs_inline", "substitution"]
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "substitution"]
 myst_heading_anchors = 3
 myst_substitutions = {"version": version}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -41,6 +41,8 @@ nb_merge_streams = True
 
 # ---- the API: every public name under `fzero`, whatever module defines it
 
+default_role = "code"  # single backticks in docstrings
+toc_object_entries = False  # every name has a heading already
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -74,6 +76,7 @@ html_static_path = ["_static"]
 html_css_files = ["fzero.css"]
 html_show_sphinx = False
 html_copy_source = False
+html_search_scorer = str(HERE / "scorer.js")
 html_theme_options: dict[str, Any] = {
     "navigation_with_keys": True,
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},

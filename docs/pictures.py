@@ -1,16 +1,30 @@
-"""The drawings of the documentation, light and dark: `python docs/pictures.py` writes docs/_static/*.svg."""
+"""The drawings of the documentation: `python docs/pictures.py` writes docs/_static/*.svg, light and dark.
+
+`python docs/pictures.py gallery` also writes docs/_static/gallery/*.svg; names instead of `gallery` write only those.
+It runs parts of the examples, for about two minutes on two cores.
+"""
 
 from __future__ import annotations
 
+import csv
+import math
 import pathlib
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import matplotlib
+import torch
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
+import fzero as fz
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
 OUT = pathlib.Path(__file__).parent / "_static"
 COLORS = {"params": "#4c8dd6", "grads": "#e08a3c", "moments": "#5aa96a", "send": "#9a78c8", "compute": "#7a8899"}
 INKS = {"light": "#1c2733", "dark": "#dfe6ee"}
@@ -98,14 +112,232 @@ def leaf(ink: str) -> None:
 PICTURES: dict[str, Callable[[str], None]] = {"stages": stages, "timeline": timeline, "leaf": leaf}
 
 
+# ---- the gallery: one picture of each, whose ink reads on white and on black
+
+INK, PALE = "#7b7b7b", "#80808033"
+BLUE, ORANGE, GREEN, VIOLET, GREY = COLORS.values()
+
+
+def plot(x: str, y: str) -> Any:
+    """Axes for curves."""
+    own = plt.figure(figsize=(2.6, 1.45), layout="constrained").add_subplot()
+    own.spines[["top", "right"]].set_visible(False)
+    own.spines[["left", "bottom"]].set_color(INK)
+    own.tick_params(colors=INK, labelsize=7)
+    own.set_xlabel(x, color=INK, fontsize=8)
+    own.set_ylabel(y, color=INK, fontsize=8)
+    return own
+
+
+def sketch(width: float = 10.0, height: float = 5.0) -> Any:
+    """Axes for boxes."""
+    own = axes(2.6, 1.3)
+    own.set_xlim(0, width)
+    own.set_ylim(0, height)
+    return own
+
+
+def words(own: Any, x: float, y: float, text: str) -> None:
+    own.text(x, y, text, ha="center", va="center", color=INK, fontsize=8)
+
+
+def arrow(own: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
+    own.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
+
+
+def train_lm() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        small = "--dtype fp32 --width 64 --blocks 2 --heads 2 --context 64 --batch 8 --steps 120".split()
+        subprocess.run([sys.executable, str(EXAMPLES / "train_lm.py"), *small, "--out", folder], check=True)
+        rows = list(csv.DictReader((pathlib.Path(folder) / "log.csv").open()))
+    own = plot("update", "nats per byte")
+    for name, color in (("loss", BLUE), ("held out", ORANGE)):
+        found = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        own.plot(*zip(*found, strict=True), color=color, lw=1.5, label=name)
+    own.legend(frameon=False, fontsize=7, labelcolor=INK)
+
+
+def two_models(names: tuple[str, str], cuts: tuple[str, str], turned: bool) -> None:
+    """An encoder and a decoder over two ranks each, the first cut by what it keeps, the other by its matrices."""
+    own = sketch()
+    for left, name, cut, color in ((0.2, names[0], cuts[0], BLUE), (6.2, names[1], cuts[1], GREEN)):
+        words(own, left + 1.8, 4.6, name)
+        for rank in range(2):
+            x, y, width, height = (left + 1.85 * rank, 1.2, 1.7, 2.8) if turned else (left, 2.7 - 1.5 * rank, 3.6, 1.3)
+            box(own, x, y, width, height, color, str(rank) if turned else f"rank {rank}")
+        words(own, left + 1.8, 0.5, cut)
+    arrow(own, (4.0, 3.0), (6.0, 3.0))
+    arrow(own, (6.0, 2.2), (4.0, 2.2))
+
+
+def read_text() -> None:
+    two_models(("vision", "text"), ("shard_zero1", "shard_zero3"), False)
+
+
+def multimodal() -> None:
+    two_models(("patches", "matrices"), ("sequence axis", "tensor axis"), True)
+
+
+def bigger_than_memory() -> None:
+    from bigger_than_memory import options
+
+    args = options([])
+    own = plot("MiB", "")
+    for place, (name, size, color) in enumerate(
+        (("memory", args.limit, BLUE), ("state on disk", args.limit * args.times, VIOLET))
+    ):
+        own.barh(name, size, color=color, height=0.6)
+        look = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "color": INK, "fontsize": 7}
+        own.annotate(f"{size:,.0f}", (size, place), **look)
+    own.set_xlim(0, 1.25 * args.limit * args.times)
+    own.invert_yaxis()
+
+
+def long_context() -> None:
+    own = sketch()
+    for rank in range(2):
+        left = 0.2 + 4.9 * rank
+        words(own, left + 2.3, 4.5, f"rank {rank}")
+        for line in range(4):
+            box(own, left, 3.1 - 0.95 * line, 4.6, 0.7, PALE)
+    for x, line, text in ((1.1, 0, "Q7"), (3.2, 2, "B2"), (5.9, 1, "K4"), (7.9, 3, "Q?")):
+        box(own, x, 3.1 - 0.95 * line, 1.1, 0.7, ORANGE if "?" in text else BLUE, text)
+
+
+def lora() -> None:
+    own = sketch()
+    box(own, 0.6, 0.9, 3.6, 3.6, PALE)
+    words(own, 2.4, 2.7, "frozen, bf16")
+    words(own, 4.9, 2.7, "+")
+    box(own, 5.6, 0.9, 0.7, 3.6, BLUE, "b")
+    box(own, 6.6, 3.8, 3.0, 0.7, BLUE, "a")
+    words(own, 8.1, 2.3, "trained, fp32")
+
+
+def maml() -> None:
+    import maml as example
+
+    args = example.options(["--ranks", "1", "--stage", "0"])
+    own, generator = plot("update", "query loss"), torch.Generator().manual_seed(0)
+    one = example.Maml(example.regressor(args.width, generator), args)
+    held_out, state = example.random_tasks(50, args.shots, generator, torch.device("cpu")), one.outer.init(one.params)
+    looks = list[tuple[float, ...]]()
+    for _ in range(args.steps):
+        looks.append(tuple(float(one.meta_loss(state.params, held_out, steps)) for steps in (0, args.inner_steps)))
+        state, _ = one.update(state, example.random_tasks(args.tasks, args.shots, generator, torch.device("cpu")))
+    for name, color, losses in zip(("before", "after 5 steps"), (GREY, BLUE), zip(*looks, strict=True), strict=True):
+        own.plot(losses, color=color, lw=1.5, label=name)
+    own.legend(frameon=False, fontsize=7, labelcolor=INK)
+
+
+def ensemble() -> None:
+    import ensemble as example
+
+    own, generator = plot("update", "held-out loss"), torch.Generator().manual_seed(0)
+    held_out, lrs = example.spirals(500, 0.02, generator), torch.logspace(-3.5, -1, 16, dtype=torch.float64)
+    state = fz.stack([example.step_of(0.0).init(example.random_params(16, seed % 2)) for seed in range(16)])
+    curves = []
+    for update in range(241):
+        if update % 10 == 0:
+            curves.append(torch.vmap(example.look, in_dims=(0, 0, None, None))(lrs, state, *held_out))
+        batch = example.spirals(64, 0.02, generator)
+        state, _ = torch.vmap(example.update, in_dims=(0, 0, None, None))(lrs, state, *batch)
+    colors = plt.get_cmap("cool")(torch.linspace(0, 1, 16).numpy())
+    for color, curve in zip(colors, torch.stack(curves, 1).tolist(), strict=True):
+        own.plot(range(0, 241, 10), curve, color=color, lw=1)
+
+
+def my_transform() -> None:
+    from my_transform import ema
+
+    own, generator = plot("update", "a weight"), torch.Generator().manual_seed(0)
+    step = ema(fz.train_step(lambda p, x: (p["w"] - x).square().mean(), fz.sgd(0.25)), decay=0.9)
+    state, seen = step.init({"w": torch.zeros(())}), []
+    for _ in range(60):
+        state, _ = step(state, 1 + torch.randn((), generator=generator))
+        seen.append((float(state.params["w"]), float(state.extra["ema"]["w"])))
+    for name, color, values in zip(("params", "average"), (GREY, BLUE), zip(*seen, strict=True), strict=True):
+        own.plot(values, color=color, lw=1.5 if color == BLUE else 0.8, label=name)
+    own.legend(frameon=False, fontsize=7, labelcolor=INK)
+
+
+def bytes_per_parameter() -> None:
+    like = {"w": torch.empty(1024, 1024, device="meta")}
+    policies = {"fp32": fz.Policy(), "exact": fz.Policy.exact(), "compact16": fz.Policy.compact16()}
+    step = fz.train_step(lambda p: p, fz.adamw(1e-3))
+    plans = {name: fz.plan(fz.train_step(step.fn, step.optimizer, policy), like) for name, policy in policies.items()}
+    own = plot("", "")
+    fz.plot_plan(plans, own)
+
+
+def mesh_axes() -> None:
+    own = sketch()
+    for left, name, down in ((0.6, "by columns", False), (5.6, "by rows", True)):
+        for part, color in enumerate((BLUE, ORANGE, GREEN)):
+            place = (left, 3.3 - 1.2 * part, 3.6, 1.15) if down else (left + 1.2 * part, 0.9, 1.15, 3.55)
+            box(own, *place, color, f"rank {part}" if down else str(part))
+        words(own, left + 1.8, 0.4, name)
+
+
+def components() -> None:
+    own = plot("", "")
+    fz.plot_schedule({"one_f_one_b": fz.schedules.one_f_one_b(3, 5)}, axes=own)
+    own.get_legend().remove()
+    own.texts[0].remove()  # the heading
+    own.set_yticklabels([f"place {place}" for place in range(3)])
+    own.set_xlabel("time")
+
+
+def step_is_a_function() -> None:
+    w, x = torch.tensor([1.0, -2.0]), torch.tensor([[1.0, 0.2], [0.3, 2.0]])
+
+    def after_training(lr: torch.Tensor) -> torch.Tensor:
+        step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.sgd(lr, momentum=0.8))
+        state = step.init({"w": w})
+        for _ in range(12):
+            state, _ = step(state, x)
+        return step.forward(state, x)
+
+    rates, own = torch.logspace(-2.5, -0.1, 80), plot("learning rate", "loss after 12 updates")
+    own.loglog(rates, torch.vmap(after_training)(rates), color=GREY, lw=1.2)
+    at = torch.tensor(math.log(5e-3))
+    path = list[tuple[float, float]]()
+    for _ in range(8):
+        slope, loss = torch.func.grad_and_value(lambda log: after_training(log.exp()).log())(at)
+        path.append((float(at.exp()), float(loss.exp())))
+        at = at - (0.3 * slope).clamp(-0.6, 0.6)
+    own.plot(*zip(*path, strict=True), "o-", color=ORANGE, ms=3, lw=1)
+
+
+GALLERY: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (
+        *(train_lm, read_text, multimodal, bigger_than_memory, long_context, lora, maml, ensemble, my_transform),
+        *(bytes_per_parameter, components, step_is_a_function),
+    )
+} | {"axes": mesh_axes}
+
+
+def save(where: pathlib.Path) -> None:
+    where.parent.mkdir(exist_ok=True)
+    plt.savefig(where, transparent=True, bbox_inches="tight", pad_inches=0.05, metadata={"Date": None})
+    plt.close()
+
+
 def main() -> None:
-    plt.rcParams["svg.hashsalt"] = "fzero"
+    plt.rcParams |= {
+        "svg.hashsalt": "fzero",
+        "svg.fonttype": "none",
+        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    }
     for name, draw in PICTURES.items():
         for mode, ink in INKS.items():
             draw(ink)
-            where = OUT / f"{name}-{mode}.svg"
-            plt.savefig(where, transparent=True, bbox_inches="tight", pad_inches=0.05, metadata={"Date": None})
-            plt.close()
+            save(OUT / f"{name}-{mode}.svg")
+    asked = GALLERY if "gallery" in sys.argv else [name for name in GALLERY if name in sys.argv]
+    for name in asked:
+        GALLERY[name]()
+        save(OUT / "gallery" / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.stages import Stage, need_stages, stages_of, timeline_of
+from fzero.components.stages import Stage, init_stage, need_stages, stages_of, timeline_of
 from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
@@ -247,7 +247,7 @@ class Pipeline:
         if not isinstance(given, (tuple, list)) or len(given) != len(self.steps):
             got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(params).__name__
             raise wrong("pipeline.init", "params", got, f"a list of {len(self.steps)} trees, one for each component")
-        return {c: self._stages[c].init(given[c], seed + SEEDS * c, sync) for c in self._here}
+        return {c: init_stage(c, self._stages[c], given[c], seed + SEEDS * c, sync) for c in self._here}
 
     @property
     def _has_aux(self) -> bool:

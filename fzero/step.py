@@ -189,7 +189,8 @@ class Step(Spec):
             rng: as in `vjp`.
 
         Returns:
-            `(new_state, metrics)`. Metrics are 0-d tensors, the same on all ranks.
+            `(new_state, metrics)`. Metrics are 0-d tensors, the same on all ranks. None has a graph, as the update is
+            done: for `loss.backward()` take `fz.tape`, for gradients `step.vjp`.
 
             - `"loss"`: the mean over microbatches and ranks, if the outputs are a scalar.
             - `"grad_norm"`: of the mean gradient, before clipping.
@@ -199,7 +200,8 @@ class Step(Spec):
               aux.
 
         Raises:
-            ValueError: the state belongs to another step, or the outputs are no scalar and there is no `cotangent`.
+            ValueError: the state belongs to another step, the outputs are no scalar and there is no `cotangent`, or the
+                function uses none of the leaves that the step trains (looked at in its first update).
             TypeError: a transform of `torch.func` goes through a step that has no derivative: with `fz.donate`, with
                 states on a disk, or with encoded states whose policy is not `straight_through`. The error says which.
 
@@ -235,6 +237,7 @@ class Step(Spec):
             sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
             del total
             loss = batch.loss()
+            batch.need_used(sharded)
             new, metrics = apply_update(self, state, sharded, None)
             new = batch.kept(new, metrics)
             return cast(Updated, (new, {**metrics, **loss, **batch.aux()}))

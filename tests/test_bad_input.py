@@ -114,6 +114,14 @@ def test_a_unit_that_the_module_does_not_know() -> None:
         other(other.init(flat), torch.ones(1, 2))
 
 
+def test_the_params_of_a_state_given_to_a_module() -> None:
+    apply, params = fz.functional(torch.nn.Linear(3, 2))
+    state = fz.train_step(lambda p, x: apply(p, x).sum(), fz.sgd(0.1)).init(params)
+    with pytest.raises(TypeError, match=r"Write step.forward\(state, ...\), or apply\(fz.gather\(state.params\)"):
+        apply(state.params, torch.ones(1, 3))
+    apply(fz.gather(state.params), torch.ones(1, 3))
+
+
 def test_strict_capture_finds_what_is_hidden() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
         hide(p["root"] * 2)
@@ -387,3 +395,76 @@ def test_train_step_arguments() -> None:
 def test_import_leaves_no_trace() -> None:
     code = "import torch, sys, fzero; assert 'hypothesis' not in sys.modules and not torch.distributed.is_initialized()"
     assert not subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+
+
+def noted(fn: Any) -> str:
+    """What an error and its notes say."""
+    with pytest.raises(Exception) as caught:
+        fn()
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize("verb", ["__call__", "forward", "vjp"])
+def test_inputs_that_do_not_meet_the_params(verb: str) -> None:
+    """The error is torch's, and a note says what to write."""
+    x = torch.ones(4, 3)
+    half = linear_step(policy=fz.Policy(compute=torch.bfloat16))
+    for step, given, words in [
+        (half, x, ("Input 0 is torch.float32", "x.to(torch.bfloat16)", "fz.autocast(step, torch.bfloat16)")),
+        (linear_step(), x.double(), ("Input 0 is torch.float64", "x.to(torch.float32)")),
+        (linear_step(), x.numpy(), ("Input 0 is a numpy array", "torch.as_tensor(x)")),
+    ]:
+        state = step.init(PARAMS)
+        said = noted(lambda step=step, state=state, given=given: getattr(step, verb)(state, given))
+        assert all(each in said for each in words), said
+
+    def as_on_a_gpu(p: Any, batch: Any) -> torch.Tensor:
+        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
+
+    away = fz.train_step(as_on_a_gpu, fz.sgd(0.1))
+    said = noted(lambda: getattr(away, verb)(away.init(PARAMS), {"x": x.to("meta")}))
+    assert "Input 0.x is on meta, and the params are on cpu. Pass x.to('cpu')" in said
+
+    def fails(p: Any, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("of the user's own")
+
+    other = fz.with_fn(half, fails)
+    assert noted(lambda: getattr(other, verb)(half.init(PARAMS), x)) == "of the user's own"
+
+
+def test_what_is_given_in_the_place_of_something_else() -> None:
+    step, x = linear_step(), torch.ones(4, 3)
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"type tuple.*write state, metrics = step\(state, \.\.\.\)"):
+        step(step(state, x), x)  # type: ignore[arg-type]
+    kept = fz.ema(step, 0.5)
+    with pytest.raises(TypeError, match=r"step\.forward\(state\.replace\(params=state\.extra\['ema'\]\)"):
+        kept.forward(kept.init(PARAMS).extra["ema"], x)
+    for several in ([fz.sgd(0.1)], (fz.sgd(0.1), fz.sgd(0.2)), {"*": fz.sgd(0.1)}):
+        with pytest.raises(TypeError, match=r"got optimizer=(list|tuple|dict), expected one.*fz\.chain.*fz\.partition"):
+            fz.train_step(lambda p: p["w"], several)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"take them apart: apply, params = fz\.functional\(module\)"):
+        step.init(fz.functional(torch.nn.Linear(2, 2)))
+    for make in (fz.adamw, fz.adam, fz.lion, fz.lamb):
+        with pytest.raises(TypeError, match=rf"{make.__name__}: got betas=, expected b1= and b2="):
+            make(0.1, betas=(0.9, 0.99))  # type: ignore[call-arg]
+    for leaf in (torch.ones(3, 2, device="meta"), lambda: torch.ones(3, 2, device="meta")):
+        with pytest.raises(ValueError, match=r"params\['w'\]: got a tensor on the meta device"):
+            step.init({"w": leaf})
+    stages = [step, fz.train_step(lambda p, x: x, fz.sgd(0.1))]
+    said = noted(lambda: fz.pipeline(stages, fz.schedules.gpipe(2, 2)).init([PARAMS, {}]))
+    assert "got an empty tree" in said and "params[1] of pipeline.init" in said
+
+
+@pytest.mark.parametrize(
+    "make", [fz.adamw, fz.adam, fz.sgd, fz.lion, fz.lamb, fz.muon, fz.adafactor, lambda lr: fz.from_torch(NADAM, lr)]
+)
+def test_rates_that_are_none(make: Any) -> None:
+    for lr in (float("nan"),) if make is fz.sgd else (-1.0, float("nan"), torch.tensor(-1.0)):
+        with pytest.raises(ValueError, match=r"got lr=(-1\.0|nan), expected a number of at least 0"):
+            make(lr)
+    make(0.0)
+    make(lambda count: -1e-20 * count)
+
+
+NADAM = torch.optim.NAdam

@@ -618,6 +618,16 @@ def test_places_of_a_pipeline_end_together() -> None:
     assert one == two and one[:2] == ("batches", 2) and one[2][-1] == one[3]
 
 
+def test_a_generator_function_is_no_function_of_a_number() -> None:
+    def batches(seed: int = 0) -> Iterator[int]:
+        yield seed
+
+    for made in (batches, functools.partial(batches, 3)):
+        with pytest.raises(TypeError, match=r"got batches=.*generator function: call it, batches=name\(\)"):
+            quiet(lambda state, x: (state, {}), 0, made)
+    assert [state for state, _ in quiet(lambda state, x: (state + x, {}), 0, batches(3))] == [3]
+
+
 def test_how_a_batch_is_passed() -> None:
     seen = []
 

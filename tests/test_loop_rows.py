@@ -349,7 +349,7 @@ def test_what_lies_beside_a_log_is_left_alone(what: Any, begun: bool, tmp_path: 
     before = log.read_bytes() if begun else b""
     what(new)
     there = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match=r"loop: got log=.*log.csv.new' is written first, and that is no (file|log)"):
+    with pytest.raises(ValueError, match=r"loop: got log=.*log.csv.new', which is written first, is no (file|log)"):
         run_through(quiet(counted, 2, batch, log=log, total=4, after=2 if begun else None))
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == there
     assert not begun or log.read_bytes() == before

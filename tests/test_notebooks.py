@@ -11,7 +11,7 @@ from nightly import NIGHTLY, at_length
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # what takes most of the time, and the same of fewer updates; nightly, all are made
 FEWER = {
-    "bytes_per_parameter": {"steps=40": "steps=3", "updates=400": "updates=40", "updates=2000": "updates=40"},
+    "bytes_per_parameter": {"steps=25": "steps=3", "updates=200": "updates=40", "updates=250": "updates=40"},
     "step_is_a_function": {"DESCENTS, ROUNDS = 20, 12": "DESCENTS, ROUNDS = 2, 2"},
 }
 

@@ -191,7 +191,7 @@ def test_counts_are_of_leaves(name: str) -> None:
         assert {count.value for count in counts} == {total}
         assert dict([pair for count in counts for pair in count.paused]) == {path: want[path] for path in frozen}
         late = {path: total - n for path, n in want.items() if path not in frozen and n != total}
-        assert dict([pair for count in counts for pair in count.began]) == late
+        assert dict([pair for count in counts for pair in count.missed]) == late
 
 
 def is_count(node: object) -> bool:
@@ -277,7 +277,7 @@ def not_counting(params: Any) -> Any:
     return {"m": pytree.map(torch.zeros_like, params)}
 
 
-REFUSED = r"leaf 'head.w' {} and the optimizer.* has one number for all leaves in its state \('n'\).*fz.whole"
+REFUSED = r"leaf 'head.w' {} and the optimizer.* keeps one number for all leaves \('n'\).*fz.whole"
 
 
 def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:
@@ -355,7 +355,7 @@ def test_counts_are_the_same_again_wherever_they_go() -> None:
     ):
         assert again.said == count.said == (7, (("a.b", 3),), (("c", 2),))
     assert count.next().said == (8, (("a.b", 3),), (("c", 2),)) and pytree.Count(7).said == 7
-    assert repr(count) == "Count(7, began={'a.b': 3}, paused={'c': 2})"
+    assert repr(count) == "Count(7, missed={'a.b': 3}, paused={'c': 2})"
 
 
 def test_states_of_leaves_that_began_otherwise_are_not_stacked() -> None:

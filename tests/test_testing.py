@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fzero as fz
 from fzero import testing as t
 from fzero.base import private
+from fzero.testing import strategies
 
 
 def test_asserts_name_the_leaf() -> None:
@@ -77,8 +81,10 @@ def double(rank: int) -> int:
 def test_a_failing_rank_fails_at_once(backend: str) -> None:
     assert t.run_ranks(double, 2, backend=backend) == [0, 2]
     start = time.perf_counter()
-    with pytest.raises(t.RankError, match=r"(?s)rank \d of 2 failed:.*Traceback"):
+    with pytest.raises(t.RankError, match=r"(?s)rank \d of 2 failed:.*this rank is broken") as caught:
         t.run_ranks(fail_on_one, 2, backend=backend)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("in fail_on_one") == 1
     assert time.perf_counter() - start < 20
     assert t.run_ranks(double, 2, backend=backend) == [0, 2]
 
@@ -213,6 +219,14 @@ def test_ranks_on_threads_leave_no_hook() -> None:
     before = sys.excepthook
     t.run_ranks(lambda rank: None, 2)
     assert sys.excepthook is before
+    with t.fake_mesh({"dp": 2}):
+        pass
+    assert sys.excepthook is before
+
+
+@given(st.data())
+def test_transforms_without_a_memory_offload_nothing(data: st.DataObject) -> None:
+    assert not any("offload" in name for name, _ in data.draw(strategies.transforms(memories=())))
 
 
 def _warned(rank: int) -> int:

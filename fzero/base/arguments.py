@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fzero.base import pytree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def named(value: object) -> str:
@@ -91,6 +95,20 @@ def need_path(path: object, who: str, argument: str = "path", what: str = "the p
     if not given or "\0" in given:
         raise ValueError(f"{who}: got {argument}={given!r}, expected {what}.")
     return given
+
+
+def with_betas(make: Callable[P, T]) -> Callable[P, T]:
+    """Names b1= and b2= to whoever gives an optimizer torch's betas=."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "betas" in kwargs:
+            raise TypeError(
+                f"{make.__name__}: got betas=, expected b1= and b2=: fz.{make.__name__}(lr, b1=0.9, b2=0.99)."
+            )
+        return make(*args, **kwargs)
+
+    return made
 
 
 def need_norm(norm: object, who: str) -> None:

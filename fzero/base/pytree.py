@@ -188,27 +188,27 @@ class Count:
 
     Attributes:
         value: the run's updates, which schedules go by.
-        began: the leaves that train and began later than the run, each with the run's count at which its own was zero.
+        missed: the leaves that train and have seen fewer updates than the run, each with how many it has not seen.
         paused: the frozen leaves that keep their moments, each with its own count.
     """
 
     value: int
-    began: Counted = ()
+    missed: Counted = ()
     paused: Counted = ()
 
     def next(self) -> Count:
         """The count after one more update."""
-        return Count(self.value + 1, self.began, self.paused)
+        return Count(self.value + 1, self.missed, self.paused)
 
     def own(self) -> Callable[[str], int]:
         """Path of a leaf -> how many updates it has seen, of which its bias correction goes."""
-        began, paused = dict(self.began), dict(self.paused)
-        return lambda path: paused[path] if path in paused else self.value - began.get(path, 0)
+        missed, paused = dict(self.missed), dict(self.paused)
+        return lambda path: paused[path] if path in paused else self.value - missed.get(path, 0)
 
     @property
     def said(self) -> object:
         """All of it in numbers, strings and tuples; the number alone if no leaf has another one."""
-        return (self.value, self.began, self.paused) if self.began or self.paused else self.value
+        return (self.value, self.missed, self.paused) if self.missed or self.paused else self.value
 
     @staticmethod
     def of(said: object) -> Count:
@@ -220,7 +220,7 @@ class Count:
         return Count(value, *[tuple([(path, number) for path, number in each]) for each in counted])
 
     def __repr__(self) -> str:
-        named = zip(("began", "paused"), (self.began, self.paused), strict=True)
+        named = zip(("missed", "paused"), (self.missed, self.paused), strict=True)
         return f"Count({', '.join([str(self.value), *[f'{name}={dict(own)}' for name, own in named if own]])})"
 
 

@@ -258,7 +258,7 @@ _OUTSIDE = {
 }
 
 
-def refuse_outside(error: RuntimeError | KeyError) -> None:
+def refuse_outside(error: Exception) -> None:
     """Refuses what torch refused outside of units, by the words of this library."""
     for text, what in _OUTSIDE.items():
         if texts.says(error, text):

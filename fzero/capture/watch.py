@@ -55,7 +55,20 @@ def is_strict() -> bool:
 
 @contextlib.contextmanager
 def strict_capture(enabled: bool = True) -> Iterator[None]:
-    """Looks at every operation inside every unit for tensors that the unit closed over or passed on unseen."""
+    """A context that checks every run of every unit for tensors that it closes over or passes on unseen.
+
+    Outside of it, a first run is checked. Use it in tests.
+
+    Args:
+        enabled: False switches it off inside another one.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> with fz.testing.strict_capture():
+        ...     state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> metrics["loss"]
+        tensor(2.)
+    """
     with during(_strict, enabled):
         yield
 

@@ -42,8 +42,8 @@ class Wanted:
         need_bool(self.lenient, self.who, "lenient")
         if self.like is None and (self.pattern != "*" or self.lenient):
             raise ValueError(
-                f"{self.who}: got pattern={self.pattern!r}, lenient={self.lenient} and no like=, expected a tree of "
-                "params there, whose values the leaves have that are not read."
+                f"{self.who}: got pattern={self.pattern!r}, lenient={self.lenient} and no like=. Give like=, a tree "
+                "of params: leaves that are not read take their values from it."
             )
 
 
@@ -111,8 +111,8 @@ def choose(
         }
     if device.type == "meta":
         raise ValueError(
-            f"{wanted.who}: got the meta device as the default, on which tensors have no values; expected one that "
-            'holds them. Call it outside of torch.device("meta"); the tensors of like= may stay there.'
+            f"{wanted.who}: got the meta device as the default, whose tensors have no values. Call it outside of "
+            "torch.device('meta'); the tensors of like= may stay there."
         )
     if lost := unmatched(wanted.pattern, [path for path, _, _ in specs]):
         some = ", ".join(path for path, _, _ in specs[:6]) + (", ..." if len(specs) > 6 else "")
@@ -138,13 +138,14 @@ def choose(
     if others and not wanted.lenient:
         more = f" (and {len(others) - 1} more)" if others[1:] else ""
         raise ValueError(
-            f"{wanted.who}: got a like of other leaves than {wanted.place}, expected the same: {others[0]}{more}. Give "
-            "a tree of the params that were saved, or say lenient=True, and those that differ keep their values."
+            f"{wanted.who}: got a like= whose leaves differ from those of {wanted.place}: {others[0]}{more}. Give a "
+            "tree of the params that were saved. Or say lenient=True, and leaves that differ keep the values of "
+            "like=."
         )
     if missing := sorted(unknown - taken):
         raise ValueError(
-            f"{wanted.who}: leaf {missing[0]!r} is not read from {wanted.place}, and has no values in like either, as "
-            "it is on the meta device. Give it values there, or read it."
+            f"{wanted.who}: leaf {missing[0]!r} is not read from {wanted.place}, and is on the meta device in like=, "
+            "without values. Give it values there, or read it."
         )
     layout = Layout.build(step.rows(specs, frozen_leaves(own), hints_of(own)), axis.size, axis.place_on_tensor)
     return Choice(layout, own, frozenset(taken), device, tuple(others))

@@ -95,8 +95,8 @@ def is_url(path: str) -> bool:
 def not_ours(path: str) -> FileExistsError:
     """The error of a save that finds somebody else's file where its lock goes."""
     return FileExistsError(
-        f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or save "
-        "into a folder of your own."
+        f"{path}: got a file that no save has written. Saves need this name. Move the file elsewhere, or save into a "
+        "folder of your own."
     )
 
 
@@ -105,8 +105,8 @@ def path_of(path: object, who: str) -> str:
     given = need_path(path, f"fz.{who}")
     if not isinstance(path, str) and _URL.match(given):
         raise ValueError(
-            f"fz.{who}: got {path!r}, expected a URL as a str: a Path takes one of its slashes away. Say ./ before a "
-            "folder of that name."
+            f"fz.{who}: got {path!r}, expected a URL as a str: a Path drops one of its slashes. For a folder of that "
+            "name write ./ before it."
         )
     if given.startswith(("file:/", "local://")):
         local = given.partition(":")[2].removeprefix("//").removeprefix("localhost")

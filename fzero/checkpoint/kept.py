@@ -30,15 +30,17 @@ _NAME = re.compile(r"(\d{6,})-update-\d+")
 
 
 class Checkpoints:
-    """The checkpoints of one run: a folder with one in each of its subfolders, numbered in the order of the saves.
+    """The checkpoints of one run: a folder with a numbered subfolder for each save. It keeps the newest ones.
+
+    Give each run its own folder.
 
     Args:
-        folder: its path or URL, as of `fz.save`; it is made where it is missing.
-        keep: how many stay; older ones go once a new one is whole.
+        folder: path or URL, as for `fz.save`. It is made if it is missing.
+        keep: how many checkpoints stay. Older ones are removed when a new one is whole.
 
     Raises:
-        FileExistsError: by a save, where another run has saved into the folder since this one began there: each of two
-            would remove the other's checkpoints.
+        FileExistsError: in a save, if another run has saved into the folder since this one began. Two runs would remove
+            each other's checkpoints.
 
     Example:
         >>> import tempfile
@@ -63,11 +65,24 @@ class Checkpoints:
         self._own = set[str]()  # those that it has begun to save, of which some may not be there yet
 
     def save(self, state: TrainState, extra: object = None) -> None:
-        """Writes one more, as `fz.save` does, and removes those that are more than `keep`."""
+        """Writes one more checkpoint, as `fz.save`, and removes the oldest ones beyond `keep`.
+
+        Args:
+            state: of any step. All ranks of it call this.
+            extra: anything that JSON can say, the same on every rank.
+        """
         self._begin("Checkpoints.save", state, extra, beside=False).wait()
 
     def save_async(self, state: TrainState, extra: object = None) -> Saving:
-        """The same in the background, as `fz.save_async`."""
+        """Begins one more checkpoint in the background, as `fz.save_async`.
+
+        Args:
+            state: of any step. All ranks of it call this.
+            extra: anything that JSON can say, the same on every rank.
+
+        Returns:
+            A `fz.Saving`. Call its `wait()` to know that the checkpoint is whole.
+        """
         return self._begin("Checkpoints.save_async", state, extra, beside=True)
 
     def restore(
@@ -80,17 +95,25 @@ class Checkpoints:
         lossy: bool = False,
         lenient: bool = False,
     ) -> tuple[TrainState, Any] | None:
-        """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
+        """Loads the newest checkpoint that is whole. All ranks call it.
 
-        Where the newest is damaged, or its subfolder empty, it is the one before, with a warning that says so.
+        If the newest one is damaged, or its subfolder empty, it loads the one before, with a warning.
 
         Args:
-            step: as of `fz.load`.
-            like, pattern, params_only, lossy, lenient: as of `fz.load`.
+            step: the step that goes on with the state. Its sharding, policy and number of ranks may differ from the
+                saved ones.
+            like: a tree of params as for `init`. It gives the containers, and the values of leaves that are not read.
+            pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
+            params_only: begin moments, `state.extra` and the number of updates anew.
+            lossy: allow rounding to what the step stores. By default that is an error.
+            lenient: a leaf of `like` that does not fit the checkpoint keeps its value, with a warning.
+
+        Returns:
+            The state and the `extra` of its save; None if nothing was ever saved.
 
         Raises:
-            DamagedCheckpoint: there are some, and none is whole: nothing begins anew without being told.
-            ValueError: the newest whole one is of other leaves or of another optimizer.
+            DamagedCheckpoint: there are checkpoints, and none is whole. It never begins anew by itself.
+            ValueError: the leaves or the optimizer differ from the saved ones.
         """
         need_step(step, "Checkpoints.restore")
         asked = lambda name: Wanted("fz.load", f"{self.folder}/{name}", like, pattern, lossy, lenient)
@@ -98,8 +121,8 @@ class Checkpoints:
         found, damaged = self._found(axis), dict[str, str]()
         if leads and (newest := next(iter(found), None)) is not None and found[newest] is None:
             warnings.warn(
-                f"fz.Checkpoints: {self.folder}/{newest} is empty, and passed over: a save was killed as it began, or "
-                "somebody has removed its files.",
+                f"fz.Checkpoints: {self.folder}/{newest} is empty and is skipped. A save was killed as it began, or "
+                "its files were removed.",
                 stacklevel=2,
             )
         while names := [name for name, ended in found.items() if ended and name not in damaged]:
@@ -134,9 +157,9 @@ class Checkpoints:
             known = set(names) if self._known is None else self._known
             if others := [other for other in names if other not in known | self._own]:
                 raise FileExistsError(
-                    f"{self.folder}: got {others[0]}, of another run that has saved there since this one began, "
-                    "expected a folder for each run, as each would remove the other's checkpoints. Save elsewhere by "
-                    "another fz.Checkpoints; or, where the other run has ended, go on from what is there by restore()."
+                    f"{self.folder}: got {others[0]}, which another run has saved there since this one began. Each "
+                    "would remove the other's checkpoints. Give each run its own folder. If the other run has "
+                    "ended, go on from its state by restore()."
                 )
             self._known = known
             self._own.add(name)

@@ -42,29 +42,33 @@ def load(
     lossy: bool = False,
     lenient: bool = False,
 ) -> State:
-    """The state of a checkpoint as a state of `step`, to the bit where nothing is stored more narrowly.
+    """Loads a checkpoint as a state of a step, to the bit.
 
-    The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
-    calls it; each reads what it needs, and holds that against its checksums: nothing damaged is loaded. A leaf that was
-    frozen and is not any more begins with moments of zero, and counts its updates from there; if it has kept moments,
-    it goes on with them. Of a leaf that the step freezes, kept grads stay behind, and moments unless it keeps them.
+    All ranks call it, and each one reads its own slices. The step may have another sharding, mesh, number of ranks,
+    policy or units than the saved one. Everything that is read is compared with its checksums.
+
+    A leaf that was frozen, and is now trained, begins with moments of zero and counts its updates from here; if it kept
+    moments, it goes on with them.
 
     Args:
-        path: of the folder that `fz.save` has written, or its URL.
-        step: with the same optimizer (any, with `params_only`) and transforms that keep state. Of a pipeline's
-            checkpoint a pipeline of as many components.
-        like: a tree of params as `init` takes it. Its containers are the state's; its values are those of leaves that
-            are not read.
-        pattern: of the leaves that are read, as those of transforms; the others are of `like`, their moments zero.
-        params_only: whether moments, `state.extra`, kept grads and the number of updates begin anew.
-        lossy: whether values may be rounded to what the step stores; otherwise a leaf that would be is an error.
-        lenient: whether a leaf of `like` that the checkpoint has in another shape, or not at all, keeps the value that
-            it has there, with a warning that names them; and what only the checkpoint has is left out.
+        path: folder or URL that `fz.save` has written.
+        step: has the optimizer of the save (any with `params_only`), and the transforms of the save that keep state.
+            For a pipeline's checkpoint: a pipeline with as many components.
+        like: a tree of params as for `init`. It gives the containers, and the values of leaves that are not read. By
+            default the containers are those of the save.
+        pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`, with moments of zero.
+        params_only: begin moments, `state.extra`, kept grads and the number of updates anew.
+        lossy: allow rounding to what the step stores. By default that is an error.
+        lenient: a leaf of `like` that has another shape in the checkpoint, or is missing there, keeps its value, with a
+            warning. Leaves that only the checkpoint has are left out.
+
+    Returns:
+        The state.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpoint: a file is missing, cut or changed: which one. On every rank.
-        ValueError: the leaves, shapes or the optimizer are others, or something would be lost.
+        DamagedCheckpoint: a file is missing, cut or changed. It is named, on every rank.
+        ValueError: leaves, shapes or the optimizer differ from the saved ones, or a value would be rounded or lost.
 
     Example:
         >>> import tempfile
@@ -144,7 +148,13 @@ def _read(
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:
-    """What `fz.save` was given as `extra`; None where it was given nothing.
+    """Reads the `extra` of a checkpoint, without the state.
+
+    Args:
+        path: folder or URL that `fz.save` has written.
+
+    Returns:
+        What `fz.save` was given as `extra`; None if it was given nothing.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

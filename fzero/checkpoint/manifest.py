@@ -48,7 +48,7 @@ def as_filed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DamagedCheckpoint(OSError):
-    """A checkpoint that is not what was saved: a file is missing, cut, changed or another one's."""
+    """A file of a checkpoint is missing, cut, changed, or belongs to another save. The message names it."""
 
 
 class Piece(NamedTuple):
@@ -198,8 +198,8 @@ def read_manifest(folder: str) -> Manifest:
     line = text.find(b"\n") + 1
     if not line or text[:line] != _head(text[line:]):
         raise DamagedCheckpoint(
-            f"{path}: got {len(text)} bytes that are not those that were written, as their checksum is another; "
-            "expected a whole manifest. Load an older checkpoint."
+            f"{path}: got {len(text)} bytes that are not those that were written: their checksum differs. Load an "
+            "older checkpoint."
         )
     fields = json.loads(text)["checkpoint"]
     if fields.pop("format") != FORMAT or fields.pop("version") not in READ:

@@ -26,24 +26,23 @@ from fzero.state.train_state import TrainState
 
 
 def save(path: str | os.PathLike[str], state: TrainState | Savable, extra: object = None) -> None:
-    """Writes a checkpoint of a state: when this returns, it is whole and on the disk.
+    """Writes a checkpoint. When it returns, the checkpoint is whole and on the disk.
 
-    Every rank of the state calls it, with the same path, a folder that all ranks reach; a state that is not sharded is
-    of one rank, which alone calls it. Each writes one safetensors file, its own slices as they are stored; the
-    manifest, written last, names the files and their checksums. What lay there before is whole until the new one is,
-    and then goes.
+    All ranks of the state call it with the same path, in a folder that all of them reach. Each rank writes one
+    safetensors file with its own slices. A checkpoint that was there before stays whole until the new one is whole.
+
+    A state that is not sharded belongs to one rank, and only that rank calls it.
 
     Args:
-        path: of the folder, which is made where it is missing; or its URL in a filesystem that fsspec knows, such as
-            `s3://bucket/run`, where a second writer is found at the end only.
-        state: of any step, with kept grads or without, wherever it lies; or of a pipeline, whose places all call it.
-        extra: what JSON can say (a data position, states of generators), the same on every rank.
+        path: a folder, which is made if it is missing. Or a URL that fsspec knows, such as `s3://bucket/run`.
+        state: of any step, wherever its buffers are; or of a pipeline, whose places all call this.
+        extra: anything that JSON can say, such as a position in the data. The same on every rank.
 
     Raises:
-        TypeError, ValueError: `extra` is no JSON, or the ranks differ in path, step or `extra`.
-        ImportError: the URL's filesystem needs a package that is not installed.
-        OSError: the disk is full, the folder cannot be written to, another run saves there, or ranks that hold copies
-            hold different ones: on every rank.
+        TypeError, ValueError: JSON cannot say `extra`; or the ranks differ in path, step or `extra`.
+        ImportError: the URL needs a package that is not installed.
+        OSError: the disk is full, the folder is not writable, another run saves there, or replicas of a value differ.
+            It is raised on every rank.
 
     Example:
         >>> import tempfile
@@ -61,20 +60,22 @@ def save(path: str | os.PathLike[str], state: TrainState | Savable, extra: objec
 
 
 def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> Saving:
-    """Begins a checkpoint of a state, which goes on while training does: no copy is made, the state is the snapshot.
+    """Begins a checkpoint and returns at once; training goes on while it is written.
 
-    The state's buffers are held until they are written. A step that donates it meanwhile overwrites those that are,
-    and leaves the others to the save: memory grows by at most what is not yet written.
+    No copy is made: a state is a value, so it is its own snapshot. Its buffers live until they are written. A step with
+    `fz.donate` leaves the buffers that are not yet written to the save. So memory grows by at most their bytes.
 
     Args:
-        path, state, extra: as of `fz.save`.
+        path: a folder, which is made if it is missing. Or a URL that fsspec knows, such as `s3://bucket/run`.
+        state: of any step. All ranks of it call this.
+        extra: anything that JSON can say, such as a position in the data. The same on every rank.
 
     Returns:
-        What waits for its end. An error is raised there, and by the next save, on every rank.
+        A `fz.Saving`. Its `wait()` raises what went wrong; otherwise the next save raises it, on every rank.
 
     Raises:
-        TypeError, ValueError: as of `fz.save`.
-        OSError: the save before this one has failed and nobody has waited for it.
+        TypeError, ValueError: JSON cannot say `extra`; or the ranks differ in path, step or `extra`.
+        OSError: the save before this one has failed, and nobody waited for it.
 
     Example:
         >>> import tempfile
@@ -91,10 +92,10 @@ def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = 
 
 
 class Saving:
-    """A save under way.
+    """A save in the background; `fz.save_async` returns it.
 
     Attributes:
-        path: of the folder.
+        path: of the checkpoint's folder.
     """
 
     def __init__(self, folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -127,19 +128,19 @@ class Saving:
 
     @property
     def here(self) -> bool:
-        """Whether this process began it; one that is forked meanwhile has no thread that writes."""
+        """True in the process that began the save; False in one that was forked from it."""
         return os.getpid() == self._process
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True when the save has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
         """Waits until the checkpoint is whole and on the disk.
 
         Raises:
-            OSError: it is not, and why: on every rank.
+            OSError: the save has failed, with the reason, on every rank.
         """
         self._join()
         if self._error is not None:
@@ -149,8 +150,8 @@ class Saving:
         """Waits for its end; whether somebody has done so before, and knows how it ended."""
         if not self._ended.is_set() and not self.here:
             raise RuntimeError(
-                f"{self.path}: got a wait for a save that another process, {self._process}, has begun and was forked "
-                "from; expected one there. Wait before the fork, or in that process."
+                f"{self.path}: process {self._process} began this save, and this process was forked from it. Wait "
+                "before the fork, or in that process."
             )
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
@@ -160,7 +161,7 @@ class Saving:
         return told
 
     def untold(self) -> BaseException | None:
-        """Its error, after its end, where nobody has been told."""
+        """The error of a save that has ended, if nobody has seen it yet."""
         return None if self._join() else self._error
 
     def __repr__(self) -> str:
@@ -214,8 +215,8 @@ def begin(
         folder = folder_for()
         if TOGETHER in folder_at(folder).names():
             raise FileExistsError(
-                f"{folder}: got a folder with a checkpoint of a pipeline, expected one of one step, or none. Save into "
-                "a folder of its own."
+                f"{folder}: got a folder with a checkpoint of a pipeline. Save the state of one step into another "
+                "folder."
             )
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
@@ -248,8 +249,9 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
         for ours, theirs in zip(first, said, strict=True):
             if ours != theirs:
                 return ValueError(
-                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call it "
-                    "on every rank with the same path and extra (what differs by rank goes into a list that all have)."
+                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call "
+                    "it on every rank with the same path and extra. If a value differs by rank, give all ranks the "
+                    "list of values."
                 )
     return None
 
@@ -280,11 +282,11 @@ def _need_json(value: object, place: str, levels: int) -> None:
             _need_json(item, f"{place}[{number}]", levels - 1)
     elif type(value) is int and value.bit_length() > _BITS:
         raise ValueError(
-            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer ones "
-            "from text. Say hex(value)."
+            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer "
+            "ones from text. Write hex(value)."
         )
     elif type(value) not in (str, int, float, bool, type(None)):
         raise TypeError(
-            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False or "
-            "None. Of a tensor or an array say .tolist(), of a tuple list(...)."
+            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False "
+            "or None. Write x.tolist() for a tensor or an array, and list(x) for a tuple."
         )

@@ -46,8 +46,8 @@ def read_together(folder: str) -> Together | None:
     body = text.partition(b'"components": ')[2].removesuffix(b"}\n")
     if text != _sealed(body):
         raise DamagedCheckpoint(
-            f"{path}: got {len(text)} bytes that are not those that were written, as their checksum is another. Load "
-            "an older checkpoint."
+            f"{path}: got {len(text)} bytes that are not those that were written: their checksum differs. Load an "
+            "older checkpoint."
         )
     return Together(*json.loads(body))
 

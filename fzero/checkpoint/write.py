@@ -187,8 +187,8 @@ def _compare(folder: Folder, shared: dict[str, str], rank: int, theirs: dict[str
         elif ours != other:
             raise OSError(
                 f"{folder.path}: the ranks hold different values of state.{name}: rank 0 has {ours}, rank {rank} has "
-                f"{other}; expected the same, as one of them is kept. Keep what differs by rank in a tree like the "
-                "params, or outside of the state."
+                f"{other}. A save keeps one of them, so they must be equal. Keep what differs by rank in a tree like "
+                "the params, or outside of the state."
             )
 
 

@@ -71,8 +71,9 @@ class Axis:
         if not backend.initialized():
             raise RuntimeError(
                 f"{who}: there is no process group, and this step is sharded. Start one with "
-                "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
-                "or take the sharding transform out."
+                "torch.distributed.init_process_group('gloo') under torchrun, or run on ranks with "
+                "fz.testing.run_ranks. One process needs no sharding; a script for both says "
+                "if torch.distributed.is_initialized(): step = fz.shard_zero3(step)."
             )
         name = axis if isinstance(axis, str) else ", ".join(axis)
         if mesh is None:
@@ -198,7 +199,8 @@ class Axis:
         return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank, self.tensor)
 
     def __repr__(self) -> str:
-        return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
+        copies = "" if self.ranks == self.size else f", {self.ranks // self.size} copies"
+        return f"Axis({self.name!r}, rank {self.rank} of {self.size}{copies})"
 
     def need_running(self) -> None:
         """Refuses an axis whose process groups have ended."""

@@ -38,14 +38,16 @@ ADVICE = (
 
 @contextlib.contextmanager
 def checked_collectives(enabled: bool = True, counted: bool = False) -> Iterator[None]:
-    """Sends what is about to be communicated ahead of every collective, so that ranks that diverge get an error.
+    """A context in which ranks that diverge get an error that names both sides, instead of a hang.
 
-    Costs a few messages to the store of the default process group for each collective. Inside, every rank raises
-    `RuntimeError` where ranks call different units, wait for one another in different process groups, or wait for a
-    rank that has left this context.
+    Use it to find a hang, not in production: each collective costs a few more messages to the store of the default
+    process group. Every rank raises `RuntimeError` if ranks call different units, wait for each other in different
+    process groups, or wait for a rank that has left this context.
 
     Args:
-        counted: whether all ranks count this context now, not at its first collective: where one may fail before that.
+        enabled: False does nothing.
+        counted: count this context now, on all ranks, and not at its first collective. For a rank that may fail before
+            it.
 
     Example:
         >>> with fz.testing.checked_collectives():
@@ -80,7 +82,18 @@ def _watched(watch: Watch | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[Records]:
-    """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
+    """A context that collects (operation, tag, bytes) of every collective of this thread, in a list.
+
+    The tag says what it was for, such as the unit of a gather or "the loss".
+
+    Example:
+        >>> def rank_main(rank):
+        ...     with fz.testing.recorded_collectives() as records:
+        ...         fz.parallel.sum(torch.ones(2), fz.parallel.axis(None, "tp"))
+        ...     return [(operation, size) for operation, tag, size in records]
+        >>> fz.testing.run_ranks(rank_main, 2)[0]
+        [('exchange', 8)]
+    """
     record: Records = []
     with during(_listeners, (*_listeners.get(), record)):
         yield record

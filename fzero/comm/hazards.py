@@ -126,15 +126,17 @@ def departing(start: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def hazards(seed: int | None = 0) -> Iterator[None]:
-    """Makes races show: for tests, on ranks that are threads or processes, and on one rank too.
+    """A context that makes races show as NaN. For tests, on threads, on processes and on one rank.
 
-    Inside, on this thread, what is in flight reads as NaN until it is waited for; what is given back (buffers of
-    gathered params, of full cotangents) is filled with NaN; and on real processes messages leave late and out of order.
-    Numbers stay what they are, unless something is read too early: then they are NaN. A transfer that nobody has waited
-    for by the end raises AssertionError.
+    - What is in flight reads as NaN until it is waited for.
+    - What is given back (buffers of gathered params, of full cotangents) is filled with NaN.
+    - On processes, messages leave late and out of order.
+    - A transfer that nobody has waited for by the end raises AssertionError.
+
+    Numbers do not change, unless something is read too early.
 
     Args:
-        seed: of the delays; None takes them away inside others, where memory is measured, say.
+        seed: of the delays. None switches hazards off inside others, for example to measure memory.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))

@@ -43,23 +43,24 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def save_dcp(
     path: str | os.PathLike[str], state: TrainState, *, model: str = "model", optim: str | None = "optim"
 ) -> None:
-    """Writes a state as a checkpoint of torch.distributed.checkpoint, which `dcp.load` reads over any ranks and mesh.
+    """Writes a state as a checkpoint of torch.distributed.checkpoint (DCP).
 
-    The names are those of `{"model": model_state_dict, "optim": optimizer_state_dict}` with the state dicts of
-    `torch.distributed.checkpoint.state_dict`: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
-    `momentum_buffer` and `step`. There are no `optim.param_groups`: give `dcp.load` a
-    `DefaultLoadPlanner(allow_partial_load=True)`, and they stay as they are. Values are decoded, each rank writes its
-    slices. A tied leaf of `fz.functional` is there by each of its names, and takes the bytes of one.
+    `dcp.load` reads it over any ranks and mesh. All ranks call this, and each writes its own slices, decoded.
+
+    Names are those of `{"model": model_state_dict, "optim": optimizer_state_dict}`, as
+    `torch.distributed.checkpoint.state_dict` has them: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
+    `momentum_buffer` and `step`. A tied param is there under each of its names. There are no `optim.param_groups`: give
+    `dcp.load` a `DefaultLoadPlanner(allow_partial_load=True)`.
 
     Args:
-        path: of the folder. A checkpoint that is there stays whole until the new one is, and then goes.
-        state: whose params and moments are written; kept grads and `state.extra` are not.
-        model: before the names of params; "" for the names alone.
-        optim: before those of moments; None writes none.
+        path: a folder. A checkpoint that is there stays whole until the new one is whole.
+        state: its params and moments are written. Kept grads and `state.extra` are not.
+        model: prefix of the params' names; "" for none.
+        optim: prefix of the moments' names; None writes no moments.
 
     Raises:
-        ValueError: the ranks differ in their arguments; moments that have no name there.
-        OSError: the disk is full, or the folder cannot be written to: on every rank.
+        ValueError: the ranks differ in their arguments, or DCP has no name for the optimizer's moments.
+        OSError: the disk is full, or the folder is not writable. It is raised on every rank.
 
     Example:
         >>> import tempfile
@@ -112,25 +113,31 @@ def load_dcp(
     lenient: bool = False,
     seed: int = 0,
 ) -> TrainState:
-    """The state of a checkpoint that torch.distributed.checkpoint has written, over any ranks, mesh and sharding.
+    """Loads a checkpoint of torch.distributed.checkpoint (DCP) as a state, over any ranks, mesh and sharding.
 
-    Its names are as `save_dcp` writes them, which is how `torch.distributed.checkpoint.state_dict` names what a model
-    and its optimizer hold. A tied leaf of `like` may have any of its names there, or several that agree. Each rank
-    reads its slices. Of the metadata, which is a pickle, only the classes are unpickled that DCP itself writes; tensors
-    are read with `weights_only=True`. DCP keeps no checksums: what was changed after it was written is not found.
+    All ranks call it, and each reads its own slices. Names are as `torch.distributed.checkpoint.state_dict` and
+    `save_dcp` write them. DCP keeps no checksums, so a file that was changed later is not noticed. Its metadata is a
+    pickle, of which only DCP's own classes are read; tensors are read with `weights_only=True`.
 
     Args:
-        path: of the folder.
-        step: with the optimizer that the checkpoint is of; with any where `optim` is None.
-        like, pattern, lossy, lenient, seed: as of `fz.load_safetensors`.
-        model: before the names of params; "" for the names alone.
-        optim: before those of moments; None begins them anew.
+        path: the checkpoint's folder.
+        step: has the optimizer of the checkpoint; any optimizer with `optim=None`.
+        like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
+            tensors may be on the meta device. A tied param may have any of its names in the files. By default the
+            params are `{name: tensor}`.
+        model: prefix of the params' names; "" for none.
+        optim: prefix of the moments' names; None begins moments anew.
+        pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
+        lossy: allow rounding to what the step stores. By default that is an error.
+        lenient: a leaf of `like` that has another shape in the files, or is missing, keeps its value, with a warning.
+            What only the files have is left out.
+        seed: of the state, as for `step.init`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpoint: it cannot be read, or was saved over meanwhile. On every rank.
-        ValueError: the leaves, shapes or the optimizer are others, or something would be lost; two names of a tied leaf
-            have different values, also with `lenient`.
+        DamagedCheckpoint: it cannot be read, or was overwritten meanwhile. It is raised on every rank.
+        ValueError: leaves, shapes or the optimizer differ, a value would be rounded or lost, or two names of a tied
+            param have different values.
 
     Example:
         >>> import tempfile
@@ -238,8 +245,8 @@ class _Reading(Origin):
     def meet(self, moments: Sequence[Item]) -> None:
         if not self._moments and any(item.kind in TREES for item in moments):
             raise ValueError(
-                f"{self.place}: got no tensors of an optimizer, whose names would begin with {self._state!r}; expected "
-                "some. Say their prefix with optim=, or optim=None to begin the moments anew."
+                f"{self.place}: got no tensors of an optimizer: no name begins with {self._state!r}. Give their "
+                "prefix as optim=, or say optim=None to begin the moments anew."
             )
         self._kinds.update(kinds_of(moments, self._moments.keys() - {"step"}))
 
@@ -268,9 +275,9 @@ class _Reading(Origin):
             return None
         if self._uncounted is not None and (self._counts or "exp_avg_sq" in self._moments):  # others count nothing
             raise ValueError(
-                f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates that the "
-                f"moments of this leaf have seen, expected one, as the step's optimizer counts them. {_TIED}Otherwise "
-                "say optim=None to begin the moments anew."
+                f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates of this "
+                f"leaf's moments. The optimizer of the step needs it. {_TIED}Otherwise say optim=None to begin the "
+                "moments anew."
             )
         return self._count
 
@@ -329,9 +336,9 @@ class _Tree:
             if self._name == "params":
                 return None
             raise ValueError(
-                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
-                f"every leaf with moments in the step. {_TIED}Otherwise freeze it without them, or say optim=None to "
-                "begin them anew."
+                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every "
+                f"leaf with moments in the step needs it. {_TIED}Otherwise freeze the leaf without moments, or say "
+                "optim=None to begin the moments anew."
             )
         name, expected = self._names[path], self._origin.shape(self._origin.params[path])
         if (dtype := self._origin.dtype(name)) not in _FLOATS:

@@ -43,31 +43,38 @@ def load_deepspeed(
     lenient: bool = False,
     seed: int = 0,
 ) -> TrainState:
-    """The state of a checkpoint that DeepSpeed's `save_checkpoint` has written at ZeRO stage 1, 2 or 3, by any ranks.
+    """Loads a checkpoint of DeepSpeed, from ZeRO stage 1, 2 or 3 and any number of ranks, as a state.
 
-    Params are the float32 masters, and as the model has them where they are not trained; moments and the number of
-    updates are the optimizer's. Each rank reads its slices: files are mapped, none holds the model. Hyperparameters and
-    schedules are those of `step`; a loss scale begins anew; buffers are the module's own and are not read.
+    All ranks call it, and each reads its own slices. Params are the float32 masters; params that were not trained are
+    as in the model. Moments and the number of updates go on. Learning rates and schedules are those of `step`, a loss
+    scale begins anew, and buffers are not read.
 
-    The files are pickles. They are unpickled with `weights_only=True`; DeepSpeed's own classes become stand-ins that
-    do nothing, and a file that names anything else is refused before it is run. Each file is held against the CRC-32
-    that torch keeps of what it writes.
+    The files are pickles. They are read with `weights_only=True`, with stand-ins for DeepSpeed's own classes; any other
+    class is refused. The CRC-32 of each file is checked.
 
     Args:
-        path: of the folder that `save_checkpoint` was given.
-        step: with the optimizer that the checkpoint is of; with any where `optim` is False.
-        like, pattern, lossy, lenient, seed: as of `fz.load_safetensors`. A tied param may have any of its names in
-            `like`, or several.
-        tag: of the checkpoint; None takes what the file `latest` says.
-        names: a leaf's path -> its name in the module that DeepSpeed trained, where they differ.
-        optim: whether to read the moments; otherwise they begin anew. So they must at stage 0, where they have no
-            names.
+        path: the folder that `save_checkpoint` was given.
+        step: has the optimizer of the checkpoint; any optimizer with `optim=False`.
+        like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
+            tensors may be on the meta device. A tied param may have any of its names there. By default the params are
+            `{name: tensor}`.
+        tag: of the checkpoint. None takes the one in the file `latest`.
+        names: a function of a leaf's path in `like` that gives its name in the trained module.
+        optim: read the moments. False begins them anew, which stage 0 needs.
+        pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
+        lossy: allow rounding to what the step stores. By default that is an error.
+        lenient: a leaf of `like` that has another shape in the files, or is missing, keeps its value, with a warning.
+            What only the files have is left out.
+        seed: of the state, as for `step.init`.
+
+    Returns:
+        The state.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpoint: a file is missing, cut or changed: which one. On every rank.
-        ValueError: the leaves, shapes or the optimizer are others, or something would be lost; the files are of
-            different saves, or of tensor or pipeline parallelism, experts, NVMe; one names a class that it may not.
+        DamagedCheckpoint: a file is missing, cut or changed. It is named, on every rank.
+        ValueError: leaves, shapes or the optimizer differ, or a value would be rounded or lost. Also for files of
+            different saves, files of tensor or pipeline parallelism, experts or NVMe, and classes that are refused.
 
     Example:
         >>> import tempfile
@@ -118,8 +125,8 @@ def _tagged(folder: str, tag: str | None) -> str:
             return os.path.join(folder, file.read().strip())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"{latest}: got no such file, expected the folder that save_checkpoint was given, which has one. Say tag=, "
-            "the name of a folder in it, to load that one."
+            f"{latest}: got no such file. Give the folder that save_checkpoint was given, or tag=, the name of a "
+            "folder in it."
         ) from None
 
 
@@ -190,8 +197,8 @@ class _Tree:
             if self._name == "params":
                 return None
             raise ValueError(
-                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of every leaf "
-                "that the step trains. Freeze the leaf, or say optim=False to begin the moments anew."
+                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
+                "that the step trains needs it. Freeze the leaf, or say optim=False to begin the moments anew."
             )
         return Plain(spread.parts[0].dtype)
 

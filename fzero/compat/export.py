@@ -219,8 +219,8 @@ def _check(name: str, dtype: torch.dtype) -> None:
         ) from None
     if name == "__metadata__":
         raise ValueError(
-            f"fz.save_safetensors: got a tensor named {name!r}, expected any other name: the format keeps this one for "
-            "what is no tensor. Say names= for another."
+            f"fz.save_safetensors: got a tensor named {name!r}, which the format keeps for metadata. Give it another "
+            "name with names=."
         )
 
 

@@ -96,6 +96,6 @@ def check_index(model: Model, found: Mapping[str, str]) -> None:
         if found.get(name) != path:
             where = f", but {found[name]} has it" if name in found else ""
             raise DamagedCheckpoint(
-                f"{model.index}: names a tensor {name!r} in {os.path.basename(path)}, which has none of that name"
-                f"{where}; expected the index of these files. Bring the files that it is of."
+                f"{model.index}: names a tensor {name!r} in {os.path.basename(path)}, and it is not there{where}. "
+                "Bring the files that belong to this index."
             )

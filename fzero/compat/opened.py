@@ -126,7 +126,7 @@ class Opened:
         done = read_at(self._files[own.file].descriptor, offset, view)
         if done < len(view):
             raise DamagedCheckpoint(
-                f"{own.file}: got {offset + done} bytes, expected {own.offset + own.nbytes}. Bring the file anew."
+                f"{own.file}: got {offset + done} bytes, expected {own.offset + own.nbytes}. Copy the file again."
             )
 
     def check(self) -> None:

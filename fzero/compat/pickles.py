@@ -60,9 +60,9 @@ def unpickled(path: str, inert: Sequence[str], numbers: Sequence[str]) -> States
         if found is None:
             raise DamagedCheckpoint(f"{path}: cannot be unpickled: {_last(error)}. Load an older checkpoint.") from None
         raise ValueError(
-            f"{path}: got a pickle that names {found[1]}, expected tensors, numbers and the classes of who writes such "
-            "files; it was not run. If it is yours and safe, as of a client_state, allow it by torch.serialization."
-            "safe_globals around this call; otherwise do not load the file."
+            f"{path}: got a pickle that names {found[1]}, and only tensors, numbers and the writer's own classes are "
+            "unpickled. It was not run. If you trust the file, allow the class by torch.serialization.safe_globals "
+            "around this call; otherwise do not load it."
         ) from None
     except Exception as error:
         raise DamagedCheckpoint(f"{path}: cannot be unpickled: {error!r}. Load an older checkpoint.") from None

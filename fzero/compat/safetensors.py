@@ -46,27 +46,32 @@ def load_safetensors(
     lenient: bool = False,
     seed: int = 0,
 ) -> TrainState:
-    """A state that begins with the values of safetensors files: each rank reads its slices, none holds the model.
+    """Begins a state from safetensors files, such as those of a Hugging Face model.
+
+    All ranks call it, and each reads its own slices. No rank ever holds the model.
 
     Args:
         step: of any sharding and policy.
-        files: one, several, a folder with one model (as Hugging Face has them), or its index.
-        like: a tree of params as `init` takes it, such as that of `fz.functional(module)`, whose names are the files'.
-            Its tensors may be on the meta device. By default the params are `{name: tensor}`. The files may have a
-            tied leaf by any of its names, or by several that agree.
-        names: a leaf's path -> its name in the files, where they differ.
-        pattern: of the leaves that are read; the others are of `like`.
-        lossy: whether values may be rounded to what the step stores; otherwise a leaf that would be is an error.
-        lenient: whether a leaf of `like` that the files have in another shape, or not at all, keeps its value, with a
-            warning that names them; and what only the files have (buffers, heads) is left out.
-        seed: of the state, as of `step.init`.
+        files: one file, several, a folder with one model as Hugging Face has it, or its index.
+        like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
+            tensors may be on the meta device. A tied param may have any of its names in the files. By default the
+            params are `{name: tensor}`.
+        names: a function of a leaf's path in `like` that gives its name in the files.
+        pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
+        lossy: allow rounding to what the step stores. By default that is an error.
+        lenient: a leaf of `like` that has another shape in the files, or is missing, keeps its value, with a warning.
+            What only the files have (buffers, heads) is left out.
+        seed: of the state, as for `step.init`.
+
+    Returns:
+        The state, with moments of zero.
 
     Raises:
-        FileNotFoundError: a file is not there, or one of several that are numbered.
-        DamagedCheckpoint: a file is cut, no safetensors file, written to meanwhile, or lacks what its index says. On
-            every rank.
-        ValueError: leaves, shapes or dtypes do not fit, something would be lost, the ranks find different files, or two
-            names of a tied leaf have different values, also with `lenient`.
+        FileNotFoundError: a file is missing.
+        DamagedCheckpoint: a file is cut, is no safetensors file, changed meanwhile, or lacks what its index says. It is
+            raised on every rank.
+        ValueError: leaves, shapes or dtypes do not fit, a value would be rounded or lost, the ranks find different
+            files, or two names of a tied param have different values.
 
     Example:
         >>> import tempfile
@@ -196,26 +201,25 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a model as safetensors files in its own names: each rank its slices, in place, so that none holds it.
+    """Writes a model as safetensors files, in the model's own names.
 
-    Every rank calls it, with the same path, in a folder that all ranks reach. Others' loaders find the files:
-    `AutoModel.from_pretrained` needs only the model's `config.json` beside them.
+    All ranks call it with the same path, in a folder that all of them reach. Each writes its own slices, so no rank
+    ever holds the model. `AutoModel.from_pretrained` reads the folder if the model's `config.json` is there too.
 
     Args:
         path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. A model
-            that is there stays whole until the new one is, and then goes: of several files, where there are some of
-            the same names, the new ones have a word more in theirs.
-        state: whose params are written; or a tree like them, such as `state.extra["ema"]`.
-        names: a leaf's path -> its name in the files; by default the path.
-        also: tensors that are no params, by their names in the files (a module's persistent buffers), of rank 0.
-        dtype: of the params in the files; by default that of `fz.gather`.
-        shard_bytes: how long a file in a folder grows, unless one tensor alone is longer.
+            that is there stays whole until the new one is whole.
+        state: its params are written. Or a tree like them, such as `state.extra["ema"]`.
+        names: a function of a leaf's path that gives its name in the files. By default the name is the path.
+        also: more tensors by name, such as a module's persistent buffers. Those of rank 0 are written.
+        dtype: of the params in the files. By default that of `fz.gather`.
+        shard_bytes: largest size of a file in a folder, in bytes. Only a single larger tensor exceeds it.
 
     Raises:
-        ValueError: two tensors of one name, a name that the format cannot have, the ranks differ in their arguments, or
-            a folder for a model of peft, whose `save_pretrained` writes what others read.
-        TypeError: a dtype that the format does not have.
-        OSError: the disk is full, or the folder cannot be written to: on every rank.
+        ValueError: two tensors have one name, the format cannot have a name, the ranks differ in their
+            arguments, or the path is a folder for a model of peft (its `save_pretrained` writes what others read).
+        TypeError: the format does not have the dtype.
+        OSError: the disk is full, or the folder is not writable. It is raised on every rank.
 
     Example:
         >>> import tempfile

@@ -67,6 +67,6 @@ def need_same_values(
             got = "different values"
         raise ValueError(
             f"{place}: leaf {path!r} is tied, and got {got} by its names {first!r} and {second!r}; expected the same "
-            "by both. If the model that was saved is not tied, give the params of one that is not as like=; otherwise "
-            "take the wrong one out of the files."
+            "by both. If the saved model is not tied, give params that are not tied as like=. Otherwise remove the "
+            "wrong one from the files."
         )

@@ -80,8 +80,8 @@ class Writing:
                 "optim=None to leave the moments out, or use fz.save."
             )
         every = [item.value for item in items if item.kind == "count"]
-        began, paused = [x for each in every for x in each.began], [x for each in every for x in each.paused]
-        own = Count(count, tuple(began), tuple(paused)).own()
+        missed, paused = [x for each in every for x in each.missed], [x for each in every for x in each.paused]
+        own = Count(count, tuple(missed), tuple(paused)).own()
         # torch begins the moments that are not there with zeros: their count is zero, too
         begins = {row.path for row in rows if row.moments is None} if any(is_sharded(x.value) for x in items) else ()
         for path in state.params if optim is not None else ():

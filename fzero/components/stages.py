@@ -228,6 +228,18 @@ def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Time
     return Timeline([span for spans in places.values() for span in spans], "measured")
 
 
+def init_stage(c: int, stage: Stage, params: object, seed: int, sync: bool) -> State:
+    """The state of component `c`; an error says which one it is."""
+    try:
+        return stage.init(params, seed, sync)
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            f"This is params[{c}] of pipeline.init, for steps[{c}]. Every component needs at least one leaf: join a "
+            "stage without params to the one before it."
+        )
+        raise
+
+
 def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool, weighted: bool) -> None:
     """Refuses what is no component, or none that can be a stage.
 

@@ -20,6 +20,7 @@ from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
 from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
+from fzero.engine.used import first_use, need_used
 from fzero.engine.weighing import counted
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
@@ -108,6 +109,7 @@ class Batch:
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
         self.times, self.followed, self.counts = 1.0, is_transformed(), Counts()
+        self._used = None if self.followed else first_use(step, state)
         self._carry = Carry(step, state)
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
@@ -147,6 +149,8 @@ class Batch:
             del outputs, given
             if i == micro.count - 1:
                 leaves = None
+            if self._used is not None:
+                run.note_use(self._used)
             yield run, pieces[i]
             del run
 
@@ -160,6 +164,13 @@ class Batch:
         loss = meaned(self._axis, loss) if follows(loss) else self._axis.mean(loss, "the loss")
         need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail
         return {"loss": loss}
+
+    def need_used(self, grads: Sharded | None = None, run: Run | None = None) -> None:
+        """Refuses a first update that uses no leaf, once all microbatches but a last run are pulled back."""
+        if self._used is not None:
+            if run is not None:
+                run.note_reached(self._used)
+            need_used(self._step, self._state, self._used, grads)
 
     def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""

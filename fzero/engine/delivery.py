@@ -35,6 +35,7 @@ class Delivery:
     Attributes:
         before: told of a group before its sum is handed on.
         into: sums of earlier microbatches in `reduce` dtype, to which those of a group that is used once may be added.
+        used: takes the leaves that have a cotangent, if somebody asks for them.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Delivery:
         self.unreduced = dict(unreduced or {})
         self.into: Mapping[Key, torch.Tensor] = {}
         self.before: Callable[[Key], None] = lambda _: None
+        self.used: set[int] | None = None
         self._sums: dict[Key, torch.Tensor] = {}
         self._under_way: set[Key] = set()
         self._closed: set[Key] = set()
@@ -59,6 +61,12 @@ class Delivery:
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for a group: one inside the function may not."""
         return key not in self.nodes or private.will_run(self.nodes[key]())
+
+    def note(self, key: Key, leaves: Sequence[object] | None = None) -> None:
+        """Notes which leaves of a group have a cotangent; all of them if nobody knows."""
+        if self.used is not None:
+            slots = self.layout.groups[key].slots
+            self.used.update(slot.leaf for i, slot in enumerate(slots) if leaves is None or leaves[i] is not None)
 
     def add_into(self, key: Key, leaves: Sequence[torch.Tensor | None]) -> bool:
         """Adds all there is for a group to the sum of earlier microbatches, where that gives the same bits."""
@@ -96,6 +104,7 @@ class Delivery:
         """All uses of a group have been pulled back; `cotangent` is what came through the graph."""
         if cotangent is not None:
             self._add_up(key, cotangent.clone())  # autograd may hold on to it
+            self.note(key)
         self._closed.add(key)
         if key not in self._under_way and key not in self._delivered:
             self._deliver(key)

@@ -23,6 +23,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
 from fzero.engine.hidden import Hidden, looking, on_ranks
+from fzero.engine.hints import add_hint
 from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
@@ -272,8 +273,9 @@ def call_function(
                     out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
             finally:  # also what it wrote before an error
                 traversal.give_back()
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, KeyError, TypeError) as error:
             refuse_outside(error)
+            add_hint(error, state.params, inputs)
             raise
         except StopIteration as error:  # which would end an iterator around the call as if all was well
             raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error

@@ -58,6 +58,10 @@ class Outcome:
         self.outputs, self.aux = returned[0].join(real, others[0]), returned[1].join(others[1])
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
 
+    def note_use(self, used: set[int]) -> None:
+        """Adds the leaves that it uses to a set, at once or in its pullback."""
+        raise NotImplementedError
+
     def is_used_up(self) -> bool:
         """Tells whether its graph is gone."""
         raise NotImplementedError

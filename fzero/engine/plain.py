@@ -12,25 +12,25 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 
 from fzero.base import private, pytree, texts
-from fzero.base.edges import Edge, edge_of
+from fzero.base.edges import edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
+from fzero.base.node import edges_to
 from fzero.capture.exports import alike
 from fzero.capture.handle import storage_of
 from fzero.comm.divergence import failing
 from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
-from fzero.engine.halves import Part, Split, apart_from
+from fzero.engine.halves import Split, apart_from
 from fzero.engine.leaves import UNFIT, Alias, Leaves, Unfit, known, need_apart, says_unfit
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
-from fzero.engine.weights import Graph, Waiting, Weight, pull
+from fzero.engine.weights import Graph, Rest, Waiting, Weight, pull
 from fzero.engine.written import run_pulled
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
@@ -38,16 +38,6 @@ from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
-
-
-class _Rest(NamedTuple):
-    """What the first half of a pullback leaves to the second."""
-
-    parts: list[Part]
-    found: dict[int, torch.Tensor | None]
-    weights: dict[int, tuple[Weight, Edge]]  # and where its product's node hands its cotangent on to
-    retain_graph: bool
-
 
 Finish = Callable[[Mapping[Key, Buffer] | None], dict[Key, Buffer]]
 
@@ -78,7 +68,7 @@ class PlainRun(Outcome):
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask)
         self._leaves, self._partial, self._pulling = leaves, partial, threading.RLock()
-        self._rest: _Rest | Waits | Run | None = None
+        self._rest: Rest | Waits | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         own = [x for x in flat if isinstance(x, torch.Tensor)]
         if any(x.is_inference() for x in own):
@@ -275,7 +265,7 @@ class PlainRun(Outcome):
                 part.own(storages)  # whoever has these may write to them before the second half
             products = {weight.number: (weight, edge_of(node, weight.place)) for node, weight in weights}
             early = {i: None if x is None else apart_from(x, storages) for i, x in early.items()}
-            self._rest = _Rest(parts, early, products, retain_graph)
+            self._rest = Rest(parts, early, products, retain_graph)
             if not retain_graph:
                 self._real, self._inputs = None, []
             return self._placed(out)
@@ -345,6 +335,12 @@ class PlainRun(Outcome):
         assert self._real is not None and self._leaves is not None
         self._rest = None
         return self._real, self._leaves, self.scaled(cotangent)
+
+    def note_use(self, used: set[int]) -> None:
+        assert self._real is not None and self._leaves is not None
+        ends = {*map(id, self._real), *[id(getattr(node, "variable", None)) for node, _ in edges_to(self._real)]}
+        places = zip(self._params, self._leaves.params, strict=True)
+        used.update(place.slot.leaf for x, place in places if id(x) in ends)
 
     def is_used_up(self) -> bool:
         return self._real is None

@@ -12,6 +12,7 @@ import torch
 from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
 from fzero.base.hooks import Registrations
+from fzero.base.node import edges_to
 from fzero.base.rebound import tensors_reached
 from fzero.capture.exports import alike
 from fzero.comm.divergence import failing
@@ -74,6 +75,7 @@ class Run(Outcome):
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends, hooks = list[Ends](), Registrations()
         self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
+        self._used: set[int] | None = None  # takes the leaves that a pullback finds used
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
             filled = list(flat)
@@ -140,7 +142,9 @@ class Run(Outcome):
         if not again and not create_graph:
             self._saves = None  # so that the pullback frees what it has gone through
         if delivery is not None:
-            delivery.into = tensors_of(into)
+            delivery.into, delivery.used = tensors_of(into), self._used
+        elif self._used is not None:  # the graph is the caller's, and does not say
+            self._used.update(range(len(traversal.layout.rows)))
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with (
@@ -182,6 +186,17 @@ class Run(Outcome):
                 self._saves.look_on(self._ends.outputs, runs_again)
             self._rest = None  # of an earlier pullback, to which this one may not leave the graph
             return self.traversal, self.scaled(cotangent)
+
+    def note_use(self, used: set[int]) -> None:
+        self._used = used
+
+    def note_reached(self, used: set[int]) -> None:
+        """Adds the leaves of all groups that its outputs lead to, before a pullback."""
+        assert self.traversal is not None and self._ends is not None
+        nodes = {node for node, _ in edges_to(self._ends.outputs)}
+        for key, node in self.traversal.nodes.items():
+            if node() in nodes:
+                used.update(slot.leaf for slot in self.traversal.layout.groups[key].slots)
 
     def is_used_up(self) -> bool:
         return self._pull is None

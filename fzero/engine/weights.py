@@ -17,10 +17,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private, texts
-from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, is_users, name_of
+from fzero.base.edges import Edge, Grads, Kept, ProductOf, is_hooked, is_users, name_of
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
-from fzero.engine.halves import apart_from
+from fzero.engine.halves import Part, apart_from
 from fzero.engine.leaves import Alias, need_own
 
 _LEAF, _EMBEDDING = "AccumulateGrad", "EmbeddingBackward0"
@@ -79,6 +79,15 @@ class Waiting(NamedTuple):
                 "nor the function to what it has multiplied while microbatches of it wait for their pullbacks, as in a "
                 "pipeline over ranks."
             )
+
+
+class Rest(NamedTuple):
+    """What the first half of a pullback leaves to the second."""
+
+    parts: list[Part]
+    found: dict[int, torch.Tensor | None]
+    weights: dict[int, tuple[Weight, Edge]]  # and where its product's node hands its cotangent on to
+    retain_graph: bool
 
 
 def _versions(product: Product) -> tuple[int, int]:

@@ -152,8 +152,8 @@ def warn_of(what: str, error: str) -> None:
     """Says what was raised as a loop was to end, if anything was."""
     if error:
         warnings.warn(
-            f"loop: {what} raised {error} as the loop was to end, by a signal or by stop, which ends the workers of a "
-            "DataLoader, too: it ends as asked.",
+            f"loop: {what} raised {error} while the loop was ending, by a signal or by stop. A signal also ends the "
+            "workers of a DataLoader. The loop ends as asked.",
             RuntimeWarning,
             stacklevel=2,
         )

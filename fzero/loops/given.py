@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -44,8 +45,8 @@ def need_saves(state: object, checkpoints: object, best: object, every: object) 
             raise wrong("loop", name, kept, "fz.Checkpoints(folder) or None")
         if kept is not None and not isinstance(state, TrainState):
             raise TypeError(
-                f"loop: got {name}=fz.Checkpoints(...) and state={named(state)}, expected the state of one step, which "
-                "these keep. Save others in the body of the loop, by fz.save or their own ways."
+                f"loop: got {name}=fz.Checkpoints(...) and state={named(state)}, expected a state of one step. "
+                "Save other states in the body of the loop, by fz.save or their own ways."
             )
         if kept is not None and isinstance(state, TrainState):
             try:
@@ -58,8 +59,8 @@ def need_saves(state: object, checkpoints: object, best: object, every: object) 
     folders = [os.path.realpath(kept.folder) for kept in (checkpoints, best) if isinstance(kept, Checkpoints)]
     if len(folders) > len({*folders}):
         raise ValueError(
-            f"loop: got checkpoints= and best= in one folder, {folders[0]!r}, expected two: each keeps the newest ones "
-            "there, and would remove the other's."
+            f"loop: got checkpoints= and best= in one folder, {folders[0]!r}, expected two: each would remove the "
+            "other's checkpoints."
         )
     if isinstance(every, datetime.timedelta):
         if every <= datetime.timedelta(0):
@@ -86,6 +87,8 @@ def numbered(batches: object) -> Callable[[int], object]:
         return taken
     if is_component(batches) or not callable(batches):
         raise wrong("loop", "batches", batches, expected)
+    if inspect.isgeneratorfunction(batches):  # which gives a generator for each number, and no batch
+        raise wrong("loop", "batches", batches, f"{expected}. It is a generator function: call it, batches=name()")
     return batches
 
 

@@ -137,8 +137,8 @@ class Table:
                 kind = "no log of a loop"
             file.close()
         raise ValueError(
-            f"loop: got log={self.path!r}, for which {path!r} is written first, and that is {kind}. Move it away, or "
-            "give another path."
+            f"loop: got log={self.path!r}, and {path!r}, which is written first, is {kind}. Move it away, or give "
+            "another path."
         )
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:

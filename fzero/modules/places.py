@@ -22,6 +22,7 @@ from fzero.capture.contents import BOUND, apart, attributes_of
 from fzero.capture.handle import Function, Handle, Valueless, name_of
 from fzero.engine.traversal import current, here, read
 from fzero.modules.holdings import Holdings, rebuilt
+from fzero.state.sharded import Sharded
 
 Leaves = Mapping[str, object]
 _FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
@@ -95,6 +96,11 @@ class Places:
 
 def need_names(params: Leaves, names: Mapping[str, None]) -> None:
     """Refuses params that are not a module's own."""
+    if isinstance(params, Sharded):
+        raise TypeError(
+            "apply: got the params of a state, which are sharded, expected full ones. Write "
+            "step.forward(state, ...), or apply(fz.gather(state.params), ...)."
+        )
     missing = [name for name in names if name not in params]
     extra = [name for name in params if name not in names]
     if missing or extra:

@@ -17,7 +17,11 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class AdafactorState(NamedTuple):
-    """Of one leaf: applied updates; means of squares of its rows and columns, or of its elements where it has none."""
+    """State of `fz.adafactor` for one leaf: number of applied updates, and means of squared gradients.
+
+    They are means over rows [..., rows, 1] and columns [..., 1, columns]. A leaf with fewer than two dims has
+    `elements` instead, of its own shape.
+    """
 
     count: pytree.Count
     rows: object
@@ -32,18 +36,22 @@ def adafactor(
     d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> GradientTransformation:
-    """p - a * u / max(1, rms(u) / d) with u = g / sqrt(v) and a = max(eps[1], rms(p)) * min(lr, 1 / sqrt(t)).
+    """Adafactor: second moments stored as factors of rows and columns, as `torch.optim.Adafactor`.
 
-    Of matrices v is the product of the means of its rows and columns, so that a leaf [n, m] takes n + m numbers of
-    state instead of n * m; of leaves of more dims those of the last two. As torch.optim.Adafactor, on whole leaves
-    (`fz.whole`): where they are cut, each is updated on one rank.
+    `p -= a * u / max(1, rms(u) / d)`, with `u = g / sqrt(v)` and `a = max(eps[1], rms(p)) * min(lr, 1 / sqrt(t))` in
+    update t.
+
+    A leaf [n, m] needs n + m numbers of state instead of n * m. Leaves with more dims are factored over the last two.
+    It works on whole leaves: under ZeRO each leaf is updated on one rank, as with `fz.whole`.
+
+    Source: Shazeer & Stern, 2018 (arXiv 1804.04235).
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates.
-        beta2_decay: v = lerp(v, g * g, t ** beta2_decay) in the t-th update.
-        eps: the root of the least v, by default the eps of the dtype that is computed in; and the least rms of params.
+        lr: the largest learning rate, or a schedule: a function of the number of updates applied so far.
+        beta2_decay: the second moment is `v = lerp(v, g * g, t ** beta2_decay)`.
+        eps: two lower bounds: of sqrt(v) (None: the eps of the dtype that is computed in) and of rms(p).
         d: the largest root mean square of an update.
-        weight_decay: decoupled, multiplied by the learning rate.
+        weight_decay: decoupled. It is multiplied by the learning rate.
 
     Example:
         >>> optimizer = fz.adafactor(0.1)

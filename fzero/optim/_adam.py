@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_bool
+from fzero.base.arguments import need_bool, with_betas
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
@@ -21,7 +21,7 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class AdamState(NamedTuple):
-    """Applied updates, first and second moment."""
+    """State of `fz.adamw`: number of applied updates, first and second moments (trees like the params)."""
 
     count: pytree.Count
     mu: object
@@ -29,7 +29,7 @@ class AdamState(NamedTuple):
 
 
 class AmsgradState(NamedTuple):
-    """Applied updates, first and second moment, and the largest that the second one has been, by elements."""
+    """State of AMSGrad: as AdamState, and the elementwise maximum of the second moments so far."""
 
     count: pytree.Count
     mu: object
@@ -37,6 +37,7 @@ class AmsgradState(NamedTuple):
     largest: object
 
 
+@with_betas
 def adamw(
     lr: Number | Schedule,
     b1: Number = 0.9,
@@ -45,15 +46,22 @@ def adamw(
     weight_decay: Number = 0.01,
     amsgrad: bool = False,
 ) -> GradientTransformation:
-    """Adam with decoupled weight decay, as torch.optim.AdamW: p - lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p).
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`.
+
+    `p -= lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p)`
+
+    Every number may be a 0-d tensor. Then `torch.func` can differentiate with respect to it.
+
+    Source: Kingma & Ba, 2015 (arXiv 1412.6980); Loshchilov & Hutter, 2019 (arXiv 1711.05101); AMSGrad: Reddi et al.,
+    2018.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors,
-            by which torch.func differentiates an update and what comes after it.
-        b1, b2: decay rates of the first and second moment.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: decoupled, multiplied by the learning rate.
-        amsgrad: divides by the root of the largest second moment so far, which is kept as one more moment.
+        weight_decay: decoupled. It is multiplied by the learning rate.
+        amsgrad: divide by the root of the largest second moment so far. This stores a third moment.
 
     Example:
         >>> optimizer = fz.adamw(0.1, weight_decay=0.0)
@@ -65,6 +73,7 @@ def adamw(
     return _adam(lr, b1, b2, eps, weight_decay, True, amsgrad)
 
 
+@with_betas
 def adam(
     lr: Number | Schedule,
     b1: Number = 0.9,
@@ -73,9 +82,21 @@ def adam(
     weight_decay: Number = 0.0,
     amsgrad: bool = False,
 ) -> GradientTransformation:
-    """Adam; a weight decay is added to the gradient, as in torch.optim.Adam.
+    """Adam, as `torch.optim.Adam`. A weight decay is added to the gradient.
 
-    Args: as for `adamw`.
+    `p -= lr * m̂ / (sqrt(v̂) + eps)`, with moments of `g + weight_decay * p`. For decoupled decay take `fz.adamw`.
+
+    Every number may be a 0-d tensor. Then `torch.func` can differentiate with respect to it.
+
+    Source: Kingma & Ba, 2015 (arXiv 1412.6980); AMSGrad: Reddi et al., 2018.
+
+    Args:
+        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: multiplied by the param and added to the gradient.
+        amsgrad: divide by the root of the largest second moment so far. This stores a third moment.
 
     Example:
         >>> fz.adam(1e-3).init({"w": torch.zeros(2)}).count

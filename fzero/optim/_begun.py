@@ -53,8 +53,8 @@ class Beginning:
         except Exception as error:
             name = self.optimizer.label(slot.path) if self.optimizer.label else "an optimizer"
             raise ValueError(
-                f"whole: the init of {name} fails for leaf {slot.path!r} without its values, which a plan has none of "
-                f"({without}), and for zeros ({error}). Expected one that goes by shapes and dtypes."
+                f"whole: the init of {name} fails for leaf {slot.path!r} without values, as fz.plan calls it "
+                f"({without}), and for zeros ({error}). Write an init that needs only shapes and dtypes."
             ) from error
         return [x.to("meta") if isinstance(x, torch.Tensor) else x for x in entries], spec
 

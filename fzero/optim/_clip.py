@@ -19,10 +19,15 @@ from fzero.table.optimizer import GradientTransformation, Number
 
 
 def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
-    """Multiplies every gradient by min(1, max_norm / norm), norm over all leaves and all their shards.
+    """Scales all gradients so that their global norm is at most `max_norm`.
+
+    Every gradient is multiplied by `min(1, max_norm / norm)`. The norm is over all leaves and all shards. Put it before
+    the optimizer: `fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3))`.
+
+    Source: Pascanu et al., 2013 (arXiv 1211.5063).
 
     Args:
-        max_norm: the largest norm that passes unchanged.
+        max_norm: gradients of a smaller norm pass unchanged. Positive.
 
     Example:
         >>> clip = fz.clip_by_global_norm(1.0)
@@ -32,11 +37,11 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_scaled, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
+        _nothing, functools.partial(_clip_by_global_norm, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
     )
 
 
-def _scaled(
+def _clip_by_global_norm(
     max_norm: Number,
     grads: object,
     state: object,
@@ -66,10 +71,12 @@ def _multiplied(grads: object, ratio: torch.Tensor) -> object:
 
 
 def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
-    """Multiplies every leaf's gradient by min(1, max_norm / norm), where the norm is that leaf's, over all its shards.
+    """Scales each leaf's gradient so that its norm is at most `max_norm`.
+
+    Each leaf is multiplied by `min(1, max_norm / norm)`. The norm is that leaf's, over all its shards.
 
     Args:
-        max_norm: the largest norm of a leaf that passes unchanged.
+        max_norm: gradients of a smaller norm pass unchanged. Positive.
 
     Example:
         >>> clip = fz.clip_by_block_norm(1.0)
@@ -79,11 +86,11 @@ def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_scaled_by_leaf, max_norm), by_leaf=True, needs="all", blank=True
+        _nothing, functools.partial(_clip_by_block_norm, max_norm), by_leaf=True, needs="all", blank=True
     )
 
 
-def _scaled_by_leaf(
+def _clip_by_block_norm(
     max_norm: Number, grads: object, state: object, params: object = None, **extra: object
 ) -> tuple[object, object]:
     norms = norms_of(grads)
@@ -92,14 +99,17 @@ def _scaled_by_leaf(
 
 
 def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> GradientTransformation:
-    """Multiplies a row's gradient by `min(1, clipping * max(eps, norm(row)) / norm(gradient))`.
+    """Clips each row's gradient to a share of the norm of that row's params.
 
-    From Brock et al. 2021, 2102.06171. A row is what makes one output: w[i] of a weight [outputs, ...], and a leaf of
-    fewer than two dims as a whole. Of leaves that are cut each is looked at whole, on one rank (`fz.whole`).
+    A row's gradient is multiplied by `min(1, clipping * max(eps, norm(row)) / norm(gradient))`. A row is `w[i]` of a
+    weight [outputs, ...]; a leaf with fewer than two dims is one row. Under ZeRO each leaf is clipped on one rank, as
+    with `fz.whole`.
+
+    Source: Brock et al., 2021 (arXiv 2102.06171).
 
     Args:
-        clipping: the largest norm of a gradient as a part of its row's.
-        eps: the least norm of a row that counts.
+        clipping: the largest norm of a row's gradient, as a share of that row's norm. Positive.
+        eps: rows of a smaller norm count as having this one. Positive.
 
     Example:
         >>> clip, params = fz.adaptive_clip(0.5), {"w": torch.eye(2)}
@@ -133,6 +143,9 @@ def _by_row(x: torch.Tensor) -> torch.Tensor:
 def clip_by_value(max_value: Number) -> GradientTransformation:
     """Clamps every element of the gradients to [-max_value, max_value].
 
+    Args:
+        max_value: the largest absolute value that passes. Positive.
+
     Example:
         >>> clip = fz.clip_by_value(1.0)
         >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, clip.init(None))[0]["w"]
@@ -140,10 +153,10 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True, blank=True)
+    return GradientTransformation(_nothing, functools.partial(_clip_by_value, max_value), by_leaf=True, blank=True)
 
 
-def _clamped(
+def _clip_by_value(
     max_value: Number, grads: object, state: object, params: object = None, **extra: object
 ) -> tuple[object, object]:
     if isinstance(grads, Sharded) and isinstance(max_value, torch.Tensor) and follows(max_value):

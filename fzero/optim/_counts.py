@@ -10,25 +10,25 @@ from fzero.base import pytree
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key
 
-Span = tuple[slice, int, int, int]  # which slots of a group, [start, stop) of this rank's slice of it, `began`
+Span = tuple[slice, int, int, int]  # which slots of a group, [start, stop) of this rank's slice of it, `missed`
 
 
 def spans(count: pytree.Count, tree: Sharded, key: Key) -> Sequence[Span]:
-    """The parts of this rank's slice of a group whose leaves have one count, `count.value - began`.
+    """The parts of this rank's slice of a group whose leaves have one count, `count.value - missed`.
 
     All ranks have as many of them; those of slots of which this rank has nothing are empty.
     """
     layout, rank = tree.layout, tree.rank_of(key)
-    known = layout.spans.get((key, rank, count.began))
+    known = layout.spans.get((key, rank, count.missed))
     if known is None:
-        began, found = dict(count.began), list[Span]()
+        missed, found = dict(count.missed), list[Span]()
         pieces = layout.pieces(key, rank)
         for place, (slot, start, _) in enumerate(pieces):
-            own = began.get(slot.path, 0)
+            own = missed.get(slot.path, 0)
             if not found or found[-1][3] != own:
                 found[-1:] = [(slice(a.start, place), low, start, its) for a, low, _, its in found[-1:]]
                 found.append((slice(place, len(pieces)), start if found else 0, layout.shard_numel(key), own))
-        known = layout.spans[key, rank, count.began] = tuple(found)
+        known = layout.spans[key, rank, count.missed] = tuple(found)
     return known
 
 
@@ -39,7 +39,7 @@ def by_counts(
 
     If leaves differ in that, it is called for lists of those parts that have the same number.
     """
-    if not count.began:
+    if not count.missed:
         return update(count.value + 1, like, *trees)
     if isinstance(like, Sharded):
         cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[1] < span[2]]

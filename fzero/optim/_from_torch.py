@@ -24,10 +24,10 @@ from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 _RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients, other leaves' next
-_BESIDE = "of which a leaf's update differs beside other leaves, or draws for them otherwise than one after the other"
+_BESIDE = "whose update of a leaf depends on other leaves, or on the order of its random draws"
 # leaves and steps of each try, and what their shapes may be: many leaves, as rates may go by their places
 _TRIES = (
-    (1, 10, [(4, 6)], "which differs where it is made anew for each step"),
+    (1, 10, [(4, 6)], "whose updates differ if it is made anew for each step"),
     (3, 10, [(4, 6)], _BESIDE),
     (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
 )
@@ -41,7 +41,13 @@ class _KeptElsewhere(ValueError):
 
 
 class TorchState(NamedTuple):
-    """Applied updates; what the optimizer keeps of each element, and its other tensors and numbers, by their names."""
+    """State of `fz.from_torch`: number of applied updates, and what the torch optimizer keeps, by its names.
+
+    Attributes:
+        count: how many updates were applied.
+        trees: name -> a tree like the params, such as "exp_avg".
+        others: name -> a tensor or number that is no tree.
+    """
 
     count: pytree.Count
     trees: dict[str, object]
@@ -51,28 +57,28 @@ class TorchState(NamedTuple):
 def from_torch(
     optimizer: type[torch.optim.Optimizer], lr: Number | Schedule, **options: object
 ) -> GradientTransformation:
-    """An optimizer of torch.optim, or one in its shape, as a pure transformation: `torch.optim.NAdam`, by its class.
+    """Turns an optimizer class of torch into a pure transformation.
 
-    Those of torch that treat elements alone update slices as they lie. Any other, and every one that is not torch's
-    own, is given whole leaves (`fz.whole`). It computes as in torch, of params in float32 or float64 (others are
-    decoded for it); what it makes of a param is handed on as an update, new - old, whose rounding is all that differs.
-    Its state is saved, sharded and placed as that of any other; its names are torch's. With `fz.fuse_update` it goes as
-    `fz.whole(fz.from_torch(...))`.
+    Give the class, such as `torch.optim.NAdam`, and its arguments. It may be one of `torch.optim` or one in that shape.
+    It computes as in torch, in float32 or float64. Its state has torch's names, and is sharded, saved and offloaded as
+    any other.
 
-    A param that the function does not use has a gradient of zeros here, by which weight decay or an average of older
-    gradients moves it; torch skips one whose `grad` is None. Freeze it, `fz.freeze(step, pattern)`, and it stays.
+    - Optimizers of torch that treat each element by itself update slices where they are. All others get whole leaves,
+      as with `fz.whole`.
+    - A param that the function does not use has a gradient of zeros, so weight decay or momentum may move it. torch
+      skips a param whose `grad` is None. Use `fz.freeze(step, pattern)` to keep it.
+    - With `fz.fuse_update` write `fz.whole(fz.from_torch(...))`.
 
     Args:
-        optimizer: the class. It works by `step()` without a closure, treats each leaf by itself, at whatever place
-            among others, draws for one after the other, and keeps all that it needs in `state[param]` from its first
-            step on. A few steps are tried at once, with 1, 3 and 40 leaves.
-        lr: learning rate, or a schedule of the number of applied updates.
-        options: its other arguments, for all leaves alike; `fz.partition` has others for some.
+        optimizer: the class. It steps without a closure, treats each leaf by itself, and keeps all that it needs in
+            `state[param]` from its first step on. A few steps on small leaves check this at once.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        options: other arguments of the class, the same for all leaves. Use `fz.partition` for groups of leaves.
 
     Raises:
-        TypeError: no such class, options that it does not take; or torch.func goes through an update: what is written
-            in place has no derivative.
-        ValueError: it cannot update a tensor by itself, or keeps something elsewhere: also by the step that finds it.
+        TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
+            update: it writes in place and has no derivative.
+        ValueError: the optimizer needs other leaves, or keeps state elsewhere. This may also show in a later step.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))
@@ -115,9 +121,9 @@ class _Torch:
         """One step of a new optimizer, and what it keeps then; begun where there is no state."""
         if any_follows((p, g)):
             raise TypeError(
-                f"step.update: got {self._name()}, which writes in place and has no derivative, and "
-                "torch.func goes through this update; expected an optimizer of fzero (fz.adamw, fz.sgd, ...), or one "
-                "of your own that computes updates by torch's operations."
+                f"step.update: got {self._name()}, which writes in place and has no derivative, and torch.func "
+                "differentiates through this update. Use an optimizer of fzero (fz.adamw, fz.sgd, ...), or one of "
+                "your own that is made of torch's operations."
             )
         with private.below_transforms(), torch.enable_grad():
             param = p.detach().clone().requires_grad_()
@@ -133,8 +139,8 @@ class _Torch:
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
         if lost:
             raise _KeptElsewhere(
-                f"from_torch: got {self._said()}, which changes {lost[0]} in a step, and is made anew for each; "
-                "expected one that keeps all in state[param]."
+                f"from_torch: got {self._said()}, which changes {lost[0]} in a step. It is made anew for each step, "
+                "so it must keep everything in state[param]."
             )
         if state is not None and kept.keys() != state.keys():
             raise _KeptElsewhere(
@@ -181,8 +187,8 @@ class _Torch:
             pairs = zip(anew, once, strict=True)
             if not all(torch.allclose(x, y, rtol=1e-10, atol=1e-12, equal_nan=True) for x, y in pairs):
                 raise ValueError(
-                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, by what it "
-                    "keeps in state[param]."
+                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, and "
+                    "keeps what it needs in state[param]."
                 )
         return own
 
@@ -274,7 +280,7 @@ class _Torch:
     def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
         now, count = known(rate(self.lr, old.count.value)), old.count
         new, others = count.next(), old.others
-        differ = bool(count.began) and self.counting  # otherwise it is given one leaf, of which the others are
+        differ = bool(count.missed) and self.counting  # otherwise it is given one leaf, of which the others are
 
         def stepped(number: int, grads: object, *trees: object) -> tuple[object, ...]:
             nonlocal others

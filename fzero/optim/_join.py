@@ -23,10 +23,13 @@ States = tuple[object, ...]
 
 
 def chain(*members: GradientTransformation) -> GradientTransformation:
-    """Applies transformations one after the other (optax.chain); the last one is usually the optimizer.
+    """Applies several gradient transformations, one after the other, as `optax.chain`.
 
-    A member that wants whole leaves (`fz.whole`, `fz.muon`) may stand anywhere: in a fused update
-    (`fz.fuse_update`) the next unit is pulled back while it waits for other ranks.
+    Args:
+        members: in the order in which they see the gradients. The last one is usually the optimizer.
+
+    Returns:
+        One transformation. Its state is the tuple of the members' states.
 
     Example:
         >>> optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3))
@@ -203,14 +206,17 @@ def _written(new: Sharded, old: Sharded, draw: Draw) -> Sharded:
 
 
 def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
-    """One optimizer per pattern over leaf paths (fnmatch, alternatives separated by `|`); the first match wins.
+    """Gives different leaves different optimizers, by patterns over leaf paths.
 
-    Works on the trees of a step, whose buffers never mix leaves of different optimizers. An update's metrics have the
-    rate of each by its pattern, `metrics["lr/*bias"]`; `metrics["lr"]` is that of the first pattern that has one.
-    `fz.whole`, and so Adafactor, has none while all of its leaves are frozen without moments.
+    An update's metrics name each optimizer's rate by its pattern, such as `metrics["lr/*bias"]`. `metrics["lr"]` is
+    that of the first pattern that has one. It needs the leaf paths of a step, so its `init` takes no plain pytree.
+
+    Args:
+        optimizers: pattern -> optimizer. Patterns are fnmatch over dotted paths, with alternatives separated by `|`.
+            The first pattern that matches a leaf wins. End with "*" for all other leaves.
 
     Raises:
-        ValueError: at `init`, a leaf that no pattern matches, or a pattern that is used for no leaf.
+        ValueError: when the state begins, a leaf that no pattern matches, or a pattern that gets no leaf.
 
     Example:
         >>> optimizer = fz.partition({"*norm*|*bias": fz.adamw(1e-3, weight_decay=0.0), "*": fz.adamw(1e-3)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import with_betas
 from fzero.optim._adam import AdamState, adamw
 from fzero.optim._norms import multiplied, norms_of
 from fzero.optim.base import need_hypers, rate, zeros_of
@@ -14,18 +15,24 @@ from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
+@with_betas
 def lamb(
     lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0
 ) -> GradientTransformation:
-    """LAMB: `p - lr * (norm(p) / norm(r)) * r`, with `r = m̂ / (sqrt(v̂) + eps) + weight_decay * p`, leaf by leaf.
+    """LAMB: Adam's direction, scaled leaf by leaf to the norm of the params. For large batches.
 
-    A leaf's norms are of all its shards. Where one of them is zero, their ratio counts as one (as in optax).
+    `p -= lr * norm(p) / norm(r) * r`, with `r = m̂ / (sqrt(v̂) + eps) + weight_decay * p`.
+
+    The norms of a leaf cover all its shards. If one of them is zero, their ratio counts as one, as in optax.
+
+    Source: You et al., 2020 (arXiv 1904.00962).
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates.
-        b1, b2: decay rates of the first and second moment.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        b1: decay rate of the first moment, in [0, 1).
+        b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: added to the direction, before its norm is taken.
+        weight_decay: multiplied by the param and added to the direction before its norm is taken.
 
     Example:
         >>> optimizer = fz.lamb(0.1)

@@ -40,7 +40,7 @@ def need_own_counts(
             label = f" ({member.label(leaf)})" if member.label else ""
             what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
             raise ValueError(
-                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} has one number for all leaves in its state "
-                f"({number!r}), such as a count; expected one for each leaf. Give it leaf by leaf, as "
-                "fz.whole(optimizer), from the run's beginning; or let it keep trees like the params alone."
+                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} keeps one number for all leaves "
+                f"({number!r}), such as a count. It needs one for each leaf. Use fz.whole(optimizer) from the run's "
+                "beginning, or keep only trees like the params."
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.base import pytree
+from fzero.base.arguments import with_betas
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, known, mixed, need_hypers
@@ -14,22 +15,30 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class LionState(NamedTuple):
-    """Applied updates, and the momentum."""
+    """State of `fz.lion`: number of applied updates, and the momentum (a tree like the params)."""
 
     count: pytree.Count
     mu: object
 
 
+@with_betas
 def lion(
     lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 0.0
 ) -> GradientTransformation:
-    """p - lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p), then m = b2 * m + (1 - b2) * g.
+    """Lion: the sign of a momentum. It stores one moment, where Adam stores two.
+
+    `p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
+
+    Every number may be a 0-d tensor. Then `torch.func` can differentiate with respect to it.
+
+    Source: Chen et al., 2023 (arXiv 2302.06675), algorithm 2.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates; about a tenth of AdamW's. It and the other
-            numbers may be 0-d tensors, by which torch.func differentiates an update and what comes after it.
-        b1, b2: interpolation for the update, decay of the momentum.
-        weight_decay: decoupled, multiplied by the learning rate.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far. Start with about a tenth
+            of AdamW's.
+        b1: weight of the momentum in the direction, in [0, 1].
+        b2: decay rate of the momentum, in [0, 1].
+        weight_decay: decoupled. It is multiplied by the learning rate.
 
     Example:
         >>> optimizer = fz.lion(0.5)

@@ -38,7 +38,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class MuonState(NamedTuple):
-    """Applied updates, and the momentum."""
+    """State of `fz.muon`: number of applied updates, and the momentum (a tree like the params)."""
 
     count: pytree.Count
     momentum: object
@@ -53,25 +53,31 @@ def muon(
     eps: float = 1e-7,
     adjust_lr: str = "original",
 ) -> GradientTransformation:
-    """p - lr * (scale * orthogonal(d) + weight_decay * p) with b = lerp(b, g, 1 - momentum), d = lerp(g, b, momentum).
+    """Muon: momentum whose matrices are made orthogonal, as `torch.optim.Muon`.
 
-    `orthogonal` are some steps of Newton and Schulz, in bf16, of float64 params in float64, as torch.optim.Muon; the
-    moments are one value for each of the params. Every leaf is a matrix [rows, columns], or several [n, rows, columns],
-    each by itself. Others go to another optimizer: `fz.partition({"*norm*|*bias|*embed*": fz.adamw(lr),
-    "*": fz.muon(lr)})`. Under ZeRO a matrix is orthogonalised on one rank, which has it for that time only.
+    `b = lerp(b, g, 1 - momentum)` and `d = lerp(g, b, momentum)`, then
+    `p -= lr * (scale * orthogonal(d) + weight_decay * p)`.
+
+    - Every leaf is a matrix [rows, columns], or a stack of matrices [n, rows, columns]. Give the other leaves another
+      optimizer: `fz.partition({"*norm*|*bias|*embed*": fz.adamw(lr), "*": fz.muon(lr)})`.
+    - `orthogonal` runs Newton-Schulz iterations in bfloat16, or in float64 if the params are float64.
+    - Under ZeRO each matrix is made orthogonal on one rank, which holds the whole matrix only for that time.
+
+    Source: Jordan, 2024 (kellerjordan.github.io/posts/muon).
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors.
-        momentum: decay rate of the moment.
-        weight_decay: decoupled, multiplied by the learning rate.
-        nesterov: goes along lerp(g, b, momentum) instead of b.
-        steps: of Newton and Schulz.
-        eps: the least norm that a matrix is divided by.
-        adjust_lr: "original" scales by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows,
-            columns)), with which AdamW's rates and decays may stay (Moonshot 2025, 2502.16982).
+        lr: learning rate, or a schedule: a function of the number of updates applied so far.
+        momentum: decay rate of the momentum, in [0, 1).
+        weight_decay: decoupled. It is multiplied by the learning rate.
+        nesterov: step along `d`; otherwise along `b`.
+        steps: number of Newton-Schulz iterations.
+        eps: the smallest norm that a matrix is divided by.
+        adjust_lr: how `scale` follows the shape. "original": `sqrt(max(1, rows / columns))`. "match_rms_adamw":
+            `0.2 * sqrt(max(rows, columns))`, which keeps AdamW's learning rates and decays (Moonshot, 2025, arXiv
+            2502.16982).
 
     Raises:
-        ValueError: a leaf is no matrix.
+        ValueError: when the state begins, a leaf is not a matrix.
 
     Example:
         >>> optimizer = fz.muon(1.0, weight_decay=0.0)

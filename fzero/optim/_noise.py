@@ -22,30 +22,28 @@ from fzero.table.optimizer import GradientTransformation, Number
 
 
 class NoiseState(NamedTuple):
-    """Applied updates."""
+    """State of `fz.gradient_noise`: number of applied updates."""
 
     count: pytree.Count
 
 
 def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> GradientTransformation:
-    """Adds noise of the normal distribution N(0, eta / (1 + t)^gamma) to every gradient of update t, from 0 on.
+    """Adds Gaussian noise to the gradients, less of it with every update.
 
-    It is a member of `fz.chain`, as optax.add_noise is: before `fz.clip_by_global_norm` the sum is clipped, behind it
-    the noise comes on top, and in `fz.partition` a part of the leaves has it. It is added once an update, to the mean
-    gradient over microbatches and ranks, and the metric "grad_norm" is that without. Its random bits are hashed from
-    (the state's seed, this seed, t, leaf path, offset in the leaf), so that they are the same on any number of ranks
-    and after a restart, whatever lies where; of trees that are no step's, and in `fz.whole`, from this seed alone.
-    Members of a map draw as `randomness=` of torch.func.vmap says. A joint norm to clip by (`grad_norm=`, pipelines) is
-    of gradients without noise.
+    The noise of update t, counted from 0, has the variance `eta / (1 + t) ** gamma`. It is a member of `fz.chain`, as
+    `optax.add_noise`: before `fz.clip_by_global_norm` the noise is clipped too, behind it it is not.
+
+    - It is added once per update, to the mean gradient over microbatches and ranks.
+    - `metrics["grad_norm"]` is without noise, and so is the norm over all stages that a pipeline clips by.
+    - It depends on the state's seed, on `seed`, t and the leaf. So it is the same on any number of ranks and after a
+      restart. On plain pytrees and inside `fz.whole`, the state's seed is left out.
+
+    Source: Neelakantan et al., 2015 (arXiv 1511.06807).
 
     Args:
-        eta: the variance of update 0, finite and at least 0. It and `gamma` may be 0-d tensors, by which torch.func
-            differentiates an update and what comes after it.
-        gamma: how fast it fades, finite and at least -16, so that no number of updates is too large for a double.
-        seed: tells two of these in one optimizer apart.
-
-    Raises:
-        TypeError, ValueError: one of these is no such number.
+        eta: variance of the first update's noise, at least 0.
+        gamma: how fast the noise fades, at least -16.
+        seed: give different ones to two of these in one optimizer.
 
     Example:
         >>> noise = fz.gradient_noise(0.04, gamma=0.0)
@@ -56,14 +54,16 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     least = "a finite number of at least"
     need_hypers("gradient_noise", eta=(eta, f"{least} 0"), gamma=(gamma, f"{least} -16"))
     seed = need_int(seed, "gradient_noise", "seed")
-    return GradientTransformation(_begun, functools.partial(_noisy, eta, gamma, seed), by_leaf=True, blank=True)
+    return GradientTransformation(
+        _begun, functools.partial(_gradient_noise, eta, gamma, seed), by_leaf=True, blank=True
+    )
 
 
 def _begun(params: object) -> NoiseState:
     return NoiseState(pytree.Count(0))
 
 
-def _noisy(
+def _gradient_noise(
     eta: Number, gamma: Number, seed: int, grads: object, state: NoiseState, params: object = None, **extra: object
 ) -> tuple[object, NoiseState]:
     count = state.count.value

@@ -31,8 +31,8 @@ def returned(found: object, updates: object, state: object) -> tuple[object, obj
     new, after = found
     if not isinstance(new, Sharded) or set(new.groups) != set(updates.groups):
         raise TypeError(
-            f"step.update: the optimizer's update returned {named(new)} for updates, expected a tree of the buffers "
-            "that it was given: as grads.map(fn), or a tree_map over grads, makes it."
+            f"step.update: the optimizer's update returned {named(new)} for updates, expected a tree of buffers like "
+            "grads. Use grads.map(fn), or a tree_map over grads."
         )
     _need_buffers("the optimizer's update", new, updates)
     trees, given = trees_of(after), trees_of(state)
@@ -58,8 +58,8 @@ def need_params(given: object, had: object, before: Sequence[int]) -> None:
         if now != version and given.local(key).data_ptr() != had.local(key).data_ptr():
             leaves = ", ".join(repr(slot.path) for slot in given.layout.groups[key].slots)
             raise ValueError(
-                f"step.update: the optimizer's update writes in place to the params of leaf {leaves}, of which it is "
-                "given copies that are forgotten. Return what is to be added to them as its updates."
+                f"step.update: the optimizer's update writes in place to the params of leaf {leaves}. They are "
+                "copies, so the write is lost. Return what is to be added to them as its updates."
             )
 
 
@@ -97,7 +97,7 @@ def _need_buffers(what: str, new: Sharded, old: Sharded) -> None:
 def _unlike(what: str, tree: Sharded, key: Key, x: torch.Tensor, own: torch.Tensor) -> ValueError:
     leaves = ", ".join(repr(slot.path) for slot in tree.layout.groups[key].slots)
     return ValueError(
-        f"step.update: {what} of the buffer of leaf {leaves} is {named(x)}, expected real numbers in the shape that it "
-        f"was given, {tuple(own.shape)}: a buffer is this rank's slice of its leaves one behind the other. What looks "
-        "at rows, or whole leaves, goes into fz.whole(optimizer), which gives it each leaf in its shape."
+        f"step.update: {what} of the buffer of leaf {leaves} is {named(x)}, expected real numbers in the shape that "
+        f"it was given, {tuple(own.shape)}. A buffer is this rank's flat slice of its leaves. If the optimizer needs "
+        "rows or whole leaves, use fz.whole(optimizer)."
     )

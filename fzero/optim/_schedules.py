@@ -11,7 +11,13 @@ from fzero.table.optimizer import Number, Schedule
 
 
 def constant(lr: Number) -> Schedule:
-    """One rate for all updates.
+    """A schedule with the same rate for all updates.
+
+    Args:
+        lr: the rate, a float or a 0-d tensor.
+
+    Returns:
+        A function of the number of updates applied so far.
 
     Example:
         >>> fz.constant(0.1)(1000)
@@ -26,7 +32,15 @@ def _constant(lr: Number, count: int) -> Number:
 
 
 def linear(start: Number, end: Number, steps: int) -> Schedule:
-    """From `start` to `end` in `steps` updates, then `end`.
+    """A schedule that goes from `start` to `end` on a straight line, and stays there.
+
+    Args:
+        start: rate of the first update.
+        end: rate after `steps` updates and later.
+        steps: length of the line, in updates.
+
+    Returns:
+        A function of the number of updates applied so far.
 
     Example:
         >>> fz.linear(1.0, 0.0, 4)(1)
@@ -43,9 +57,23 @@ def _linear(start: Number, end: Number, steps: int, count: int) -> Number:
 
 
 def warmup_cosine(peak: Number, warmup: int, total: int, end: Number = 0.0) -> Schedule:
-    """Linear warm-up to `peak` over `warmup` updates, then a half cosine down to `end` at `total` (SGDR, 2017).
+    """A schedule with linear warm-up to `peak`, then a half cosine down to `end`.
 
-    The first update already has rate `peak / warmup`, not zero.
+    The first update already has the rate `peak / warmup`, not zero.
+
+    Source: Loshchilov & Hutter, SGDR, 2017 (arXiv 1608.03983).
+
+    Args:
+        peak: the largest rate.
+        warmup: length of the warm-up, in updates.
+        total: the update at which the rate is `end`, counted from the start of the warm-up.
+        end: the last rate, which then stays.
+
+    Returns:
+        A function of the number of updates applied so far.
+
+    Raises:
+        ValueError: not `0 <= warmup <= total`.
 
     Example:
         >>> schedule = fz.warmup_cosine(1.0, warmup=10, total=110)

@@ -13,12 +13,11 @@ from fzero.base.arguments import need_bool
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, is_some, known, need_hypers
-from fzero.table.needs import need_scalar
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class SgdState(NamedTuple):
-    """Applied updates, and the momentum buffer or None."""
+    """State of `fz.sgd`: number of applied updates, and the momentum buffers (a tree like the params) or None."""
 
     count: pytree.Count
     momentum: object = None
@@ -27,17 +26,23 @@ class SgdState(NamedTuple):
 def sgd(
     lr: Number | Schedule, momentum: Number | None = None, weight_decay: Number = 0.0, nesterov: bool = False
 ) -> GradientTransformation:
-    """p - lr * b with b = momentum * b + g, as torch.optim.SGD; the weight decay is added to the gradient.
+    """Stochastic gradient descent with momentum, as `torch.optim.SGD`.
+
+    `b = momentum * b + g`, then `p -= lr * b`. The weight decay is added to the gradient.
+
+    Every number may be a 0-d tensor. Then `torch.func` can differentiate with respect to it.
+
+    Source: Polyak, 1964; Nesterov's form by Sutskever et al., 2013.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors,
-            by which torch.func differentiates an update and what comes after it.
-        momentum: None keeps no buffer.
-        weight_decay: coupled, as in torch.
-        nesterov: p - lr * (g + momentum * b), where b has the gradient in it already.
+        lr: learning rate, or a schedule: a function of the number of updates applied so far. A negative one
+            ascends. Behind another optimizer in `fz.chain`, it multiplies what that gives.
+        momentum: decay rate of the buffer. None stores no buffer.
+        weight_decay: multiplied by the param and added to the gradient.
+        nesterov: step along `g + momentum * b` instead of `b`.
 
     Raises:
-        ValueError: nesterov=True without a momentum.
+        ValueError: `nesterov=True` without a momentum. Give one, such as 0.9.
 
     Example:
         >>> optimizer = fz.sgd(0.5)
@@ -47,9 +52,8 @@ def sgd(
     """
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     need_bool(nesterov, "sgd", "nesterov")
-    if momentum is not None:
-        need_scalar(momentum, "sgd", "momentum", "a number, a 0-d floating tensor or None")
     moved = 0.0 if momentum is None else momentum
+    need_hypers("sgd", momentum=(moved, "at least 0"))
     if nesterov and not is_some(moved):
         raise ValueError(f"sgd(nesterov=True): got momentum={momentum}, expected a momentum, such as 0.9.")
     own, moments = _Sgd(moved, weight_decay, nesterov), (False,) if is_some(moved) else ()

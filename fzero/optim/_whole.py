@@ -44,11 +44,11 @@ AHEAD = 1  # groups that are on their way to their owners while one is computed 
 
 
 class WholeState(NamedTuple):
-    """The states of all leaves.
+    """State of `fz.whole`.
 
     Attributes:
-        trees: their tensors that are of the leaf's shape, in slices, as other optimizers' moments.
-        rest: path -> the leaf's state, with a `Place` for each of them. Every rank has all other tensors.
+        trees: tensors with the shape of their leaf, sharded as moments are.
+        rest: leaf path -> its other state, on every rank. A `Place` stands for a tensor of `trees`.
     """
 
     trees: tuple[Sharded, ...]
@@ -64,22 +64,20 @@ class _Part:
 
 
 def whole(optimizer: GradientTransformation) -> GradientTransformation:
-    """Applies an optimizer to each leaf by itself, as `{path: leaf}`, and gives it the whole leaf also where it is cut.
+    """Runs an optimizer on whole leaves, one leaf at a time, also where leaves are sharded.
 
-    For what needs more than elements: norms of rows, factors, preconditioners, learned optimizers. Every leaf is
-    brought to one rank, with its gradient and its state, updated there, and brought back in slices, one exchange in and
-    one out for each group of leaves, while another group is computed with, or, with `fz.fuse_update`, the next unit is
-    pulled back. What of its state has the shape of a matrix, or of a large vector, is sharded, offloaded and saved as
-    moments are; every rank has all the rest, which is told once after all groups. Its metrics are left out.
+    For optimizers that need more than elements: norms of rows, factors, preconditioners, learned optimizers. Under ZeRO
+    each leaf is sent to one rank, updated there, and sent back in slices, while other leaves are on their way. State
+    with the shape of the leaf is sharded as moments are; the rest of it is on every rank.
 
     Args:
-        optimizer: any; what it does to one leaf must not depend on others. It is given float32, or float64 where params
-            are, and an update of another real dtype is cast to that. `init` and `update` keep structure, shapes and
-            dtypes of a leaf's state, of which what is sharded is no wider than that.
+        optimizer: gets `{path: leaf}` dicts of one leaf, in float32, or in float64 where the params are. A leaf's
+            update may not depend on other leaves. `update` keeps the structure, shapes and dtypes of the state that
+            `init` made. `metrics` of an optimizer of your own are left out.
 
     Raises:
-        ValueError: one that clips by the norm of all leaves; that goes before: `fz.chain(fz.clip_by_global_norm(1.0),
-            fz.whole(optimizer))`.
+        ValueError: the optimizer clips by the norm of all leaves. Clip before it:
+            `fz.chain(fz.clip_by_global_norm(1.0), fz.whole(optimizer))`.
 
     Example:
         >>> def by_rows(grads, state, params):
@@ -173,8 +171,7 @@ class _Whole:
                 if isinstance(row.policy.moment, str):
                     raise ValueError(
                         f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole "
-                        "cannot carry: nothing says which of its optimizer's tensors may be negative. Give moment= a "
-                        "dtype."
+                        "does not support: it does not know which tensors may be negative. Give moment= a dtype."
                     )
         said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
@@ -207,8 +204,8 @@ class _Whole:
             found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
         if private.version(private.unwrapped(p)) != before:
             raise ValueError(
-                f"whole: the update of leaf {path!r} writes to its param in place, and is given a copy that is "
-                "forgotten. Return what is to be added to it as its update."
+                f"whole: the update of leaf {path!r} writes to its param in place. That is a copy, so the write is "
+                "lost. Return what is to be added to it as its update."
             )
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Mapping) or path not in found[0]:
             raise ValueError(
@@ -226,8 +223,8 @@ class _Whole:
         if otherwise := changed(pytree.unflatten(spec, before), new):
             raise ValueError(
                 f"whole: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps the "
-                "structure, the shapes and the dtypes of what its init returned; start with zeros where there is "
-                "nothing yet."
+                "structure, the shapes and the dtypes of what its init returned. Start with zeros for what comes "
+                "later."
             )
         entries, _ = flat(new)
         moved = [x for i in places if isinstance(x := entries[i], torch.Tensor)]

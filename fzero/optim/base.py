@@ -35,9 +35,9 @@ Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
-    "at least 0": lambda value: not value < 0.0,
+    "at least 0": lambda value: value >= 0.0,
     "a positive number": lambda value: value > 0.0,
-    "a number": lambda value: True,
+    "a number": lambda value: not math.isnan(value),
     "a finite number of at least 0": lambda value: 0.0 <= value < math.inf,
     "a finite number of at least -16": lambda value: -16.0 <= value < math.inf,
 }
@@ -58,7 +58,7 @@ def rate(lr: Number | Schedule, count: int) -> Number:
     if follows(now):  # of each element, perhaps (`entered`)
         return now
     if not isinstance(now, float) or now != now:
-        need_rate(now, "the optimizer")  # a schedule may make anything
+        need_rate(now, "the optimizer", -math.inf)  # a schedule may make anything, and end a little below 0
     return float(now)
 
 
@@ -70,9 +70,9 @@ def known(number: Number) -> float:
     """
     if isinstance(number, torch.Tensor):
         raise TypeError(
-            "step: the optimizer's schedule gives a tensor that a transform goes on through and that it comes to where "
-            "it cannot be seen (a module, a cache, a context variable); expected one that the schedule closes over, or "
-            "that is an attribute of an object. Say rate = where.rate outside of the schedule and use rate in it."
+            "step: torch.func differentiates through a tensor of the optimizer's schedule that is in a module, a "
+            "cache or a context variable, where it cannot be seen. Let the schedule close over the tensor: write "
+            "rate = where.rate outside of it, and use rate inside."
         )
     return number
 
@@ -117,7 +117,8 @@ class Elementwise:
     decoupled: Number = 0.0
 
     def __post_init__(self) -> None:
-        need_rate(self.lr, self.name.partition(",")[0])
+        name = self.name.partition(",")[0]
+        need_rate(self.lr, name, -math.inf if name == "sgd" else 0.0)  # in a chain it scales what others give
 
     @functools.cached_property
     def _scheduled(self) -> Elementwise:
@@ -200,8 +201,8 @@ class Elementwise:
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled, g = key.unit in draw.compiled, grads.local(key)
-            for slots, start, stop, began in spans(old[0], params, key):
-                numbers, one = of_count(old[0].value - began + 1)
+            for slots, start, stop, missed in spans(old[0], params, key):
+                numbers, one = of_count(old[0].value - missed + 1)
                 own, its, drawn = stored, g, counters
                 if stop - start < g.numel():
                     own, its = [x.cut(start, stop) for x in stored], g[start:stop]
@@ -296,7 +297,7 @@ def kept(who: str, old: object, new: object, one: Callable[[Sharded, Sharded], S
     except ValueError as error:
         raise ValueError(
             f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned; start with zeros where there is nothing yet. ({error})"
+            f"init returned. Start with zeros for what comes later. ({error})"
         ) from error
 
 

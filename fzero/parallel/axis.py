@@ -13,17 +13,19 @@ from fzero.comm.backend import Mesh
 
 
 def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
-    """An axis of a mesh, for the maps of `fz.parallel`. Every rank of the mesh makes it, in the same order.
+    """Makes an axis of a mesh, which the maps of `fz.parallel` communicate over.
+
+    All ranks of the mesh make the same axes in the same order.
 
     Args:
         mesh: a torch DeviceMesh; None takes the default process group.
-        name: the name of a mesh axis; several are taken as one, the first of them slowest.
+        name: name of a mesh axis. Several names are used as one axis, the first of them the slowest.
 
     Returns:
-        The axis: `ax.size` is its number of ranks, `ax.rank` this one's among them.
+        The axis. `ax.size` is its number of ranks, and `ax.rank` is this rank's number on it.
 
     Raises:
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group. Call `torch.distributed.init_process_group()` first.
         ValueError: the mesh has no such axis.
 
     Example:
@@ -54,10 +56,10 @@ def need_axis(ax: object, who: str) -> Axis:
         raise wrong(f"parallel.{who}", "ax", ax, "an axis that fz.parallel.axis(mesh, name) made")
     if any(len(_common(each.members, ax)) > 1 for each in one_by_one.get()):
         raise ValueError(
-            f"parallel.{who}: fz.per_example_grads takes examples one by one, others on each of ranks "
-            f"{list(ax.members)}, between which the function exchanges values over axis {ax.name!r}; expected a "
-            "function of one rank's examples. Sequences that are cut over an axis, and means over it, have no gradient "
-            "of one example here: give a function of whole sequences by fz.with_fn."
+            f"parallel.{who}: fz.per_example_grads takes examples one by one, and the function exchanges values over "
+            f"axis {ax.name!r} of ranks {list(ax.members)}, which have other examples. Give a function of whole "
+            "sequences by fz.with_fn: if a sequence is cut over an axis, or a mean goes over it, one example has no "
+            "gradient of its own."
         )
     noted = beside.get()
     if noted is not None and ax.size > 1 and all(len(_common(each.members, ax)) < 2 for each in averaged.get()):
@@ -105,9 +107,9 @@ def is_averaged(ax: Axis) -> bool:
         if len(common) > 1:
             if len(common) < len(ax.members):
                 raise ValueError(
-                    f"parallel: axis {ax.name!r} goes over ranks {list(ax.members)}, and the running step takes means "
-                    f"over some of them only, {list(members)}; expected all of them or none. Take the axes of the mesh "
-                    "one by one."
+                    f"parallel: axis {ax.name!r} goes over ranks {list(ax.members)}, and the running step takes "
+                    f"means over only some of them, {list(members)}; expected all of them or none. Take the axes of "
+                    "the mesh one by one."
                 )
             return True
     return False

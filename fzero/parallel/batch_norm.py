@@ -85,8 +85,8 @@ class OverRanks(TorchFunctionMode):
         what = self.label([given.get(name) for name in _NAMED]) if own is None else f"batch norm {own.path!r}"
         if func not in (F.batch_norm, torch.batch_norm):
             raise ValueError(
-                f"apply: {what} calls {name_of(func)!r} in training, which nothing takes over ranks: its "
-                "statistics would be those of this rank's batch. Call torch.nn.functional.batch_norm, or leave out "
+                f"apply: {what} calls {name_of(func)!r} in training, which is not synchronised: its statistics would "
+                "be those of this rank's batch. Call torch.nn.functional.batch_norm, or leave out "
                 "sync_batch_norm=True."
             )
         need_no_checkpoint(what)
@@ -115,9 +115,8 @@ def need_no_checkpoint(what: str) -> None:
     """Refuses torch.utils.checkpoint, whose second run would be without the other ranks."""
     if hooks.in_checkpoint():
         raise ValueError(
-            f"apply: {what}, over all ranks, runs inside torch.utils.checkpoint, which runs it again while gradients "
-            "are pulled back, where ranks exchange no statistics. Leave the checkpoint out: fz.remat(step) recomputes "
-            "units."
+            f"apply: {what}, over all ranks, runs inside torch.utils.checkpoint, which runs it again in the "
+            "backward, where ranks exchange no statistics. Use fz.remat(step) instead."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,12 +41,12 @@ from fzero.table.spec import Spec
 
 
 class Report(NamedTuple):
-    """What `fz.parallel.check` has found.
+    """What `fz.parallel.check` has found. `print` it for a table.
 
     Attributes:
-        conversions: in the order in which they run, those of the pullback behind the others.
-        outputs: path -> the axes on which an output varies, in their order.
-        played: axis -> its ranks, of those that were played with values.
+        conversions: the maps in the order in which they run, those of the pullback last.
+        outputs: path -> the axes on which the output differs between ranks.
+        played: with `values=True`, axis -> the number of its ranks.
     """
 
     conversions: tuple[Conversion, ...]
@@ -53,11 +54,11 @@ class Report(NamedTuple):
     played: dict[str, int]
 
     def sent(self, axis: str | None = None) -> int:
-        """Bytes that a rank sends over an axis, or over all."""
+        """Bytes that a rank sends over an axis, or over all axes."""
         return sum([each.sent for each in self.conversions if axis in (None, each.axis)])
 
     def messages(self, axis: str | None = None) -> int:
-        """Exchanges over an axis, or over all."""
+        """Number of exchanges over an axis, or over all axes."""
         return sum([each.messages for each in self.conversions if axis in (None, each.axis)])
 
     def __str__(self) -> str:
@@ -80,56 +81,46 @@ def check(
     averaged: str | Sequence[str] = (),
     values: bool = False,
 ) -> Report:
-    """Runs a function once without values, messages or other ranks, and checks the types of all values on all axes.
+    """Finds missing and needless maps of `fz.parallel` in a function, in a dry run without other ranks.
 
-    On an axis a value is invariant (the same on all ranks, and its cotangent too) or varying (each rank has its own,
-    and its own cotangent). The maps of `fz.parallel` convert between the two: `copy` and `split` take what is invariant
-    and give what varies, `sum` and `gather` the other way round, the others take and give what varies. A function with
-    a conversion missing, or with one too many, has other values or gradients than one process; it is refused here. Its
-    pullback runs too, and the cotangent of an input must have the type of that input.
+    A tensor is *invariant* on an axis (the same on all its ranks) or *varying* (each rank has its own). `copy` and
+    `split` take invariant tensors and return varying ones. `sum` and `gather` do the opposite. The other maps take and
+    return varying ones. If one is missing, values or gradients differ from those of one process. The check runs the
+    function and its pullback once on shapes alone, and names the line.
 
-    Of a step the function is checked as it runs there, on one microbatch: leaves that `fz.shard_tensor` cuts are this
-    rank's slices, which vary on its axis, the others and the batch are invariant, and modules of `fz.functional` have
-    the conversions that the plan gives them. No state is made. Other transforms change nothing of it, in any order.
-
-    Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
-    each rank (a matmul over a dim that is cut). To sum what is replicated, to add a bias or a piece to what is partial,
-    or to take a function of that which is not linear, is refused too. Say the dims of inputs,
-    `varying={"down": {"tp": 0}}`, for it to be known; a plan says those of leaves.
-
-    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Whose piece comes (a local
-    one in place of `ring_shift` or `all_to_all`) is a matter of values, too. With `values=True` those are looked at.
-    Random numbers are those of one stream, which is the same on all ranks: what is dropped out of a value has its type.
-    Sizes that ranks tell each other are taken to be those that a map has cut before, or else the same on all ranks.
+    - A step is checked as it runs, on one microbatch: leaves that `fz.shard_tensor` cuts vary, other leaves and the
+      batch do not. No state is made.
+    - If it knows that a varying tensor is a copy, a piece along a dim, or a partial sum, it refuses more: to sum
+      copies, to add a bias to a partial sum, or to apply a nonlinear function to it. For inputs, say the dim:
+      `varying={"down": {"tp": 0}}`.
+    - It cannot see what no tensor shows: `x * ax.rank` counts as `x`. It also does not see whose piece a rank has.
+      `values=True` compares the numbers.
+    - All ranks are taken to draw the same random numbers.
 
     Args:
-        fn: a step, on a mesh of torch's or of `fz.testing.fake_mesh`; or a function such as that of a step, which calls
-            the maps over axes of a mesh.
-        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read. Of a step its
-            params, whole as for `init` (callables, too), and a batch.
-        varying: pattern (fnmatch over dotted paths, which begin with the name of the argument: "params.w1") -> the
-            axes on which these inputs vary: weights that are cut, this rank's tokens; or a dict of the axes to the
-            dims that are cut over them. All others are invariant.
-        outputs: the same for outputs; by default all are invariant, as a loss is.
-        constants: a pattern of floating inputs that nothing is differentiated by, such as masks; integers are so
-            anyway, and leaves that are frozen.
-        averaged: axes that the step takes means over (`shard_zero3(step, axis=...)`): there all values are varying,
-            and nothing is checked. A step says its own.
-        values: looks at values, too, of inputs that have some: in the dry run, for a function that reads them
-            (`x.item()`, a mask as an index), as if other ranks sent what this one has; and then on all ranks of the
-            axes, up to 64, which threads of this process play. Outputs and gradients must be those of one rank that has
-            everything, but for rounding. Played are axes of which the dims of all inputs are said (those of a step's
-            params are); of other inputs than params the other ranks' pieces are made up of this rank's, in equal sizes.
-            Inputs lie on the CPU for that.
+        fn: a step, or a function that calls the maps, on a torch mesh or on `fz.testing.fake_mesh`.
+        inputs: pytrees of tensors (real, fake or meta) as this rank has them; only shapes are read. For a step: whole
+            params as for `init`, and a batch.
+        varying: pattern -> axes on which inputs vary, or -> {axis: the dim that is cut}. Patterns are fnmatch over
+            paths that begin with the argument's name, such as "params.w1". All other inputs are invariant.
+        outputs: the same for outputs. By default all are invariant, as a loss is.
+        constants: pattern of floating inputs without a gradient, such as masks. Integers and frozen leaves are so
+            anyway.
+        averaged: axes that the step averages over (`shard_zero3(step, axis=...)`). Nothing is checked there. A step
+            knows its own.
+        values: also read the values of inputs, which lie on the CPU then. First the dry run gets them, for functions
+            that need them (`x.item()`). Then threads play all ranks, up to 64 an axis, and outputs and gradients are
+            compared with those of one rank that has everything. This covers axes for which the cut dims of all inputs
+            are known. Other ranks' pieces of inputs that are not params are made up from this rank's.
 
     Returns:
-        The conversions that were met, with what they send, and the types of the outputs.
+        The maps that were met, with what they send, and the axes on which outputs vary.
 
     Raises:
-        AxisTypeError: a conversion is missing or too much; a ValueError that names the line.
-        ValueError: a pattern matches nothing; params that `init` refuses.
-        TypeError: the function reads values, and there are none; inputs of `values=True` that have none.
-        RuntimeError: a step goes over ranks, and there is no process group.
+        AxisTypeError: a map is missing or needless. A ValueError that names the line.
+        ValueError: a pattern matches nothing, or `init` would refuse the params.
+        TypeError: the function reads values, and there are only shapes. Give values and `values=True`.
+        RuntimeError: a step needs a process group, and there is none. Use `fz.testing.fake_mesh`.
 
     Example:
         >>> def mlp(x, up, down, ax):
@@ -183,13 +174,16 @@ def check(
                 raise ReadsValues(place_of(error)) from error
             if texts.says(error, *texts.FAKE_DEVICES):
                 raise TypeError(_MISMATCH.format(first_words(error))) from error
+            explained = any(note.startswith("fzero:") for note in getattr(error, "__notes__", ()))
             error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
+            if explained:  # torch's frames for shapes say nothing more
+                raise error.with_traceback(None) from None
             raise
     if unseen:
         operation, tag, _ = unseen[0]
         raise TypeError(
-            f"{WHO}: the function communicates by itself ({operation} of {tag}), and no type is known of what comes; "
-            "expected the maps of fz.parallel alone."
+            f"{WHO}: the function communicates by itself ({operation} of {tag}), and nothing is known of what "
+            "arrives. Use only the maps of fz.parallel."
         )
     played = playable(leaves, run.axes, run.ignored) if values else {}
     if played:
@@ -238,8 +232,13 @@ class ReadsValues(TypeError):
 @contextlib.contextmanager
 def _apart(values: bool) -> Iterator[None]:
     """Inside, the run has copies of modules of its own, and tensors have values or not."""
-    with during(own_copies, {}), contextlib.nullcontext() if values else thread_state.without_values():
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes a traceback beside each error
+    before, log.disabled = log.disabled, True
+    try:
+        with during(own_copies, {}), contextlib.nullcontext() if values else thread_state.without_values():
+            yield
+    finally:
+        log.disabled = before
 
 
 def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[str, tuple[str, ...]]:
@@ -298,6 +297,6 @@ def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
         more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None
         if more:
             raise AxisTypeError(
-                f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand on "
-                "each rank, which nothing sums: fz.parallel.copy is missing before it is used."
+                f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand "
+                "on each rank. Nothing sums it: fz.parallel.copy is missing before it is used."
             )

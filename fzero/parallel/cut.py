@@ -9,16 +9,19 @@ from fzero.table.slices import AUTO, STYLES, Cut
 
 
 def cut(how: str | int, parts: Sequence[int] = (), multiple: int = 1) -> Cut:
-    """How a leaf is cut over a tensor axis, for a plan of `fz.shard_tensor`.
+    """Says how `fz.shard_tensor` cuts a leaf, if a style alone does not say it: fused weights, heads.
 
     Args:
         how: a style ("column", "column_gather", "row", "vocabulary", "whole"), or a dim.
-        parts: sizes, along the dim, of what is fused into one leaf (query, key and value; gate and up): each is cut by
-            itself, and a rank's slice has its pieces of all of them, one after the other.
-        multiple: every piece has a multiple of this many elements along the dim: heads are not cut in two.
+        parts: sizes along the dim of what is fused into one leaf, such as query, key and value. Each part is cut by
+            itself, and a rank has its pieces of all parts, one after the other.
+        multiple: every piece is a multiple of this many elements along the dim, so that no head is cut in two.
+
+    Returns:
+        A value for a plan of `fz.shard_tensor`.
 
     Raises:
-        TypeError, ValueError: these are no sizes.
+        TypeError, ValueError: not a style, a dim or sizes.
 
     Example:
         >>> plan = {"qkv": fz.parallel.cut(0, parts=(64, 16, 16), multiple=8)}

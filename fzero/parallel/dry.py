@@ -53,16 +53,16 @@ _ADDING = {
 
 
 class Conversion(NamedTuple):
-    """A map that the dry run has met.
+    """A map of `fz.parallel` that `fz.parallel.check` has met.
 
     Attributes:
-        name: of the map in `fz.parallel`.
-        axis: that it goes over.
+        name: of the map, such as "sum".
+        axis: that it communicates over.
         place: the line that calls it.
-        shape: of what this rank gives to it.
-        transposed: it is the pullback of what that line calls.
+        shape: of this rank's input.
+        transposed: True in a pullback of that line.
         messages: exchanges with the other ranks of the axis.
-        sent: bytes that this rank sends to others.
+        sent: bytes that this rank sends.
     """
 
     name: str

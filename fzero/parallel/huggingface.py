@@ -25,24 +25,24 @@ DOCUMENTS = ("documents", "cu_seq_lens_q")
 
 
 def register_attention(name: str, attention: Callable[..., torch.Tensor]) -> None:
-    """Makes an attention over ranks known to Hugging Face's models by a name (extra `hf`).
+    """Lets Hugging Face models use an attention over ranks, by a name (extra `hf`).
 
-    A model made with `attn_implementation=name`, or after `model.set_attn_implementation(name)`, is then called with
-    this rank's tokens: `model(**fz.parallel.shard_sequence(batch, ax))`. Causality and windows are those of the model,
-    by places in the whole sequence; documents are given as `documents=` or `cu_seq_lens_q=`, of the whole sequence.
-    Register it again to replace it: the name is the process's. Some models (Falcon, Bloom) have no such registry, and
-    `set_attn_implementation` leaves them as they are with a warning; made with `attn_implementation=name` they fail.
+    Make the model with `attn_implementation=name`, or call `model.set_attn_implementation(name)`. Then call it with
+    this rank's tokens: `model(**fz.parallel.shard_sequence(batch, ax))`. Causality and windows are the model's, by
+    positions in the whole sequence. For documents give `documents=` or `cu_seq_lens_q=` of the whole sequence.
+
+    The name belongs to the process; registering it again replaces it. Some models, such as Falcon and Bloom, do not
+    support it.
 
     Args:
-        name: how `attn_implementation` calls it.
+        name: for `attn_implementation`.
         attention: of `fz.parallel.ulysses` or `fz.parallel.ring`.
 
     Raises:
-        ImportError: transformers is missing.
-        TypeError: it is another function.
-        ValueError: in a call, on every rank of the axes: padding, no positions or ones that do not fit the documents,
-            a cache, dropout, layers that mix tokens otherwise (convolutions, state spaces), and what else such an
-            attention does not have.
+        ImportError: transformers is not installed.
+        TypeError: another function.
+        ValueError: in a call, on every rank: padding, missing positions, positions that do not fit the documents, a
+            cache, dropout, or layers that mix tokens otherwise (convolutions, state spaces).
 
     Example:
         >>> def rank_main(rank):

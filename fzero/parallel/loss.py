@@ -30,26 +30,27 @@ def cross_entropy(
     reduction: str = "mean",
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of logits whose vocabulary is cut over an axis, in rank order: an invariant tensor.
+    """Cross-entropy of logits whose vocabulary is cut over an axis. The logits are never gathered.
 
-    Ranks send each other three or four numbers a token, in one message, and nothing to pull back; logits stay where
-    they are. Only they are kept for the pullback, which makes nothing of their size but their cotangent. 16-bit logits
-    are computed with in float32, which the loss has, too.
+    Ranks send each other three or four numbers per token, in one message, and nothing in the pullback. 16-bit logits
+    are computed in float32, which is also the dtype of the loss.
 
     Args:
-        logits: [..., this rank's slice of the vocabulary], each rank its own.
-        targets: [...], numbers within the whole vocabulary, the same on all ranks.
-        ax: of `fz.parallel.axis`; None where logits are whole.
-        ignore_index: a target whose loss is zero, and that a mean does not count.
-        label_smoothing: the share of a target that is spread evenly over the vocabulary, from 0 to 1.
-        reduction: "none" gives the losses [...]; "sum"; "mean" over the targets that are not ignored, NaN if all are.
-        sizes: of the slices of all ranks, where they are known; otherwise the ranks tell each other, in one more
-            message.
+        logits: [..., this rank's slice of the vocabulary]. Slices are in rank order.
+        targets: [...], indices into the whole vocabulary, the same on all ranks.
+        ax: an axis, from `fz.parallel.axis`; None if logits are whole.
+        ignore_index: targets with this value have a loss of zero, and do not count in the mean.
+        label_smoothing: share of each target that is spread over the vocabulary, from 0 to 1.
+        reduction: "none" for losses [...], "sum", or "mean" over the targets that are not ignored (NaN if all are).
+        sizes: slice sizes of all ranks, if you know them. Otherwise one more message finds them out.
+
+    Returns:
+        The loss, the same on all ranks.
 
     Raises:
-        TypeError: the arguments are none of these.
-        ValueError: shapes do not fit; a target is not in the vocabulary (in another memory than the CPU's, whose values
-            are not waited for, its loss is NaN).
+        TypeError: an argument of a wrong kind.
+        ValueError: shapes do not fit, or a target is outside of the vocabulary. Outside of the CPU such a target gives
+            NaN instead.
 
     Example:
         >>> def rank_main(rank):
@@ -71,27 +72,25 @@ def cross_entropy(
 
 
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) -> torch.Tensor:
-    """sum(values * weights) / sum(weights), both over all ranks of an axis: an invariant 0-d tensor.
+    """The weighted mean over all ranks of an axis: `sum(values * weights) / sum(weights)`.
 
-    Where ranks have different numbers of tokens a mean of their means is not the mean over tokens; this is. It is also
-    right on an axis that the step takes means over (`fz.shard_zero3(step, mesh=mesh, axis=("dp", "sp"))`): all axes
-    together are then one, `fz.parallel.axis(mesh, ("dp", "sp"))`.
+    Use it for a mean over tokens if ranks have different numbers of tokens; a mean of their means is another number.
+    With several axes (`fz.shard_zero3(step, mesh=mesh, axis=("dp", "sp"))`) give all of them as one:
+    `fz.parallel.axis(mesh, ("dp", "sp"))`.
 
-    The mean of several is not the mean over all of their tokens. So in a step with microbatches (`fz.accumulate`,
-    `fz.pipeline`) it is refused, as is one over some of the ranks only; `fz.accumulate(step, n, weights=...)` is right
-    there, with the sum of `weights` as a microbatch's weight, whichever axis this is given.
+    A mean of such means is wrong again. So it is refused in a step with microbatches (`fz.accumulate`, `fz.pipeline`).
+    Use `fz.accumulate(step, n, weights=...)` there, with the sum of the weights as a microbatch's weight.
 
     Args:
-        values: such as the losses of this rank's tokens; floating. 16-bit ones are added in float32, which the mean
-            has, too.
-        weights: of the same shape; zero leaves a value out, unless it is not finite.
-        ax: of `fz.parallel.axis`; None takes the mean of what is here.
+        values: floating, such as losses of this rank's tokens. 16-bit values are added in float32.
+        weights: of the same shape. Zero leaves a value out, unless that value is not finite.
+        ax: an axis, from `fz.parallel.axis`; None takes the mean on this rank.
 
     Returns:
-        The mean; where all weights are zero NaN, as in torch.
+        The mean, a 0-d tensor, the same on all ranks. NaN if all weights are zero.
 
     Raises:
-        TypeError, ValueError: the arguments are none of these; the running step takes a mean of several such means.
+        TypeError, ValueError: arguments of a wrong kind, or the step would average several such means.
 
     Example:
         >>> def rank_main(rank):
@@ -136,9 +135,9 @@ def _need_one_mean(ax: Axis | None) -> None:
         return
     wider = several < 2 and (ax is None or is_averaged(ax))  # an axis is over ranks of means or over others, not both
     raise ValueError(
-        f"parallel.weighted_mean: got a call {what}; expected one mean over all of the batch, as a mean of means is "
-        "another number wherever weights differ. Say what a microbatch counts, fz.accumulate(step, n, weights=...) or "
-        "fz.pipeline(..., weights=...), such as lambda x, y: (y >= 0).sum()"
+        f"parallel.weighted_mean: got a call {what}. A mean of such means is not the mean over the batch, if weights "
+        "differ. Give the weight of a microbatch, fz.accumulate(step, n, weights=...) or fz.pipeline(..., "
+        "weights=...), such as lambda x, y: (y >= 0).sum()"
         + (", or give all axes that the step averages over: fz.parallel.axis(mesh, (...))." if wider else ".")
     )
 

@@ -34,13 +34,13 @@ MOST_DIMS = 64  # that a tensor may have
 
 
 def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
-    """An invariant tensor as each rank's own: where ranks compute different things with the same values.
+    """Marks a tensor that is the same on all ranks as each rank's own, before ranks use it differently.
 
-    The values stay; cotangents are summed over the ranks.
+    Nothing is sent, and the values stay. The pullback sums the cotangents over the ranks.
 
     Args:
         x: the same on all ranks.
-        ax: of `fz.parallel.axis`.
+        ax: an axis, from `fz.parallel.axis`.
 
     Example:
         >>> def rank_main(rank):
@@ -64,11 +64,13 @@ def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
 
 
 def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
-    """The sum over the ranks of an axis, in rank order: an invariant tensor. 16-bit floats are added in float32.
+    """Sums a tensor over the ranks of an axis, in rank order. The result is the same on all ranks.
+
+    16-bit floats are added in float32. The pullback sends nothing.
 
     Args:
         x: of the same shape on all ranks.
-        ax: of `fz.parallel.axis`.
+        ax: an axis, from `fz.parallel.axis`.
 
     Example:
         >>> fz.testing.run_ranks(
@@ -83,18 +85,17 @@ def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False) -> torch.Tensor:
-    """The ranks' tensors one after the other along a dim: an invariant tensor.
+    """Concatenates the ranks' tensors along a dim, in rank order. The result is the same on all ranks.
 
     Args:
-        x: its other dims are the same on all ranks.
-        ax: of `fz.parallel.axis`.
-        dim: along which they are joined; sizes may differ between ranks.
-        sizes: of that dim on every rank, where they are known; otherwise the ranks tell each other, in one more
-            message.
-        own: as each rank's own, `copy(gather(x))` in half the messages of its pullback, a reduce_scatter.
+        x: this rank's piece. Dims other than `dim` have the same size on all ranks.
+        ax: an axis, from `fz.parallel.axis`.
+        dim: to concatenate along.
+        sizes: of that dim on every rank, if you know them. Otherwise one more message finds them out.
+        own: return it as each rank's own, as `copy(gather(x))` does, with half the messages in the pullback.
 
     Raises:
-        ValueError: shapes do not fit, on every rank.
+        ValueError: shapes do not fit. It is raised on every rank.
 
     Example:
         >>> def rank_main(rank):
@@ -112,13 +113,15 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
-    """This rank's piece of an invariant tensor along a dim; nothing is sent, until cotangents are gathered.
+    """Takes this rank's piece, along a dim, of a tensor that is the same on all ranks.
+
+    Nothing is sent. The pullback gathers the cotangents.
 
     Args:
         x: the same on all ranks.
-        ax: of `fz.parallel.axis`.
-        dim: that is cut, in rank order.
-        sizes: of the pieces; by default as equal as they can be, the first ones larger by one.
+        ax: an axis, from `fz.parallel.axis`.
+        dim: to cut, in rank order.
+        sizes: of the pieces. By default as equal as possible, and the first ones larger by one.
 
     Example:
         >>> fz.testing.run_ranks(
@@ -134,13 +137,13 @@ def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> to
 
 
 def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
-    """This rank's piece along a dim of the sum over the ranks: `split(sum(x))` in half the messages.
+    """Sums a tensor over the ranks and keeps this rank's piece, as `split(sum(x))` with half the messages.
 
     Args:
         x: of the same shape on all ranks.
-        ax: of `fz.parallel.axis`.
-        dim: that is cut, in rank order.
-        sizes: of the pieces; by default as equal as they can be, the first ones larger by one.
+        ax: an axis, from `fz.parallel.axis`.
+        dim: to cut, in rank order.
+        sizes: of the pieces. By default as equal as possible, and the first ones larger by one.
 
     Example:
         >>> fz.testing.run_ranks(
@@ -157,15 +160,15 @@ def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = No
 def all_to_all(
     x: torch.Tensor, ax: Axis, split: int, concat: int, sizes: Sizes | None = None, concat_sizes: Sizes | None = None
 ) -> torch.Tensor:
-    """Cuts one dim into a piece for each rank, and joins what comes from the ranks along another one.
+    """Cuts one dim into a piece for each rank, and concatenates the pieces from all ranks along another dim.
 
     Args:
-        x: whose dim `split` is the same on all ranks; `concat` may differ.
-        ax: of `fz.parallel.axis`.
-        split: the dim that is cut, in rank order.
-        concat: the dim along which the pieces from all ranks are joined, in rank order.
-        sizes: of the pieces of `split`; by default as equal as they can be, the first ones larger by one.
-        concat_sizes: of dim `concat` on every rank, where they are known; otherwise the ranks tell each other.
+        x: dim `split` has the same size on all ranks; dim `concat` may differ.
+        ax: an axis, from `fz.parallel.axis`.
+        split: the dim to cut, in rank order.
+        concat: the dim to concatenate along, in rank order.
+        sizes: of the pieces of `split`. By default as equal as possible, and the first ones larger by one.
+        concat_sizes: of dim `concat` on every rank, if you know them. Otherwise one more message finds them out.
 
     Example:
         >>> def rank_main(rank):
@@ -185,12 +188,15 @@ def all_to_all(
 
 
 def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
-    """The tensor of the rank `by` places before this one, round the ring.
+    """Passes each rank's tensor on to the rank `by` places later, round the ring.
 
     Args:
         x: of the same shape on all ranks.
-        ax: of `fz.parallel.axis`.
-        by: how far each rank's tensor goes.
+        ax: an axis, from `fz.parallel.axis`.
+        by: number of places.
+
+    Returns:
+        The tensor of the rank `by` places before this one.
 
     Example:
         >>> fz.testing.run_ranks(

@@ -16,14 +16,13 @@ from fzero.parallel.types import running
 
 @contextlib.contextmanager
 def own_stream(ax: Axis) -> Iterator[None]:
-    """Inside, each rank of an axis draws other random numbers, where ranks draw the same otherwise.
+    """A context in which each rank of an axis draws its own random numbers. Elsewhere all ranks draw the same.
 
-    What a pure function drops out of a value that varies on the axis (between a column and a row, of a piece of a
-    sequence) had better be another on each rank; modules that `fz.shard_tensor` cuts see to it by themselves. Their
-    seed is drawn from the stream around the block, so that whatever repeats that repeats them.
+    Use it in a pure function for dropout on tensors that differ between ranks. Modules that `fz.shard_tensor` cuts need
+    none. The seed is drawn from the stream outside, so a repeated run repeats it.
 
     Args:
-        ax: of `fz.parallel.axis`.
+        ax: an axis, from `fz.parallel.axis`.
 
     Example:
         >>> def rank_main(rank):

@@ -25,18 +25,17 @@ ORDERS = ("contiguous", "zigzag")
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
-    """The attention of one rank to its own tokens: exact, with derivatives of any order, scores tile by tile.
+    """Exact attention on one rank, tile by tile: the scores are never stored. It has derivatives of any order.
 
     Args:
         q: [b, heads, t, d].
-        k, v: [b, kv_heads, t, d]; `kv_heads` divides `heads`, whose neighbours share one.
-        options: `causal`: True if a token sees itself and those before it only; by default all see all.
-            `window`: the number of tokens that one sees in each direction, itself included.
-            `documents`: cumulative lengths, such as [0, 5, 9], of documents of which none sees another.
-            `scale`: of the scores, by default 1 / sqrt(d).
+        k, v: [b, kv_heads, t, d]. `kv_heads` divides `heads`; neighbouring heads share a KV head.
+        options: keywords. `causal`: True hides later tokens. `window`: number of tokens that one sees in each
+            direction, itself included. `documents`: cumulative lengths, such as [0, 5, 9], of documents that do not see
+            each other. `scale`: of the scores, by default 1 / sqrt(d).
 
     Returns:
-        [b, heads, t, d], in the dtype of q; sums are in float32 at least.
+        [b, heads, t, d], in the dtype of q. Sums are in float32 at least.
 
     Raises:
         TypeError, ValueError: tensors or options do not fit.
@@ -50,24 +49,26 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: obje
 
 
 def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
-    """Attention over a sequence whose pieces lie on the ranks of an axis (ring attention, arXiv 2310.01889).
+    """Makes an attention over a sequence that is cut over an axis. Keys and values go from rank to rank.
 
-    Keys and values come from one rank after the other, and their cotangents go back there; the next ones are under
-    way while these are used. What a rank does not see it is not sent.
+    The next keys and values are on their way while a rank computes with these. A rank is not sent what it does not see.
+    Take `fz.parallel.ulysses` if there are at least as many heads as ranks.
+
+    Source: Liu et al., 2023 (arXiv 2310.01889).
 
     Args:
-        ax: of `fz.parallel.axis`.
-        order: "contiguous" pieces of any lengths lie in rank order. In "zigzag" order the sequence is cut into twice
-            as many pieces as ranks, as equal as they can be, and rank r has the r-th from the front and from the
-            back, so that causal attention costs all ranks the same: `fz.parallel.shard_sequence(..., order=)`.
-        options: `causal`, `window`, `documents`, `scale` of `fz.parallel.attention`, for calls that do not say.
-            Documents are those of the whole sequence.
+        ax: an axis, from `fz.parallel.axis`.
+        order: "contiguous": pieces of any lengths, in rank order. "zigzag": the sequence is cut into twice as many
+            pieces as ranks, and rank r has the r-th from the front and the r-th from the back. Then causal attention
+            costs all ranks the same. Use the same order in `fz.parallel.shard_sequence`.
+        options: defaults for the calls: `causal`, `window`, `documents` (of the whole sequence) and `scale` of
+            `fz.parallel.attention`.
 
     Returns:
-        A function of q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens, and options.
+        A function of this rank's q [b, heads, t, d], k and v [b, kv_heads, t, d], and options.
 
     Raises:
-        TypeError, ValueError: on every rank, where tensors or options do not fit or differ between ranks.
+        TypeError, ValueError: tensors or options do not fit, or differ between ranks. It is raised on every rank.
 
     Example:
         >>> def rank_main(rank):

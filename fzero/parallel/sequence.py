@@ -29,26 +29,26 @@ def shard_sequence(
     labels: str | None = "labels",
     order: str = "contiguous",
 ) -> dict[str, Any]:
-    """This rank's piece of a batch, along the tokens; lengths need not divide.
+    """Takes this rank's tokens of a batch of sequences. The length need not divide by the number of ranks.
 
-    Labels are shifted first, by one token to the left, so that none is lost where the sequence is cut: position i of
-    `shift_labels` has what position i + 1 of `labels` had, and -100 where the sequence or a document ends.
+    Labels are shifted before the cut, so that no label is lost: `shift_labels` at position i is `labels` at position i
+    + 1. It is -100 where the sequence or a document ends.
 
     Args:
-        batch: the whole batch, the same on all ranks: tensors, maybe in containers, of one size along `dim`; and maybe
-            "documents": cumulative lengths, such as [0, 5, 9], of documents that all rows have, which stay whole.
-        ax: of `fz.parallel.axis`. Of several axes the first one cuts first: `(other, ax)` for
+        batch: the whole batch, the same on all ranks: tensors, also in containers, with tokens along `dim`. "documents"
+            may hold cumulative lengths, such as [0, 5, 9], of documents that all rows have. They are not cut.
+        ax: an axis, from `fz.parallel.axis`. With several, the first one cuts first: `(other, ax)` for
             `fz.parallel.ulysses(fz.parallel.ring(other), ax)`.
-        dim: of the tokens.
-        labels: the name of the labels, if there are any; None shifts nothing.
-        order: that the first axis cuts in, as in `fz.parallel.ring`.
+        dim: the dim of the tokens.
+        labels: key of the labels, if there are any. None shifts nothing.
+        order: "contiguous" or "zigzag", for the first axis, as in `fz.parallel.ring`.
 
     Returns:
-        The batch with this rank's tokens, "shift_labels" instead of "labels", and "position_ids" where it has none: the
-        places in the whole sequence, counted anew in each document.
+        The batch with this rank's tokens, and "shift_labels" instead of "labels". If it has no "position_ids", they are
+            added: positions in the whole sequence, counted from 0 in each document.
 
     Raises:
-        TypeError, ValueError: arguments do not fit; a tensor has another number of tokens.
+        TypeError, ValueError: arguments do not fit, or tensors have different numbers of tokens.
 
     Example:
         >>> def rank_main(rank):
@@ -83,7 +83,7 @@ def shard_sequence(
     if labels is not None and labels in whole:
         shifted = f"shift_{labels}"
         if shifted in whole:
-            raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which would stand for it; expected one.")
+            raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which is made of it. Give one of them.")
         whole[shifted] = _shifted(whole.pop(labels), dim, starts)
     out = _cut(whole, axes, dim, spans_over(total, axes, order))
     if POSITIONS not in whole:

@@ -28,26 +28,26 @@ Region = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def tiled(fn: Fn, x: Any, *args: Any, tiles: int, dim: int = 1) -> Any:
-    """`fn(x, *args)` piece by piece along a dim of x, of which one at a time has intermediates, forward and back.
+    """Runs `fn(x, *args)` tile by tile along a dim, so that intermediates of only one tile exist at a time.
 
-    For functions of each position by itself, such as an MLP over a long sequence. To pull back, each tile is computed
-    again from its inputs; its random numbers (torch's default generators) are the same again.
+    For functions of each position by itself, such as an MLP over a long sequence. The pullback computes each tile
+    again, with the same random numbers (torch's default generators).
 
     Args:
-        fn: `fn(x, *args)`, whose result is a pytree of tensors as long in `dim` as x is. What is differentiated it must
-            be given, not close over. A module is given its params by itself; it may be a part of a unit of
-            `fz.functional`, not one.
-        x: a tensor, or a pytree of tensors of one size in `dim`, which are cut.
-        args: the params and whatever else every tile needs whole; leaves of a step's units are gathered for it.
-        tiles: how many tiles, as equal as they can be; fewer where the dim is shorter.
-        dim: of every tensor in x and in the result.
+        fn: returns a pytree of tensors that are as long in `dim` as x. Give it what you differentiate as an argument;
+            it may not close over it. Give a module its params. A module of `fz.functional` may be part of a unit, not a
+            unit itself.
+        x: a tensor, or a pytree of tensors of one size in `dim`.
+        args: params and anything else that every tile needs whole.
+        tiles: number of tiles, as equal as possible.
+        dim: of all tensors in x and in the result.
 
     Returns:
-        The results of the tiles, joined along `dim`.
+        The results of the tiles, concatenated along `dim`.
 
     Raises:
-        TypeError: the arguments, or what fn returns, are none of these.
-        ValueError: sizes differ; fn closes over a tensor that is being differentiated.
+        TypeError: arguments, or what fn returns, are of a wrong kind.
+        ValueError: sizes differ, or fn closes over a tensor that is differentiated.
 
     Example:
         >>> mlp = lambda x, p: torch.relu(x @ p["up"]) @ p["down"]
@@ -80,19 +80,30 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """`fz.parallel.cross_entropy(copy(hidden) @ weight.T + bias, targets)`, of whose logits only one tile ever lives.
+    """Cross-entropy of `hidden @ weight.T + bias`, tile by tile: the logits of only one tile exist at a time.
+
+    The vocabulary may be cut over an axis; then it equals `fz.parallel.cross_entropy` of
+    `copy(hidden) @ weight.T + bias`.
 
     Args:
         hidden: [..., width], the same on all ranks of the axis.
-        weight: [this rank's slice of the vocabulary, width], such as a head's or an embedding's.
-        targets: [...], numbers within the whole vocabulary, the same on all ranks.
-        ax: of `fz.parallel.axis`, over which the vocabulary is cut in rank order; None where the weight is whole.
-        tiles: how many tiles the tokens are computed in, as equal as they can be.
+        weight: [this rank's slice of the vocabulary, width], of a head or an embedding.
+        targets: [...], indices into the whole vocabulary, the same on all ranks.
+        ax: an axis, from `fz.parallel.axis`, that cuts the vocabulary in rank order; None if the weight is whole.
+        tiles: number of tiles of the tokens, as equal as possible.
         bias: [this rank's slice of the vocabulary].
-        ignore_index, label_smoothing, reduction, sizes: as in `fz.parallel.cross_entropy`.
+        ignore_index: targets with this value have a loss of zero, and do not count in the mean.
+        label_smoothing: share of each target that is spread over the vocabulary, from 0 to 1.
+        reduction: "none" for losses [...], "sum", or "mean" over the targets that are not ignored (NaN if all are).
+        sizes: slice sizes of all ranks, if you know them. Otherwise one more message finds them out.
+
+    Returns:
+        The loss, the same on all ranks.
 
     Raises:
-        TypeError, ValueError: as `fz.parallel.cross_entropy` does.
+        TypeError: an argument of a wrong kind.
+        ValueError: shapes do not fit, or a target is outside of the vocabulary. Outside of the CPU such a target gives
+            NaN instead.
 
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)
@@ -230,8 +241,8 @@ def _need_linear(hidden: object, weight: object, bias: object, who: str) -> None
     if len(of_weight) != 2 or not own or own[-1] != of_weight[1] or of_bias not in ([], [of_weight[:1]]):
         raise ValueError(
             f"parallel.{who}: got hidden, weight{' and bias' if of_bias else ''} of shapes "
-            f"{', '.join(str(tuple(shape)) for shape in shapes)}, expected [..., width], [vocabulary, width] and a "
-            "bias, where there is one, [vocabulary]."
+            f"{', '.join(str(tuple(shape)) for shape in shapes)}, expected [..., width], [vocabulary, width] and, if "
+            "there is a bias, [vocabulary]."
         )
 
 
@@ -244,8 +255,8 @@ def _cut_sizes(tensors: Sequence[torch.Tensor], tiles: int, dim: int) -> list[in
     sizes = [x.shape[need_dim(dim, x.ndim, "tiled")] for x in tensors]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"parallel.tiled: got tensors of shapes {[tuple(x.shape) for x in tensors]} in x, expected one size in dim "
-            f"{dim}. What every tile needs whole comes behind x."
+            f"parallel.tiled: got tensors of shapes {[tuple(x.shape) for x in tensors]} in x, expected one size in "
+            f"dim {dim}. Give what every tile needs whole as an argument after x."
         )
     return [size for size in pieces.balanced(sizes[0], tiles) if size] or [0]
 

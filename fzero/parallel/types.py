@@ -37,10 +37,10 @@ _ATTRIBUTE, _FORMS = (
 
 
 class AxisTypeError(ValueError):
-    """A conversion between the types of an axis is missing, or there is one too many.
+    """A map of `fz.parallel` is missing or needless; `fz.parallel.check` raises it.
 
     Attributes:
-        place: the line of the caller's code; None where it is known only what comes out.
+        place: the line in your code; None if only the outputs show it.
     """
 
     def __init__(self, message: str, place: Place | None = None) -> None:
@@ -173,8 +173,8 @@ class Watch(dispatch.TorchDispatchMode):
             )
         words = "the same on all ranks" if form_of(made.other, axis) == REPLICATED else "a piece of a whole one"
         raise AxisTypeError(
-            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}), which would be added "
-            f"as often as there are ranks, or to a sum that is missing. {end}",
+            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}). That would be added "
+            f"once for each rank, or to a sum that is missing. {end}",
             where,
         )
 
@@ -196,11 +196,9 @@ class Watch(dispatch.TorchDispatchMode):
 def _missing_copy(name: str, place: Place, axis: str, own: Type, other: Type) -> str:
     return (
         f"parallel.check: {place}: {_plain(name)} takes a value that is invariant on axis {axis!r} (from {own.source}) "
-        f"together with one that varies on it (from {other.source}): each rank would compute a part of the first one's "
-        "cotangent, which nothing sums. A conversion is missing. Where ranks compute different things with the same "
-        "value, put fz.parallel.copy before it (or split it); where the varying value is a summand or a piece of a "
-        "whole one, put fz.parallel.sum or gather behind it; what is not differentiated is detached, or named in "
-        "constants=."
+        f"and one that varies on it (from {other.source}). A conversion is missing: fz.parallel.copy or split of the "
+        "first, or fz.parallel.sum or gather of the second, comes before it. Without one, each rank has a part of the "
+        "first one's cotangent. If nothing is differentiated by it, detach it, or name it in constants=."
     )
 
 

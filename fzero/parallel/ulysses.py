@@ -28,27 +28,27 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def ulysses(
     attention: Callable[..., torch.Tensor] | None, ax: Axis, chunks: int = 1, **options: object
 ) -> Callable[..., torch.Tensor]:
-    """Attention over a sequence whose pieces lie on the ranks of an axis, head by head (arXiv 2309.14509).
+    """Makes an attention over a sequence that is cut over an axis. Each rank gets all tokens of some heads.
 
-    Heads are dealt out as equally as they can be, to ranks of which there may be more, and each comes with its KV head.
-    Pieces of the sequence have any lengths, in rank order.
+    Heads need not divide by the number of ranks, and there may be fewer heads than ranks. Pieces of the sequence have
+    any lengths, in rank order.
+
+    Source: Jacobs et al., 2023 (arXiv 2309.14509); chunks: arXiv 2602.21196.
 
     Args:
-        attention: of all tokens for some heads. None is `fz.parallel.attention`; `fz.parallel.ring(other)` has the
-            sequence cut over `other` first, and each of those pieces over `ax`. Any other function of q [b, heads, t,
-            d], k and v [b, kv_heads, t, d] and keywords is called by every rank, with a head of zeros where there is
-            none; `kv_heads` divides `heads`. What it keeps for its derivatives it keeps for all chunks.
-        ax: of `fz.parallel.axis`.
-        chunks: heads go round in so many parts, one after the other, each of which needs its part of the memory
-            (arXiv 2602.21196). They come once more when cotangents are pulled back.
-        options: keywords of `attention`, for calls that do not say: `causal`, `window`, `documents` (of the whole
-            sequence) and `scale` of `fz.parallel.attention`.
+        attention: computes all tokens of some heads. None takes `fz.parallel.attention`. `fz.parallel.ring(other)` is
+            for a sequence that is cut over `other` first, and then over `ax`. Your own function takes q [b, heads, t,
+            d], k and v [b, kv_heads, t, d] and keywords; every rank calls it, with one head of zeros if it has none.
+        ax: an axis, from `fz.parallel.axis`.
+        chunks: number of parts in which heads are sent, one after the other. More parts need less memory.
+        options: defaults for the calls: keywords of `attention`, such as `causal`, `window`, `documents` (of the whole
+            sequence) and `scale`.
 
     Returns:
-        A function of q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens, and options.
+        A function of this rank's q [b, heads, t, d], k and v [b, kv_heads, t, d], and options.
 
     Raises:
-        TypeError, ValueError: on every rank, where tensors or options do not fit or differ between ranks.
+        TypeError, ValueError: tensors or options do not fit, or differ between ranks. It is raised on every rank.
 
     Example:
         >>> def rank_main(rank):

@@ -134,9 +134,9 @@ class Varying(TorchFunctionMode):
         draws = bool(cut) and func in _RANDOM
         if draws and hooks.in_checkpoint():
             raise ValueError(
-                f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose outputs "
-                f"are cut over axis {self.axis.name!r}, within torch.utils.checkpoint, which would draw others when it "
-                "runs again. Use fz.remat(step) in its place, or leave the random numbers out of it."
+                f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose "
+                f"outputs are cut over axis {self.axis.name!r}, inside torch.utils.checkpoint, which would draw "
+                "others when it runs again. Use fz.remat(step) instead, or move the random numbers out of it."
             )
         if draws:
             note_help(f"{name_of(func)!r} draws for slices")
@@ -179,10 +179,10 @@ class Varying(TorchFunctionMode):
         what = func if isinstance(func, str) else name_of(func)
         return ValueError(
             f"apply: {what!r} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
-            f"{self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank has its slice "
-            "of them, and would get another result. Say 'column_gather' of that module in the plan of fz.shard_tensor, "
-            "or leave it whole; of what is fused say fz.parallel.cut('column', parts=...). A sum over that dim is put "
-            "together by fz.parallel.sum, before anything else is computed of it."
+            f"{self.axis.name!r}, takes them apart, or is not known to leave that dim alone. Each rank has only its "
+            "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
+            "fz.shard_tensor, or leave it whole. If its weights are fused, say fz.parallel.cut('column', "
+            "parts=...). A sum over that dim needs fz.parallel.sum before anything else is computed of it."
         )
 
     def _made(self, func: Function, size: OwnSize, args: Operands, kwargs: dict[str, object]) -> object:
@@ -277,9 +277,9 @@ class Varying(TorchFunctionMode):
         if source:
             raise ValueError(
                 f"apply: torch.func maps or differentiates within a module what module {source!r} gives, whose "
-                f"outputs are cut over axis {self.axis.name!r}, at {what!r}, where nothing is known of what it does "
-                "with a rank's slice. Write it without torch.func, or say 'column_gather' of that module in the plan "
-                "of fz.shard_tensor."
+                f"outputs are cut over axis {self.axis.name!r}, at {what!r}. It is not known what that does with a "
+                "rank's slice. Write it without torch.func, or say 'column_gather' of that module in the plan of "
+                "fz.shard_tensor."
             )
 
     def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:

@@ -26,12 +26,12 @@ _ELSEWHERE = ("remat", "compile", "axis", *[f"{what} in" for what in ("params", 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a unit may keep.
+    """What a unit may keep between its forward run and its pullback.
 
     Attributes:
-        names: of what is kept; None where nothing is recomputed.
-        nbytes: that lie between the forward run and the pullback, the unit's input among them.
-        flops: that are computed once more.
+        names: names of the kept values (`fz.name`); None if nothing is computed again.
+        nbytes: bytes kept, with the unit's input.
+        flops: FLOPs that are computed again.
     """
 
     names: tuple[str, ...] | None
@@ -41,13 +41,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Activations:
-    """Units that are alike, of one microbatch.
+    """What units that are alike keep for their pullback, for one microbatch.
 
     Attributes:
-        units: their names, each as often as it is called.
-        forward: FLOPs of one forward run, of each.
-        choices: all of what the graph saves, nothing but the inputs, each name alone, and all names.
-        chosen: what the step says.
+        units: their names, once for each call.
+        forward: FLOPs of one forward run of one of them.
+        choices: what they may keep: everything, only the inputs, each name alone, all names.
+        chosen: what the step keeps.
     """
 
     units: tuple[str, ...]
@@ -156,7 +156,7 @@ def activation_lines(activations: Sequence[Activations], total: int) -> list[str
 def _cells(each: Activations, choice: Choice, total: int) -> tuple[str, ...]:
     names = "everything" if choice.names is None else ", ".join(choice.names) or "inputs alone"
     first, count = each.units[0], len(each.units)
-    units = first if count == 1 else f"{first} and {count - 1} alike"
+    units = first if count == 1 else f"{first} and {count - 1} more"
     again = choice.flops * count
     share = f"{again / total:.1%}" if total else "–"
     return "*" if choice == each.chosen else "", units, names, f"{choice.nbytes:,}", f"{again:,}", share

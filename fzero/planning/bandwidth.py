@@ -18,17 +18,17 @@ _PIECES = 8  # that the bytes are moved in: one travels while the next one begin
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second between memories, measured by `fz.measure_bandwidth` or known.
+    """How fast bytes move between memories, in bytes per second. Measure it with `fz.measure_bandwidth`.
 
     Args:
-        host_read: from the host to the device.
-        host_write: from the device to the host.
-        disk_read: from files to the host; None where there is no disk.
-        disk_write: from the host to files.
+        host_read: from the host's memory to the device.
+        host_write: from the device to the host's memory.
+        disk_read: from files to the host's memory; None without a disk.
+        disk_write: from the host's memory to files; None without a disk.
 
     Raises:
-        TypeError: what is no number.
-        ValueError: a number that is not positive.
+        TypeError: not a number.
+        ValueError: not positive.
 
     Example:
         >>> fz.Bandwidth(host_read=25e9, host_write=25e9, disk_read=3e9).disk_read
@@ -64,19 +64,21 @@ def need_bandwidth(bandwidth: object, who: str) -> None:
 def measure_bandwidth(
     disk: Disk | None = None, device: str | torch.device = "cpu", nbytes: int = 256 << 20
 ) -> Bandwidth:
-    """Measures this machine by moving bytes as a step does, each way, for a second or two.
+    """Measures how fast this machine moves bytes between device, host and disk. It takes a second or two.
 
-    To and from a device go copies of page-locked memory; on the CPU they are copies within its memory. Files are
-    written and read by the disk's own threads, past the page cache where the filesystem lets it: elsewhere, as on
-    /tmp in memory, it is the cache that is measured.
+    Bytes move as in a step: to a device from page-locked memory, to a disk by its own threads. On the CPU, "device" and
+    "host" are one memory. A filesystem in memory, such as /tmp often is, measures that memory.
 
     Args:
-        disk: to be measured too; what is written there is removed again.
-        device: that computes.
-        nbytes: moved each way; an eighth of them is taken on the device and on the host, all of them on the disk.
+        disk: a disk to measure too. Its test files are removed.
+        device: the device that computes.
+        nbytes: bytes to move each way. The device and the host need an eighth of them, the disk all of them.
+
+    Returns:
+        The rates, for `plan.seconds` and `fz.fits`.
 
     Raises:
-        OSError: the disk has no room for them.
+        OSError: the disk has no room for `nbytes`.
 
     Example:
         >>> fz.measure_bandwidth(nbytes=1 << 20).host_read > 0

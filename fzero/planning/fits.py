@@ -24,12 +24,12 @@ Placement = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A placement that fits; what `fz.fits` returns.
+    """A placement of state that fits into memory; `fz.fits` returns it.
 
     Attributes:
         placement: "params", "grads" and "moments", each with "device", "host" or "disk".
-        plan: of the step that is offloaded so; `plan.peak` is what fits.
-        seconds: that its transfers take in a step, `plan.seconds(bandwidth)`.
+        plan: the `fz.Plan` of the step with this placement. `plan.peak` is what fits.
+        seconds: time of a step's transfers, at best.
     """
 
     placement: Placement = field(hash=False)
@@ -37,14 +37,14 @@ class Proposal:
     seconds: float
 
     def apply(self, step: S, disk: Disk | None = None) -> S:
-        """The step, offloaded as is proposed.
+        """Returns the step with `fz.offload` for this placement.
 
         Args:
-            step: that was asked about.
-            disk: where what is put on the disk lies.
+            step: the step that was given to `fz.fits`.
+            disk: where state on the disk goes.
 
         Raises:
-            ValueError: something is to lie on the disk, and none is given.
+            ValueError: the placement uses a disk, and `disk` is None.
         """
         need_step(step, "Proposal.apply")
         if disk is not None and not isinstance(disk, Disk):
@@ -52,7 +52,7 @@ class Proposal:
         on_disk = [kind for kind, memory in self.placement.items() if memory == DISK]
         if on_disk and disk is None:
             raise ValueError(
-                f"Proposal.apply: got no disk, and {' and '.join(on_disk)} are to lie there. Say which folder: "
+                f"Proposal.apply: got no disk, and {' and '.join(on_disk)} are to lie on one. Give a folder: "
                 "apply(step, fz.Disk(path))."
             )
         return _placed(step, self.placement, disk)
@@ -71,26 +71,28 @@ def fits(
     world_size: int | None = None,
     bandwidth: Bandwidth | None = None,
 ) -> Proposal:
-    """Proposes where params, grads and moments should lie so that a step fits into memory and moves the least.
+    """Finds where params, grads and moments should lie so that a step fits into memory and moves few bytes.
 
-    All 27 placements of the three kinds, whole, are planned; of those whose `Plan.peak` fits, the one is taken whose
-    transfers take the least time, and among those that take the same the one that moves and offloads the least bytes.
-    Activations are not counted, as nothing is run: leave room for them. Nor are the bytes on their way to files, up to
-    `fz.Disk(in_flight=...)`, which are in the host's memory meanwhile.
+    It plans all 27 placements of the three kinds on device, host and disk. Of those that fit, it takes the one with the
+    fastest transfers. Nothing is run or allocated.
+
+    Leave room for activations, which it does not count, and in the host's memory for `fz.Disk(in_flight=...)` bytes.
 
     Args:
-        step: any step, of which nothing but activations is offloaded.
-        params: the pytree given to `init`, as for `fz.plan`.
-        device: bytes of memory for each rank's state on the device that computes. Where that is the CPU, the host's
-            memory is its own: leave `host` at 0.
-        host: bytes of the host's memory for each rank.
-        disk: bytes on a disk for each rank; None where there is none.
-        world_size: as for `fz.plan`.
-        bandwidth: by which costs are estimated: that of `fz.measure_bandwidth`. By default 20 GB/s to and from the
-            host, 3 from and 2 to the disk are assumed, as of PCIe 4 and an NVMe disk.
+        step: any step that offloads nothing but activations.
+        params: the pytree for `init`. Its tensors may be on the meta device.
+        device: bytes that each rank may use on the device that computes.
+        host: bytes that each rank may use in the host's memory. Leave it at 0 if the device is the CPU.
+        disk: bytes that each rank may use on a disk; None without a disk.
+        world_size: number of ranks of the sharded axis. By default that of the process group, or 1.
+        bandwidth: of `fz.measure_bandwidth`. By default 20 GB/s between device and host, and 3 GB/s from and 2 GB/s to
+            the disk (PCIe 4 and NVMe).
+
+    Returns:
+        The placement, with its plan. `proposal.apply(step)` makes the step.
 
     Raises:
-        ValueError: no placement fits, with the bytes that are missing; the step says already where its state lies.
+        ValueError: nothing fits, with the bytes that are missing; or the step already offloads state.
 
     Example:
         >>> step = fz.donate(fz.train_step(lambda p, x: sum((x @ w).sum() for w in p), fz.adamw(1e-3), units="*"))
@@ -113,7 +115,9 @@ def fits(
             )
     said = next((rule.source for rule in step.rules if rule.column in [f"{kind} in" for kind in KINDS]), None)
     if said is not None:
-        raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without that.")
+        raise ValueError(
+            f"fits: got a step with {said}, which says where its state lies. Give the step without it."
+        )
     speeds, nowhere = bandwidth or TYPICAL, stand_in()
     proposals, updates = list[Proposal](), dict[bool, Taken]()
     for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):

@@ -13,62 +13,64 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.display import counted, folded, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
 from fzero.planning.update import Taken, taken
+from fzero.planning.words import HEAD, by_name, cells, sent_as
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.sharded import Sharded
-from fzero.stores.put import DEVICE, HOST, name_of
+from fzero.stores.put import DEVICE, HOST
 from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
-from fzero.table.rows import KINDS, Kept, Row
+from fzero.table.rows import KINDS, Row
 from fzero.table.spec import Spec, need_step
 
 _MEMORIES = tuple([f"{kind} in" for kind in KINDS])  # columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The resolved table; `print` it. All numbers are bytes of one rank, alignment included.
+    """What each rank of a step holds and sends; `fz.plan` returns it. `print` it for a table, or end a cell
+    of a notebook with it.
+
+    All numbers are bytes of one rank, with alignment, for a step without accumulation.
 
     Attributes:
-        rows: one per leaf.
-        world_size: all ranks of the mesh.
-        ranks: the mesh by numbers: `ranks.sizes` are those of its axes.
-        rank: whose numbers these are; other ranks of a tensor axis may have smaller slices.
-        params, grads, moments, extra: state between updates (grads: as many as live at once, reduced).
-        gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (where they are made
-            for each use: in ZeRO-3, and of offloaded params).
-        sent: per step without accumulation, by the params' gathers and the gradients' reduction, over all axes.
-        messages: what is sent per step without accumulation, axis by axis, for each purpose: those two, the means of
-            replicas, the norm and a loss in float32, and what the function sends by its maps of `fz.parallel` where
-            `inputs=` were given. Units are counted as in `moved`.
-        device, host, disk: the same state by the memory that it lies in.
-        moved: per step without accumulation, by memory: `moved["host"]` is (to the device, from the device),
-            `moved["disk"]` (read, written). Counted are params, grads and moments of a step after the first, as if each
-            unit ran once, in the order of their names, and were pulled back; not activations, nor what an `fz.Extra`
-            or an optimizer's norm of its own reads.
-        peak: what a step takes at most, by memory ("device", "host", "disk"), but for activations: the state (twice, of
-            params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
-            full params, one unit's full gradients, and what the update of two units has brought. What an optimizer and
-            entries of the state (`fz.Extra`) take is counted in a run on tensors without values: a number that they
-            read is a half there, and one that does not run so is taken to need eight times the leaves that it is given
-            at once. Up to `fz.Disk(in_flight=...)` bytes more are on their way to files.
-        activations: where `inputs=` were given, what like units keep for their pullback, of one microbatch: by each
-            choice of names (`fz.name`), and as the step says; and what is computed again. It is counted on one rank
-            of a step whose params are whole.
-        flops: of a microbatch's forward run and pullback, by torch's formulas for matrix products, convolutions and
-            attention, with nothing computed again; 0 without `inputs=`.
+        rows: one row of the table per leaf.
+        world_size: number of ranks in the mesh.
+        ranks: the mesh; `ranks.sizes` has the size of each axis.
+        rank: the rank that is counted.
+        params: bytes of params between updates.
+        moments: bytes of moments between updates.
+        extra: bytes of other state (`fz.Extra`) between updates.
+        grads: reduced gradients that live at most at once.
+        gathered: full params of the largest unit.
+        root: full params of the leaves outside of any unit, where they are gathered (ZeRO-3, offloaded params).
+        sent: what a step sends to gather params and to reduce gradients, over all axes.
+        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, norms, the loss, and
+            with `inputs=` the maps of `fz.parallel` in the function.
+        device: state between updates on the device that computes.
+        host: state between updates in the host's memory.
+        disk: state between updates on a disk.
+        moved: bytes that a step moves: `moved["host"]` is (to the device, from the device), `moved["disk"]` is (read,
+            written). It counts params, grads and moments, with each unit run once; not activations.
+        peak: the most that a step needs, by memory ("device", "host", "disk"), without activations: the state (twice,
+            without `fz.donate`), full params of the root and two units, full gradients of one unit, and what an update
+            needs. `fz.Disk(in_flight=...)` comes on top.
+        activations: with `inputs=`, what units keep for their pullback and what they may keep instead. Counted for one
+            rank with whole params, and one microbatch.
+        flops: with `inputs=`, FLOPs of a microbatch's forward and pullback, without recomputation. They count matrix
+            products, convolutions and attention. Otherwise 0.
     """
 
     rows: tuple[Row, ...]
@@ -100,24 +102,22 @@ class Plan:
 
     @property
     def by_axis(self) -> dict[str, tuple[int, int]]:
-        """Axis (`dp×sp` where two are taken as one) -> the bytes that a rank sends over it in a step, and in how many
-        collectives.
-        """
+        """Axis -> (bytes, collectives) that a rank sends over it in a step. Two axes used as one are named `dp×sp`."""
         axes = dict.fromkeys(each.axis for each in self.messages)
         own = {axis: [each for each in self.messages if each.axis == axis] for axis in axes}
         return {axis: (sum(e.nbytes for e in some), sum(e.messages for e in some)) for axis, some in own.items()}
 
     @cached_property
     def holdings(self) -> Holdings:
-        """The parts of all leaves on all ranks."""
+        """Which part of each leaf each rank holds."""
         return Holdings(self.rows, self.ranks)
 
     def held(self, path: str, rank: int) -> Held:
-        """A rank's part of a leaf: its slice along a dim, and the flat piece of that slice.
+        """Which part of a leaf a rank holds: its slice along a dim, and its flat piece of that slice.
 
         Args:
-            path: of the leaf.
-            rank: its number in the mesh, whose first axis is the slowest.
+            path: dotted path of the leaf.
+            rank: number of the rank in the mesh. The first axis is the slowest.
 
         Raises:
             KeyError: there is no such leaf.
@@ -134,18 +134,17 @@ class Plan:
         return self.holdings.of(path, _need_rank(rank, self.ranks, "Plan.held"))
 
     def seconds(self, bandwidth: Bandwidth, compute: float | None = None) -> float:
-        """Estimates the seconds of a step at best, whose transfers run while it computes: the longest of them.
+        """Estimates the time of a step, in seconds, if all transfers run while it computes.
 
-        That is max(compute, to the device, from the device, disk), each bytes / bandwidth. To and from the host bytes
-        go at once; a disk's reads and writes share it, and are added. What a step must wait for comes on top: the
-        first unit for its params, an update for its norm.
+        It is the largest of `compute` and the time for each way: to the device, from the device, and the disk, whose
+        reads and writes add up. The first unit's params and an update that waits for a norm come on top.
 
         Args:
-            bandwidth: measured by `fz.measure_bandwidth`, or made of known numbers.
-            compute: seconds that the step takes with everything on the device, measured; None counts transfers only.
+            bandwidth: of `fz.measure_bandwidth`, or with numbers that you know.
+            compute: measured seconds of the step with everything on the device; None counts transfers only.
 
         Raises:
-            ValueError: state lies on a disk, and the bandwidth says nothing of one.
+            ValueError: state is on a disk, and `bandwidth` has no rates of one.
 
         Example:
             >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3))
@@ -161,75 +160,51 @@ class Plan:
         to_device, from_device, read, written = transfers(self, bandwidth)
         return max(float(compute or 0.0), to_device, from_device, read + written)
 
+    def __repr__(self) -> str:
+        leaves, ranks = counted(len(self.rows), "leaf"), counted(self.world_size, "rank")
+        return f"Plan({leaves} on {ranks}; print it to see its table)"
+
     def __str__(self) -> str:
-        head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
-        body = [_cells(row) for row in self.rows]
-        if any(row.slices is not None for row in self.rows):
-            head = (*head[:2], "cut", *head[2:])
-            body = [(*own[:2], cuts_of(row, self.ranks), *own[2:]) for own, row in zip(body, self.rows, strict=True)]
+        head, body = self._table()
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         body = [head, ["-" * width for width in widths], *body]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in body]
-        total = sum(row.numel for row in self.rows)
-        extra = f", further state {_bytes(self.extra)}" if self.extra else ""
-        lines += [
-            "",
+        return "\n".join(["  ".join(map(str.ljust, line, widths)).rstrip() for line in body] + ["", *self._lines()])
+
+    def _repr_html_(self) -> str:
+        lines, most = self._lines(), len(self.header)
+        return folded(f"Plan: {lines.pop(most)}", *self._table(), "\n".join(lines))
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        body = [cells(row) for row in self.rows]
+        if not any(row.slices is not None for row in self.rows):
+            return HEAD, body
+        cut = [(*own[:2], cuts_of(row, self.ranks), *own[2:]) for own, row in zip(body, self.rows, strict=True)]
+        return (*HEAD[:2], "cut", *HEAD[2:]), cut
+
+    def _lines(self) -> list[str]:
+        extra = f", further state {in_bytes(self.extra)}" if self.extra else ""
+        step = "step without accumulation" if any(line.startswith("accumulate") for line in self.header) else "step"
+        lines = [
             *self.header,
-            f"{len(self.rows)} leaves, {total:,} parameters, {len({row.unit for row in self.rows})} units, "
-            f"{self.world_size} ranks" + (f" ({self.ranks})" if len(self.mesh) > 1 else ""),
-            f"{f'rank {self.rank}' if self.ranks.tensor else 'per rank'}: params {_bytes(self.params)}, "
-            f"grads {_bytes(self.grads)}, moments {_bytes(self.moments)}"
-            f"{extra}; gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
-            f"sent per step {_bytes(self.sent)}",
+            f"{counted(len(self.rows), 'leaf')}, {counted(sum(row.numel for row in self.rows), 'parameter')}, "
+            f"{counted(len({row.unit for row in self.rows}), 'unit')}, {counted(self.world_size, 'rank')}"
+            + (f" ({self.ranks})" if len(self.mesh) > 1 else ""),
+            f"{f'rank {self.rank}' if self.ranks.tensor else 'per rank'}: params {in_bytes(self.params)}, "
+            f"grads {in_bytes(self.grads)}, moments {in_bytes(self.moments)}"
+            f"{extra}; gathered at once: root {in_bytes(self.root)} + largest unit {in_bytes(self.gathered)}; "
+            f"sent per {step} {in_bytes(self.sent)}",
         ]
         if len(self.by_axis) > 1:
-            lines += [_line(axis, [each for each in self.messages if each.axis == axis]) for axis in self.by_axis]
+            own = {axis: [each for each in self.messages if each.axis == axis] for axis in self.by_axis}
+            lines += [f"sent per {step} over {axis}: {sent_as(some)}" for axis, some in own.items()]
         if any(memory != DEVICE for row in self.rows for memory in row.memories):
             places = {"device": self.device, HOST: self.host, traffic.DISK: self.disk}
+            (down, up), (read, written) = [map(in_bytes, self.moved[memory]) for memory in (HOST, traffic.DISK)]
             lines += [
-                f"between steps: {_by_name(places)}; at most in a step: {_by_name(self.peak)}, and activations",
-                f"moved per step: host to device {_bytes(self.moved[HOST][0])}, device to host "
-                f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[traffic.DISK][0])}, written "
-                f"{_bytes(self.moved[traffic.DISK][1])}",
+                f"between steps: {by_name(places)}; at most in a step: {by_name(self.peak)}, and activations",
+                f"moved per {step}: host to device {down}, device to host {up}; disk read {read}, written {written}",
             ]
-        return "\n".join([*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    policy, whole = row.policy, " (full)" if row.held else ""
-    assert policy.compute and policy.reduce
-    notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
-    notes += [row.names.words] if row.names.words and row.unit else []
-    return (
-        row.path,
-        "×".join(map(str, row.shape)) or "scalar",
-        row.unit or "(root)",
-        _kept(row.params) + whole,
-        _kept(row.grads),
-        _kept(row.moments),
-        str(Plain(policy.compute)) + (" by 8-bit" if policy.gather else ""),
-        "–" if row.frozen else str(Plain(policy.reduce)),
-        row.lifetime if row.unit or row.lifetime != "one use" else "the step",
-        ", ".join([row.optimizer, *notes]),
-    )
-
-
-def _kept(kept: Kept | None) -> str:
-    """How one kind of state is stored, and the axes that it is cut over."""
-    if kept is None:
-        return "none"
-    stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
-    over, memory = joined([cut.axis for cut in kept.cuts]), name_of(kept.memory)
-    return ", ".join([stored, *([over] if over else []), *([memory] if kept.memory != DEVICE else [])])
-
-
-def _line(axis: str, sent: Sequence[Sent]) -> str:
-    """What goes over one axis, in words."""
-    parts = [
-        f"{each.purpose} {_bytes(each.nbytes)} in {each.messages} message{'s' if each.messages != 1 else ''}"
-        for each in sent
-    ]
-    return f"sent per step over {axis}: {', '.join(parts)}"
+        return [*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])]
 
 
 def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
@@ -247,17 +222,6 @@ def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
     return out
 
 
-def _by_name(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
-
-
 def plan(
     step: Spec,
     params: object,
@@ -266,26 +230,28 @@ def plan(
     rank: int = 0,
     inputs: Sequence[object] | None = None,
 ) -> Plan:
-    """The state that `init` would make of these params, counted and not made: no process group, no memory.
+    """Counts what a step holds and sends on each rank, before anything is allocated.
+
+    No process group is needed, and no memory: params may be on the meta device.
 
     Args:
         step: any step.
-        params: the pytree given to `init` (real, fake or meta tensors, or callables). An optimizer on whole leaves that
-            asks for their values at its init is begun on zeros, one leaf at a time.
-        world_size: ranks of the sharded axis; that of the process group by default, or 1.
-        mesh: the sizes of all axes, `{"dp": 64, "tp": 8}`, the first one slowest, or a DeviceMesh: of any number of
-            ranks, in place of `world_size`. By default those of the step's own meshes.
-        rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
-        inputs: a batch, `(tokens, targets)`, of which only shapes are read: what the function and its modules send by
-            the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. A step
-            with a tensor axis is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts
-            for. Attention counts by its formula; not counted is what `fz.remat` and a second pullback send once more.
-            What units keep, and what it costs to compute some of it again, is in `activations`, but of those that
-            the function differentiates itself. Modules of `fz.functional` keep nothing of it; other objects, as a
-            dict in which the function keeps tables, do.
+        params: the pytree for `init` (real, fake or meta tensors, or callables).
+        world_size: number of ranks of the sharded axis. By default that of the process group, or 1.
+        mesh: sizes of all axes, such as `{"dp": 64, "tp": 8}`, the slowest first, or a DeviceMesh. Use it instead of
+            `world_size`. By default the meshes of the step.
+        rank: the rank that is counted. Rank 0 has the largest pieces.
+        inputs: a batch, such as `(tokens, targets)`. Then the function runs on shapes alone, and the plan also counts
+            its activations, FLOPs and the messages of `fz.parallel`. A wrong function is refused as by
+            `fz.parallel.check`. A step with a tensor axis needs a mesh of this process, such as `fz.testing.fake_mesh`.
+            Messages of a second pullback and of `fz.remat` are not counted.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
+        ValueError: a pattern matches no leaf, two transforms disagree about a leaf, or the mesh lacks an axis of the
+            step.
 
     Example:
         >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))

@@ -13,21 +13,21 @@ from fzero.table.rows import Row
 
 
 def plot_plan(plans: Plan | Mapping[str, Plan], axes: Axes = None, leaves: str | None = None) -> object:
-    """Draws who holds what of one plan, or the bytes a parameter of several.
+    """Draws which rank holds which part of a leaf, or compares the bytes per parameter of several plans.
 
-    Of one plan each rank is a cell of the mesh, for each of some leaves: its slice along a dim, and of that its own
-    flat piece. Up to 64 ranks are drawn, the first ones of a larger mesh. Of several plans, by label, the bars are
-    bytes a parameter over all ranks, stacked by kind of state. Grads are those that live at most at once, reduced;
-    gathered params and activations are not counted.
+    - One plan: a cell for each rank of the mesh, up to 64. It shows the rank's slice of a leaf, and its flat piece of
+      it.
+    - Several plans: a bar for each, in bytes per parameter over all ranks. Activations and gathered params are not
+      counted.
 
     Args:
-        plans: what `fz.plan` returned; or label -> what it returned.
-        axes: of matplotlib, to draw into; new ones by default.
-        leaves: a pattern (fnmatch over dotted paths) for those that are drawn of one plan, up to 6; by default the
-            largest leaf of each way in which leaves are cut, up to 3.
+        plans: what `fz.plan` returned, or label -> what it returned.
+        axes: matplotlib axes to draw into. By default new ones.
+        leaves: for one plan, a pattern of the leaves to draw (fnmatch over dotted paths), up to 6. By default the
+            largest leaf of each way to cut, up to 3.
 
     Returns:
-        The axes.
+        The axes, which a notebook shows as a picture where they are new.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3), fz.Policy.compact16())

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fzero.base.arguments import need_path, wrong
-from fzero.planning.plotting import LINES, TEXT, Axes, new_axes
+from fzero.planning.plotting import LINES, TEXT, Axes, add_frame, new_axes
 from fzero.schedules.simulate import Durations, Times, simulate
 from fzero.schedules.task import Kind, Schedule
 from fzero.schedules.timeline import Span, Timeline
@@ -19,6 +19,7 @@ MEANS = {
     Kind.INPUTS: "I gradients of inputs",
     Kind.PARAMS: "W gradients of params",
 }
+EDGE = "#00000066"  # of bars, on white and on black
 HEAD, ROW, BAR = 0.9, 1.0, 0.76  # in rows
 INCHES, DIGIT, SIZE = 0.42, 0.062, 7  # of a row's height, of a digit's width; points
 Drawn = Schedule | Timeline
@@ -30,25 +31,25 @@ def plot_schedule(
     path: str | os.PathLike[str] | None = None,
     axes: Axes = None,
 ) -> object:
-    """Draws who computes what when: a row for each place, a bar for each task with the number of its microbatch.
+    """Draws who computes what and when in a pipeline: a row for each place, a bar for each task.
 
-    Schedules are simulated, timelines drawn as they are, and both look alike; several are drawn below one another, over
-    the same time. Where a place has several stages, the later ones are paler. A thin line is a place that waits for a
-    message. Beside each row stands the share of the time in which the place computes nothing.
+    The number in a bar is the microbatch. Paler bars are later stages of the same place. A thin line is a place that
+    waits for a message. Beside each row is the share of time in which the place is idle.
 
     Args:
-        schedule: an `fz.schedules.Schedule` or an `fz.schedules.Timeline`; or several, in a list or as label -> one.
-        times: of the tasks of what must be simulated, an `fz.schedules.Times` or a mapping of `forward`, `inputs` and
-            `params`; by default 1 each. In seconds where it is drawn beside what was measured.
-        path: of a file for the picture too, whose ending says its format, such as `.png`.
-        axes: of matplotlib, to draw into; new ones by default.
+        schedule: an `fz.schedules.Schedule`, which is simulated, or an `fz.schedules.Timeline`. Or several of them, as
+            a list or as label -> schedule, drawn over the same time.
+        times: durations for the simulation: an `fz.schedules.Times`, or a mapping with `forward`, `inputs` and
+            `params`. By default 1 each. Use seconds beside measured timelines.
+        path: a file to write the picture to. Its ending is the format, such as `.png`.
+        axes: matplotlib axes to draw into. By default new ones.
 
     Returns:
-        The axes.
+        The axes, which a notebook shows as a picture where they are new.
 
     Raises:
-        TypeError: what is no schedule and no timeline.
-        ValueError: a schedule that cannot run, or nothing to draw.
+        TypeError: neither a schedule nor a timeline.
+        ValueError: the schedule cannot run, or there is nothing to draw.
 
     Example:
         >>> axes = fz.plot_schedule(fz.schedules.one_f_one_b(stages=2, microbatches=3))
@@ -63,7 +64,10 @@ def plot_schedule(
     if axes is None:
         most = max(sum(1 for _ in timeline.computing(0)) for timeline in timelines.values())
         axes = new_axes(min(18.0, max(7.0, 1.7 + 0.26 * most)), 1.0 + INCHES * rows)
-    _draw(axes, timelines, rows)
+    parts = schedule.values() if isinstance(schedule, Mapping) else schedule
+    parts = [parts] if isinstance(parts, (Schedule, Timeline)) else parts
+    ones = times is None and not any(isinstance(part, Timeline) for part in parts)
+    _draw(axes, timelines, rows, "time; a forward run of a microbatch takes 1" if ones else "time")
     if file is not None:
         axes.figure.savefig(file, dpi=150)
     return axes
@@ -92,7 +96,7 @@ def _timelines(drawn: object, times: object) -> dict[str, Timeline]:
     return out
 
 
-def _draw(axes: Axes, timelines: Mapping[str, Timeline], rows: float) -> None:
+def _draw(axes: Axes, timelines: Mapping[str, Timeline], rows: float, unit: str) -> None:
     longest = max(timeline.total for timeline in timelines.values()) or 1.0
     width = axes.figure.get_size_inches()[0] * axes.get_position().width / longest  # inches for 1 of time
     kinds, ticks, paler, waits, top = set[Kind](), dict[float, str](), False, False, 0.0
@@ -115,25 +119,10 @@ def _draw(axes: Axes, timelines: Mapping[str, Timeline], rows: float) -> None:
                     hue = _mixed(HUES[kind], 0.55 * number / max(1, len(stages) - 1))
                     _bars(axes, own, timeline.start, middle, hue, width)
             top += ROW
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8, color=TEXT)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8, color=LINES, labelcolor=TEXT)
+    axes.set_yticks(list(ticks), list(ticks.values()))
     axes.set_xlim(0, longest)
     axes.set_ylim(rows + 0.1, 0)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINES)
-    axes.set_xlabel("time", fontsize=8, color=TEXT)
-    _add_legend(axes, _legend(kinds, paler, waits))
-
-
-def _add_legend(axes: Axes, handles: list[object]) -> None:
-    """Below the words below the axes, whatever the height."""
-    from matplotlib.transforms import ScaledTranslation
-
-    below = axes.transAxes + ScaledTranslation(0, -0.42, axes.figure.dpi_scale_trans)
-    look = {"ncols": 6, "frameon": False, "fontsize": 8, "labelcolor": TEXT}
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below, **look)
+    add_frame(axes, unit, _legend(kinds, paler, waits))
 
 
 def _share(part: float, whole: float) -> str:
@@ -156,7 +145,7 @@ def _bars(axes: Axes, spans: Sequence[Span], begun: float, middle: float, hue: s
     pieces = [(span.start - begun, span.end - span.start) for span in spans]
     # edges are a part of what is narrow
     edge = min([0.6, *(0.08 * 72 * length * width for _, length in pieces)])
-    axes.broken_barh(pieces, (middle - BAR / 2, BAR), facecolor=hue, edgecolor="white", linewidth=edge)
+    axes.broken_barh(pieces, (middle - BAR / 2, BAR), facecolor=hue, edgecolor=EDGE, linewidth=edge)
     for span, (start, length) in zip(spans, pieces, strict=True):
         number = str(span.task.microbatch)
         if length * width >= DIGIT * len(number) + 0.02:

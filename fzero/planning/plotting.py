@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,30 +19,57 @@ WIDE = 24  # cells side by side, at most where there is a choice
 LINE = 16  # of a mesh of one axis
 STACKED = ("params", "moments", "grads")
 HUES = ("#2f6db3", "#d9822b", "#3a9161", "#b5467c", "#7759b5", "#8c6d31", "#2b9c9c", "#c0504d")  # of a tensor axis
-ELSEWHERE, LINES, TEXT = "#ededed", "#9a9a9a", "#333333"
-PALE = 0.28  # opacity
+LINES = TEXT = "#7b7b7b"  # read alike on white and on black, as pictures have no background
+ELSEWHERE = "#808080"
+PALE, PALER = 0.35, 0.15  # opacity
 
 
 def new_axes(width: float, height: float) -> Axes:
-    """Axes in a figure of their own, which no window shows by itself."""
+    """Axes in a figure of their own, which no window shows by itself, and a notebook does: without pyplot."""
     from matplotlib.figure import Figure  # matplotlib is no dependency of fzero
 
-    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
+    axes: Axes = figure.add_subplot(facecolor="none")
+    axes._repr_png_ = functools.partial(_png, axes)
+    return axes
+
+
+def _png(axes: Axes) -> tuple[bytes, dict[str, int]]:
+    """What IPython shows of the figure, and the size there, in pixels of 96 an inch."""
+    file = io.BytesIO()
+    axes.figure.savefig(file, format="png", dpi=192)
+    width, height = axes.figure.get_size_inches()
+    return file.getvalue(), {"width": round(96 * width), "height": round(96 * height)}
+
+
+def add_frame(axes: Axes, unit: str, handles: Sequence[object]) -> None:
+    """A horizontal axis in these units, no other sides, and a legend below it, whatever the height."""
+    from matplotlib.transforms import ScaledTranslation
+
+    axes.tick_params(axis="x", labelsize=8, color=LINES, labelcolor=TEXT)
+    axes.tick_params(axis="y", labelsize=8, length=0, labelcolor=TEXT)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINES)
+    axes.set_xlabel(unit, fontsize=8, color=TEXT)
+    below = axes.transAxes + ScaledTranslation(0, -0.42, axes.figure.dpi_scale_trans)
+    look = {"ncols": 6, "frameon": False, "fontsize": 8, "labelcolor": TEXT}
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below, **look)
 
 
 def draw_bars(axes: Axes, sizes: Mapping[str, Sequence[float]]) -> Axes:
     """Draws a bar for each label, of bytes a parameter for each kind in `STACKED`."""
-    axes = axes or new_axes(7, 0.8 + 0.4 * len(sizes))
-    left = [0.0] * len(sizes)
+    axes = axes or new_axes(7, 1.0 + 0.3 * len(sizes))
+    left, handles = [0.0] * len(sizes), list[object]()
     for kind, own in zip(STACKED, zip(*sizes.values(), strict=True), strict=True):
-        axes.barh(list(sizes), own, left=left, label=kind)
+        handles.append(axes.barh(list(sizes), own, left=left, label=kind, color=HUES[len(handles)]))
         left = [start + size for start, size in zip(left, own, strict=True)]
     for place, size in enumerate(left):
-        axes.text(size, place, f" {size:.1f}", va="center")
+        look = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "color": TEXT, "fontsize": 8}
+        axes.annotate(f"{size:.1f}", (size, place), **look)
     axes.set_xlim(0, 1.12 * max(left))
     axes.invert_yaxis()
-    axes.set_xlabel("bytes a parameter, over all ranks")
-    axes.legend(loc="lower right")
+    add_frame(axes, "bytes per parameter, over all ranks", handles)
     return axes
 
 
@@ -211,7 +240,7 @@ def draw_mesh(axes: Axes, holdings: Holdings, rows: Sequence[Row], notes: Sequen
     first = [f"the first {drawn} are drawn"] if drawn < holdings.ranks.count else []
     axes.set_title("; ".join([title, *first, *notes]), loc="left", fontsize=10, color=TEXT)
     axes.legend(
-        handles=_legend(rows), loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=1, frameon=False, fontsize=8
+        handles=_legend(rows), loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, fontsize=8, labelcolor=TEXT
     )
     axes.set_xlim(0, across * width)
     axes.set_ylim(height, 0)
@@ -237,11 +266,11 @@ class _Panel:
         self._text(self.left, self.top - 0.35, f"{what}; {cuts_of(row, holdings.ranks)}", ha="left")
         for rank, block, line, column in grid.cells():
             x, y = self.left + column, self._line(block, line)
-            self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", color=LINES, size=6)
+            self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
             held = holdings.of(row.path, rank)
             hue = HUES[0 if held.dim is None else holdings.ranks.place(holdings.ranks.tensor, rank) % len(HUES)]
             place = x + MARGIN, y + NUMBER, 1 - 2 * MARGIN
-            self._fill(place, view, [Box(0, 0, 1, 1)], facecolor=ELSEWHERE)
+            self._fill(place, view, [Box(0, 0, 1, 1)], facecolor=ELSEWHERE, alpha=PALER)
             self._fill(place, view, view.slices(held), facecolor=hue, alpha=PALE)
             self._fill(place, view, [Box(0, 0, 1, 1)], fill=False, edgecolor=LINES, linewidth=0.5)
             # what is thinner than a line is still seen
@@ -296,7 +325,7 @@ def _legend(rows: Sequence[Row]) -> list[object]:
         if others:
             entries[f"the rank keeps {_listed(others)} of it"] = HUES[0], PALE
     if any(row.slices is not None for row in rows):
-        entries["on other ranks of the tensor axis (each of its ranks has a colour)"] = ELSEWHERE, 1.0
+        entries["on other ranks of the tensor axis (each of its ranks has a colour)"] = ELSEWHERE, PALER
     return [Patch(facecolor=color, alpha=opacity, label=label) for label, (color, opacity) in entries.items()]
 
 

@@ -11,15 +11,15 @@ from fzero.schedules.task import COTANGENT, Edge, Kind, Schedule, Task, need_sch
 
 @dataclass(frozen=True)
 class Report:
-    """What `fz.schedules.check` found of a schedule that can run.
+    """What `fz.schedules.check` found about a schedule that can run.
 
     Attributes:
-        alive: for each place the most pullbacks that live there at once, each from its FORWARD until its BACKWARD or
-            PARAMS is done.
-        messages: how many go between places, each counted once.
-        waiting: for each stage how many gradients of its params must wait at once to be added in microbatch order; 0
-            where they come in that order.
-        order: all tasks, messages too, as (place, task) in an order in which one after the other can run.
+        alive: for each place, the most pullbacks that exist at once. A pullback exists from its FORWARD until its
+            BACKWARD or PARAMS.
+        messages: number of messages between places.
+        waiting: for each stage, how many gradients of params wait at once, so that they are added in microbatch order.
+            0 if they are computed in that order.
+        order: all tasks, with messages, as (place, task), in an order in which they can run one after the other.
     """
 
     alive: tuple[int, ...]
@@ -37,24 +37,24 @@ class Report:
 
 
 def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
-    """Proves that a schedule computes everything once and cannot stop half way.
+    """Proves that a schedule computes everything once and cannot deadlock.
 
-    Every stage runs each microbatch forward once and back once, as a whole or inputs before params; back comes after
-    forward, and stages follow one another by the edges. Between places every message is sent behind what makes it,
-    received before what needs it, and matched one to one. Sends do not wait, receives do: there is an order of all
-    tasks in which no receive comes before its send, so that no places wait for each other, however fast each is.
+    - Every stage runs each microbatch forward once and backward once (whole, or inputs before params), in the order of
+      the edges.
+    - Between places, every message is sent after what makes it, received before what needs it, and matched one to one.
+    - Sends do not wait, receives do. There must be an order of all tasks in which every send comes before its receive.
 
     Args:
-        schedule: with all its messages, or with none: then they are derived as `Schedule.with_messages` does.
-        edges: pairs (source, target) beside neighbours, for outputs that skip stages. None takes those that the
-            schedule has messages of.
+        schedule: with all its messages, or with none. Then they are derived as by `Schedule.with_messages`.
+        edges: pairs (source, target) of stages, beside neighbours, for outputs that skip stages. None takes those of
+            the schedule's messages.
 
     Returns:
-        What is alive at once, the messages, and the order.
+        What exists at once, the number of messages, and an order.
 
     Raises:
-        TypeError: what is no schedule, or no pairs.
-        ValueError: the first tasks that are wrong, what was expected, what to do.
+        TypeError: not a schedule, or not pairs.
+        ValueError: the schedule is wrong. The message names the first tasks, what was expected, and what to do.
 
     Example:
         >>> report = fz.schedules.check(fz.schedules.one_f_one_b(stages=3, microbatches=6))

@@ -8,18 +8,20 @@ from fzero.schedules.task import Kind, Schedule, Task, need_counts
 
 
 def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
-    """Two stages at every place, down and up again: place r has stages r and stages - 1 - r.
+    """DualPipeV: two stages at every place, down the places and up again. Place r has stages r and stages - 1 - r.
 
-    DeepSeek's DualPipe (arXiv 2412.19437) cut in half (DualPipeV). With p stages, forward F, backward B = I + W of
-    inputs I and params W, and F&B for a forward and a backward that overlap, it is published to idle for
-    (p/2 - 1)(F&B + B - 3 W); so does the last place, the one that idles longest, where F = I and W is at most F. Here a
-    place does one task after the other, and hands each on when it is done: every place idles for (p/2 - 1)(F + I - W),
-    where F = I and W is at most F. Each place has p + 1 pullbacks alive at once. All this holds from p microbatches on;
-    for fewer the tasks of p are taken, but for those of microbatches that there are not.
+    With p stages, and F, I and W the times of a forward, of the inputs' cotangents and of the params' gradients: every
+    place idles for (p/2 - 1)(F + I - W), if F = I and W is at most F. Each place holds p + 1 pullbacks at once. Both
+    need at least p microbatches.
+
+    A place runs one task after the other. The paper overlaps a forward with a backward (F&B), and idles for (p/2 -
+    1)(F&B + B - 3 W), with B = I + W.
+
+    Source: DeepSeek-V3, 2024 (arXiv 2412.19437): DualPipe, cut in half.
 
     Args:
-        stages: how many, even.
-        microbatches: how many, at least 1.
+        stages: number of stages, even.
+        microbatches: number of microbatches, at least 1.
 
     Raises:
         ValueError: an odd number of stages.

@@ -6,15 +6,17 @@ from fzero.schedules.task import Kind, Schedule, Task, need_counts
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All microbatches forward, then all backward; every stage has a place of its own.
+    """GPipe: all microbatches forward, then all backward. Every stage has a place of its own.
 
-    Huang et al., GPipe (arXiv 1811.06965). With p stages of equal times, forward F and backward B, every place idles
-    for (p - 1)(F + B). All microbatches have their pullbacks alive at once, at each place. The backward tasks are in
-    microbatch order, where the paper draws them from the last one to the first: it takes as long.
+    With p stages, and F and B the times of a forward and a backward: every place idles for (p - 1)(F + B). Each place
+    holds the pullbacks of all microbatches at once. Backward tasks are in microbatch order; the paper has them from
+    last to first, which takes as long.
+
+    Source: Huang et al., 2018 (arXiv 1811.06965).
 
     Args:
-        stages: how many, at least 1.
-        microbatches: how many, at least 1.
+        stages: number of stages, at least 1.
+        microbatches: number of microbatches, at least 1.
 
     Example:
         >>> print(fz.schedules.gpipe(stages=2, microbatches=3))

@@ -7,21 +7,22 @@ from fzero.schedules.task import Kind, Schedule, Task, need_counts
 
 
 def interleaved(stages: int, microbatches: int, places: int) -> Schedule:
-    """1F1B where every place has `stages / places` stages: stage s is at place s % places.
+    """Interleaved 1F1B: every place has several stages, so it idles less. Stage s is at place s % places.
 
-    Narayanan et al. (arXiv 2104.04473), Megatron-LM's. With p places of v stages, each of forward F and backward B (a
-    v-th of a place's work), every place idles for (p - 1)(F + B): a v-th of what `one_f_one_b` idles on as many. Place
-    r has min(v * microbatches, (v - 1) p + 2 (p - 1 - r) + 1) pullbacks alive at once. Both hold for multiples of p
-    microbatches; for other numbers the tasks of the next multiple are taken, but for those of microbatches that there
-    are not, and it idles for at most as long as that.
+    With p places of v stages each, and F and B the times of a stage's forward and backward: every place idles for (p -
+    1)(F + B), a v-th of what `one_f_one_b` idles. Place r holds min(v * microbatches, (v - 1) p + 2 (p - 1 - r) + 1)
+    pullbacks at once. Both hold if p divides the number of microbatches. Otherwise it idles at most as long as with the
+    next multiple.
+
+    Source: Narayanan et al., 2021 (arXiv 2104.04473), Megatron-LM.
 
     Args:
-        stages: how many, a multiple of `places`.
-        microbatches: how many, at least 1.
-        places: how many, at least 1.
+        stages: number of stages, a multiple of `places`.
+        microbatches: number of microbatches, at least 1.
+        places: number of places, at least 1.
 
     Raises:
-        ValueError: stages that are no multiple of places.
+        ValueError: `stages` is no multiple of `places`.
 
     Example:
         >>> print(fz.schedules.interleaved(stages=4, microbatches=2, places=2))

@@ -6,15 +6,16 @@ from fzero.schedules.task import Kind, Schedule, Task, need_counts
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward in turn, after a forward for each stage behind; every stage has a place of its own.
+    """1F1B: one forward and one backward in turn. Every stage has a place of its own.
 
-    Narayanan et al., PipeDream-Flush (arXiv 2006.09503), the default of Megatron-LM (arXiv 2104.04473). With p stages
-    of equal times, forward F and backward B, every place idles for (p - 1)(F + B), as in `gpipe`; but stage s has only
-    min(microbatches, p - s) pullbacks alive at once.
+    With p stages, and F and B the times of a forward and a backward: every place idles for (p - 1)(F + B), as in
+    `gpipe`. But stage s holds only min(microbatches, p - s) pullbacks at once.
+
+    Source: Narayanan et al., 2020 (arXiv 2006.09503), PipeDream-Flush; the default of Megatron-LM (arXiv 2104.04473).
 
     Args:
-        stages: how many, at least 1.
-        microbatches: how many, at least 1.
+        stages: number of stages, at least 1.
+        microbatches: number of microbatches, at least 1.
 
     Example:
         >>> print(fz.schedules.one_f_one_b(stages=2, microbatches=3))

@@ -16,16 +16,16 @@ Durations = float | Sequence[float]  # for all stages, or for each
 
 @dataclass(frozen=True)
 class Times:
-    """How long tasks take, each a number for all stages or one for each stage, in any one unit.
+    """How long the tasks of a schedule take, in any one unit: a number for all stages, or one for each stage.
 
     Args:
-        forward: FORWARD of one microbatch.
-        inputs: INPUTS of one microbatch.
-        params: PARAMS of one microbatch; BACKWARD takes `inputs + params`.
+        forward: time of a FORWARD of one microbatch.
+        inputs: time of an INPUTS of one microbatch.
+        params: time of a PARAMS of one microbatch. A BACKWARD takes `inputs + params`.
 
     Raises:
-        TypeError: what is no number.
-        ValueError: a number that is negative or not finite.
+        TypeError: not a number.
+        ValueError: negative or not finite.
 
     Example:
         >>> times = fz.schedules.Times(forward=(1, 2), inputs=1, params=1)
@@ -47,7 +47,7 @@ class Times:
                 object.__setattr__(self, field.name, tuple(given))
 
     def of(self, task: Task) -> float:
-        """How long a task takes; messages take nothing of a place's time."""
+        """Time of a task. Messages take no time of a place."""
         if task.kind is Kind.FORWARD:
             return _of_stage(self.forward, task.stage)
         inputs, params = _of_stage(self.inputs, task.stage), _of_stage(self.params, task.stage)
@@ -55,19 +55,19 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Times | Mapping[str, Durations], send: float = 0.0) -> Timeline:
-    """When each task runs if every place does one after the other, each as soon as it can.
+    """Computes when each task of a schedule runs, if every place starts each task as soon as it can.
 
     Args:
-        schedule: that `fz.schedules.check` accepts, with messages or without.
-        times: a `Times`, or a mapping of `forward`, `inputs`, `params`, each a number or one for each stage.
-        send: from a send to the end of its receive, in the same unit. The sender goes on at once.
+        schedule: one that `fz.schedules.check` accepts, with messages or without.
+        times: a `Times`, or a mapping of `forward`, `inputs` and `params`, each a number or one for each stage.
+        send: time from a send to the end of its receive, in the same unit. The sender does not wait.
 
     Returns:
-        The spans, and with them `total`, `idle` of each place and `bubble`. The first task starts at 0.
+        A timeline that starts at 0, with `total`, `idle` for each place, and `bubble`.
 
     Raises:
-        TypeError: what is no schedule, or no times.
-        ValueError: a schedule that cannot run, a negative time, times for another number of stages.
+        TypeError: not a schedule, or not times.
+        ValueError: the schedule cannot run, a time is negative, or times are for another number of stages.
 
     Example:
         >>> times = fz.schedules.Times(forward=1, inputs=1, params=1)

@@ -16,9 +16,9 @@ _EDGES = "pairs of ints (source stage, target stage) or None"
 
 
 class Kind(enum.Enum):
-    """What a task does with one microbatch of one stage; its value is the letter that it is written with.
+    """What a task does with one microbatch of one stage. Its value is the letter that it is written with.
 
-    `BACKWARD` is the whole pullback; `INPUTS` and `PARAMS` are its halves, the cotangents of the stage's inputs and the
+    `BACKWARD` is the whole pullback. `INPUTS` and `PARAMS` are its halves: cotangents of the stage's inputs, and
     gradients of its params.
 
     Example:
@@ -39,16 +39,16 @@ MESSAGES = (Kind.SEND, Kind.RECEIVE)
 
 
 class Task(NamedTuple):
-    """One thing that a place does: computes for one microbatch of a stage, or sends or receives a value of it.
+    """One thing that a place does: a computation for one microbatch of a stage, or a message.
 
-    A SEND of stage s to a later stage p carries the output of s, to an earlier one the cotangent of what came from
-    there. A RECEIVE on stage s from stage p is the other end of the SEND of p to s.
+    A SEND of stage s to a later stage carries the output of s. To an earlier stage it carries a cotangent. A RECEIVE on
+    stage s from stage p is the other end of the SEND of p to s.
 
     Attributes:
         kind: what is done.
-        stage: whose, counted from 0.
-        microbatch: which, counted from 0.
-        peer: of a message the stage at its other end, None otherwise.
+        stage: number of the stage, from 0.
+        microbatch: number of the microbatch, from 0.
+        peer: for a message, the stage at its other end; otherwise None.
 
     Example:
         >>> Task = fz.schedules.Task
@@ -69,10 +69,10 @@ class Task(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Task:
-        """A task as its repr writes it: "F0.3" (stage 0, microbatch 3), "S0.3>1", "R1.3<0".
+        """Reads a task as its repr writes it: "F0.3" (stage 0, microbatch 3), "S0.3>1", "R1.3<0".
 
         Raises:
-            ValueError: a text that says no task.
+            ValueError: not such a text.
         """
         need_str(text, "Task.parse", "text", "a str such as 'F0.3'")
         if not (found := _WRITTEN.fullmatch(text)):
@@ -85,11 +85,12 @@ class Task(NamedTuple):
 
     @property
     def is_message(self) -> bool:
+        """True for a SEND or a RECEIVE."""
         return self.kind in MESSAGES
 
     @property
     def other_end(self) -> Task:
-        """The receive of a send, the send of a receive."""
+        """The RECEIVE of a SEND, or the SEND of a RECEIVE."""
         assert self.peer is not None
         kind = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
         return Task(kind, self.peer, self.microbatch, self.stage)
@@ -97,21 +98,21 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order: a tuple of tasks for each place.
+    """A pipeline schedule: for each place, its tasks in order. `print` it for a table.
 
-    A place is what does one task at a time: a process, a group of ranks, the host of a remote component. It has one
-    stage or several; all tasks of a stage stand at one place. A schedule has no messages, and they are derived, or all
-    of them. Whether it can run is for `fz.schedules.check` to say.
+    A place does one task at a time: a process, a group of ranks, or the host of a remote component. It has one or more
+    stages; all tasks of a stage are at one place. A schedule has all its messages or none; then they are derived.
+    `fz.schedules.check` says whether it can run.
 
     Args:
-        name: for messages and pictures.
-        stages: how many there are; the outputs of each are inputs of the next one.
-        microbatches: how many parts the batch is split into.
-        places: for each place its tasks, in order.
+        name: for error messages and pictures.
+        stages: number of stages. The outputs of each are inputs of the next.
+        microbatches: number of parts of the batch.
+        places: for each place, its tasks in order.
 
     Raises:
-        TypeError: what is no int, or no Task.
-        ValueError: a task of a stage or microbatch that is not there, or with a peer where none belongs.
+        TypeError: not an int, or not a Task.
+        ValueError: a task has a stage or microbatch out of range, or a peer without being a message.
 
     Example:
         >>> tasks = [["F0.0", "B0.0"], ["F1.0", "B1.0"]]
@@ -161,11 +162,12 @@ class Schedule:
 
     @property
     def has_messages(self) -> bool:
+        """True if the schedule has its messages."""
         return any(task.is_message for tasks in self.places for task in tasks)
 
     @property
     def computes(self) -> Schedule:
-        """The same without messages."""
+        """The schedule without messages."""
         return replace(self, places=[[task for task in tasks if not task.is_message] for tasks in self.places])
 
     @property
@@ -189,25 +191,25 @@ class Schedule:
         return tuple(found[stage][0] for stage in range(self.stages))
 
     def place_of(self, stage: int) -> int:
-        """The place that has this stage.
+        """The place of a stage.
 
         Raises:
-            ValueError: a stage that is not there, that has no tasks, or that has some at two places.
+            ValueError: there is no such stage, or it has no tasks, or tasks at two places.
         """
         if not 0 <= need_int(stage, "Schedule.place_of", "stage") < self.stages:
             raise ValueError(f"Schedule.place_of: got stage={stage}, expected one from 0 to {self.stages - 1}.")
         return self.homes[stage]
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """The stages that have tasks at a place, in ascending order."""
+        """The stages with tasks at a place, ascending."""
         return tuple(sorted({task.stage for task in self.places[place]}))
 
     def edges(self, more: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
-        """(source, target) of all pairs of stages of which one takes what the other makes: neighbours, and `more`.
+        """Pairs (source, target) of stages where the target uses an output of the source: neighbours, and `more`.
 
         Raises:
-            TypeError: what is no pair of ints.
-            ValueError: a target that is not behind its source, or a stage that is not there.
+            TypeError: not pairs of ints.
+            ValueError: the target is not behind its source, or there is no such stage.
         """
         found = {(stage, stage + 1) for stage in range(self.stages - 1)}
         if more is not None and not isinstance(more, Iterable):
@@ -225,17 +227,17 @@ class Schedule:
         return tuple(sorted(found))
 
     def with_messages(self, edges: Iterable[Edge] | None = None) -> Schedule:
-        """The same schedule with every send directly behind what makes its value, every receive before what needs it.
+        """Adds the messages: each send directly after what makes its value, each receive before what needs it.
 
-        Stages of one place send each other nothing. A schedule that has messages is returned as it is.
+        Stages at one place send each other nothing. A schedule that has messages is returned as it is.
 
         Args:
-            edges: pairs (source, target) beside neighbours, for outputs that skip stages. Their cotangents go the
-                other way.
+            edges: pairs (source, target) of stages, beside neighbours, for outputs that skip stages. Their cotangents
+                go the other way.
 
         Raises:
-            TypeError: edges that are no pairs of ints.
-            ValueError: an edge that does not lead to a later stage, or a stage without tasks or at two places.
+            TypeError: not pairs of ints.
+            ValueError: an edge does not lead to a later stage, or a stage has no tasks, or tasks at two places.
         """
         pairs = self.edges(edges)
         return self if self.has_messages else replace(self, places=self._with_messages(pairs))

@@ -12,9 +12,9 @@ from fzero.schedules.task import Task
 
 
 class Span(NamedTuple):
-    """One task at one place from a time to a time, in seconds or in the units of the times that were simulated.
+    """One task at one place, from `start` to `end`, in seconds or in the unit of a simulation.
 
-    Of a SEND or RECEIVE it is how long the place waited; that counts as idle.
+    For a SEND or RECEIVE it is the time that the place waited, which counts as idle.
     """
 
     place: int
@@ -25,14 +25,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of tasks, simulated by `fz.schedules.simulate` or measured, in seconds of one clock.
+    """When each task of a pipeline ran, simulated by `fz.schedules.simulate` or measured with one clock.
 
     Args:
         spans: (place, task, start, end) of each task, in any order.
         name: for pictures.
 
     Raises:
-        TypeError: what is no span.
+        TypeError: not a span.
         ValueError: no spans, or one that ends before it starts or is not finite.
 
     Example:
@@ -58,33 +58,33 @@ class Timeline:
 
     @property
     def places(self) -> int:
-        """How many places there are."""
+        """Number of places."""
         return 1 + max(span.place for span in self.spans)
 
     @property
     def start(self) -> float:
-        """When the first task starts."""
+        """Time at which the first task starts."""
         return min(span.start for span in self.spans)
 
     @property
     def total(self) -> float:
-        """From the start of the first task to the end of the last one, over all places."""
+        """Time from the start of the first task to the end of the last one."""
         return max(span.end for span in self.spans) - self.start
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """How long each place computes."""
+        """For each place, the time in which it computes."""
         return tuple(_covered(self.computing(place)) for place in range(self.places))
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each place computes nothing, from the first start to the last end over all places."""
+        """For each place, the part of `total` in which it does not compute."""
         total = self.total
         return tuple(total - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """How much longer it takes than the place with the most to compute: the total but for its busy time."""
+        """`total` minus the largest busy time of a place."""
         return self.total - max(self.busy)
 
     def computing(self, place: int) -> Iterator[Span]:

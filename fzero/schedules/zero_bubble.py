@@ -6,17 +6,17 @@ from fzero.schedules.task import Kind, Schedule, Task, need_counts
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """1F1B with backward in two halves, where gradients of params fill what would be idle; a place for every stage.
+    """ZB-H1: 1F1B with backward in two halves. Gradients of params fill time that would be idle.
 
-    Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), ZB-H1: stage s does the gradients of params s
-    microbatches after those of its inputs, so that every stage has as much alive as the first: min(microbatches, p)
-    pullbacks for p stages, the peak of `one_f_one_b`. With forward F, gradients of inputs I (the paper's T_B) and of
-    params W (its T_W), every place idles for (p - 1)(F + I - W), where W is at most F and at most I and there are at
-    least p microbatches. Of the whole backward B = I + W that is (p - 1)(F + B - 2 W).
+    Every stage has a place of its own. With p stages, and F, I and W the times of a forward, of the inputs' cotangents
+    and of the params' gradients: every place idles for (p - 1)(F + I - W), if W is at most F and at most I and there
+    are at least p microbatches. Each place holds min(microbatches, p) pullbacks at once, the peak of `one_f_one_b`.
+
+    Source: Qi et al., 2023 (arXiv 2401.10241), whose T_B and T_W are I and W.
 
     Args:
-        stages: how many, at least 1.
-        microbatches: how many, at least 1.
+        stages: number of stages, at least 1.
+        microbatches: number of microbatches, at least 1.
 
     Example:
         >>> print(fz.schedules.zero_bubble(stages=2, microbatches=3))

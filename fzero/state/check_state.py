@@ -13,7 +13,9 @@ from fzero.table.spec import Spec, need_step
 def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
     need_step(step, who)
     if not isinstance(state, TrainState):
-        raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
+        raise TypeError(
+            f"step: got a state of type {type(state).__name__}, expected what step.init returned.{_instead(state)}"
+        )
     layout = state.layout
     if state.signature != step.signature:
         raise ValueError(
@@ -43,6 +45,15 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
                 "leaves. Put trees of the same init together."
             )
         check_buffers("step", f"state.{kind}", tree)
+
+
+def _instead(state: object) -> str:
+    """What to write, if a value that is no state was taken from one."""
+    if isinstance(state, tuple) and any(isinstance(x, TrainState) for x in state):
+        return " A step returns a pair: write state, metrics = step(state, ...)."
+    if isinstance(state, Sharded):
+        return " Put the tree into a state: step.forward(state.replace(params=state.extra['ema']), ...)."
+    return ""
 
 
 def check_optimizer(step: Spec, state: TrainState) -> None:

@@ -36,8 +36,8 @@ def counted(moments: object, layout: Layout, had: Callable[[str, str], bool]) ->
             paths = [*trees[item]] if item else []
         run, before = node.value, node.own()
         own = {path: before(path) if had(item, path) else 0 for path in paths}
-        began = [(path, run - count) for path, count in own.items() if path not in frozen and count != run]
-        return pytree.Count(run, tuple(began), tuple([(path, own[path]) for path in paths if path in frozen]))
+        missed = [(path, run - count) for path, count in own.items() if path not in frozen and count != run]
+        return pytree.Count(run, tuple(missed), tuple([(path, own[path]) for path in paths if path in frozen]))
 
     return pytree.unflatten(spec, [one(*each) for each in zip(names, nodes, strict=True)])
 

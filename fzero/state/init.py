@@ -74,6 +74,15 @@ def _spec(path: str, leaf: object) -> Leaf:
     return path, tuple(leaf.shape), leaf.dtype
 
 
+def _need_values(path: str, leaf: object) -> None:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise ValueError(
+            f"params[{path!r}]: got a tensor on the meta device, which has no values; expected one with values. Build "
+            "the module on the CPU or a GPU, or give callables that make the leaves (lambda: torch.zeros(2)), which "
+            "step.init calls unit by unit. fz.plan takes meta tensors."
+        )
+
+
 def _made_without_memory(path: str, make: Callable[..., object]) -> object:
     try:
         with contextlib.suppress(ValueError):  # a builtin that has no signature
@@ -81,7 +90,8 @@ def _made_without_memory(path: str, make: Callable[..., object]) -> object:
     except TypeError as error:
         raise TypeError(
             f"params[{path!r}]: got {named(make)}, which cannot be called without arguments ({error}); expected a "
-            "floating tensor, or a callable that makes one."
+            "floating tensor, or a callable that makes one. If params are what fz.functional returned, take them "
+            "apart: apply, params = fz.functional(module)."
         ) from None
     with thread_state.without_values():
         return make()
@@ -90,6 +100,8 @@ def _made_without_memory(path: str, make: Callable[..., object]) -> object:
 def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     """The state for these params, once the ranks agree on the table and on the values."""
     specs, leaves, structure = leaf_specs(params)
+    for (path, *_), leaf in zip(specs, leaves, strict=True):
+        _need_values(path, leaf)
     axis = step.axis().of_component(step.name)
     rows = step.rows(specs, frozen_leaves(structure), hints_of(structure))
     layout = Layout.build(rows, axis.size, axis.place_on_tensor)
@@ -187,6 +199,7 @@ def _made(leaf: object, spec: Leaf) -> torch.Tensor:
         return leaf
     assert callable(leaf)
     out, (path, shape, dtype) = leaf(), spec
+    _need_values(path, out)
     if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(f"params[{path!r}]: its callable made {named(out)}; expected shape {shape} and dtype {dtype}.")
     return out

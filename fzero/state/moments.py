@@ -161,8 +161,8 @@ def to_moment_dtype(moments: object) -> object:
                 raise ValueError(
                     f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
                     f"({row.optimizer}) cannot carry: nothing says whether {f'state.moments.{name}'.rstrip('.')} may "
-                    "be negative. fz.adamw, fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or "
-                    "give moment= a dtype."
+                    "be negative. fz.adamw, adam, lion, sgd, muon and adafactor can, alone or in fz.chain and "
+                    "fz.partition. With others, store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
                 )
             need_dtype(f"params[{row.path!r}]: its optimizer ({row.optimizer}) begins with moments", own, row)
             buffers[key] = own.to(row.policy.moment)

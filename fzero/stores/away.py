@@ -94,9 +94,8 @@ class Away:
     def _refuse_writes(self) -> None:
         if private.version(self._writes):
             raise RuntimeError(
-                f"{self.what}: got a write in place to a tensor that was read from here, which is offloaded, so that "
-                "nothing but a copy has changed; expected reads only. Make new values instead: tree.map(fn), and "
-                "state.replace(params=tree)."
+                f"{self.what}: got a write in place to a tensor that was read from here. It is offloaded, so only a "
+                "copy has changed. Make new values instead: tree.map(fn), and state.replace(params=tree)."
             )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,24 +12,23 @@ from fzero.base.arguments import need_bool, need_int, need_path
 
 @dataclass(frozen=True, init=False)
 class Disk:
-    """A place on a local disk for state: a folder, which is made where it is missing, for this user alone.
+    """A folder on a local disk that state is offloaded to, with `fz.offload(step, moments=fz.Disk(path))`.
 
-    Each process keeps its files in a subfolder of its own, which goes when the process ends; what else lies in the
-    folder stays untouched. The files are scratch: they are not made durable, and die with the process.
+    Each process keeps its files in a subfolder of its own. They are scratch: they go when the process ends. Other files
+    in the folder stay untouched. For files that last, write checkpoints with `fz.save`.
 
     Args:
-        path: of the folder, a str or an os.PathLike; kept as an absolute path without symlinks.
-        direct: whether bytes go past the page cache (O_DIRECT): None where the filesystem takes that, True always (an
-            error where it is refused), False never.
-        threads: how many chunks of one tensor are read or written at once.
-        verify: whether each chunk has a checksum, made as it is written and compared as it is read.
-        in_flight: bytes that may be on their way to files at once, and so in memory still; a rank that writes more
-            waits.
+        path: the folder. It is made if it is missing, for this user alone.
+        direct: bypass the page cache (O_DIRECT). None: where the filesystem allows it. True: always, or raise. False:
+            never.
+        threads: how many chunks of a tensor are read or written at once.
+        verify: write a checksum with each chunk, and compare it when the chunk is read.
+        in_flight: bytes that may be on their way to files, and so still in memory. A rank with more to write waits.
 
     Raises:
         TypeError: an argument of a wrong kind.
-        ValueError: an empty path, or less than one thread or byte.
-        OSError: what cannot be a folder that this user can write to.
+        ValueError: an empty path, or `threads` or `in_flight` below 1.
+        OSError: the path is no folder that this user can write to.
 
     Example:
         >>> import tempfile

@@ -92,9 +92,9 @@ class Latch:
         while not self.is_open:
             if self._process != os.getpid():
                 raise RuntimeError(
-                    f"Process {os.getpid()} was forked from process {self._process} while that read or wrote state on "
-                    "a disk, and has none of the threads that do so. Use that state in the process that has made it, "
-                    "or fork between steps."
+                    f"Process {os.getpid()} was forked from process {self._process} while that read or wrote state "
+                    "on a disk, and lacks its threads. Use that state in the process that has made it, or fork "
+                    "between steps."
                 )
             with self._door:  # nothing comes between the taking of such a lock and its giving back
                 pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from fzero.base import private
@@ -29,15 +27,16 @@ def need_function(fn: object, who: str) -> None:
         raise wrong(who, "fn", fn, "a function fn(params, *inputs)")
 
 
-def need_rate(lr: object, who: str) -> None:
+def need_rate(lr: object, who: str, least: float = 0.0) -> None:
     """A learning rate: a number, a 0-d tensor, or a schedule."""
     expected = "a number, a 0-d floating tensor, or a schedule: a function of the number of applied updates"
     if is_component(lr):
         raise wrong(who, "lr", lr, expected)
     if isinstance(lr, torch.Tensor) or not callable(lr):
         need_scalar(lr, who, "lr", expected)
-        if any(map(math.isnan, numbers_in(lr))):
-            raise ValueError(f"{who}: got lr=nan, expected {expected}.")
+        refused = [x for x in numbers_in(lr) if not x >= least]
+        if refused:
+            raise ValueError(f"{who}: got lr={refused[0]}, expected a number of at least 0.")
 
 
 def need_scalar(value: object, who: str, argument: str, expected: str = "a number or a 0-d floating tensor") -> None:
@@ -64,6 +63,12 @@ def numbers_in(value: object) -> list[float]:
 
 
 def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> None:
+    if isinstance(optimizer, (list, dict)) or type(optimizer) is tuple:
+        expected = (
+            "one GradientTransformation: fz.chain(a, b) applies several one after the other, "
+            "fz.partition({pattern: a, '*': b}) gives each leaf its own"
+        )
+        raise wrong(who, argument, optimizer, expected)
     if not isinstance(optimizer, GradientTransformation):
         expected = (
             "a GradientTransformation such as fz.adamw(1e-3); optimizers of torch's kind hold state of their own, and "

@@ -98,3 +98,17 @@ class GradientTransformation(NamedTuple):
     def by_group(self) -> bool:
         """True if groups of leaves may be updated in place one by one."""
         return self.fused is not None and self.by_leaf and self.needs != "all"
+
+    def __repr__(self) -> str:
+        return f"GradientTransformation({_words(self)})"
+
+
+def _words(optimizer: GradientTransformation) -> str:
+    """What it is joined of, or its name."""
+    own = getattr(optimizer.update, "__self__", None)
+    if joined := getattr(own, "members", ()):
+        return f"chain({', '.join(map(_words, joined))})"
+    if optimizer.label is not None:
+        return optimizer.label("*")
+    made = getattr(optimizer.update, "func", optimizer.update)  # functools.partial's
+    return getattr(made, "__name__", type(made).__name__).strip("_")

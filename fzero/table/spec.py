@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from fzero.base.arguments import need_int, need_str, wrong
+from fzero.base.display import folded
 from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
 from fzero.table.layout import Layout
@@ -34,7 +35,8 @@ class Extra:
         name: the key in `state.extra`.
         source: a text that says where the entry comes from, with its arguments: `"ema(0.999)"`. Two entries of one name
             are an error if their texts differ.
-        init: `init(params) -> value`. `params` is a `Sharded`.
+        init: `init(params) -> value`. `params` is a `Sharded`. A value keeps the dtype that `init` gives it: over
+            bfloat16 params begin with `params.map(lambda p: p.float())` for one in float32.
         update: `update(value, params, applied) -> value`, of the same structure. Called after every update, with the
             new params. `applied` is False if the update was skipped, as a gradient was not finite.
         changes: `changes(value, params) -> (value, params)`, to change the params. Called after every `every`-th
@@ -297,10 +299,19 @@ class Spec:
         lines += [f"metrics: {', '.join(self.metrics)}"] if self.metrics else []
         return (*lines, "donate: the state passed in is overwritten") if self.donates else tuple(lines)
 
-    def __str__(self) -> str:
+    @property
+    def _title(self) -> str:
         units = ", ".join(self.units) if self.units else "up to the first integer of a path"
+        return f"train_step({self.name}), units {units}"
+
+    def __str__(self) -> str:
         rules = (f"{'policy':<10} {'*':<16} {self.policy}", *self.rules, *self.header())
-        return "\n".join([f"train_step({self.name}), units {units}", *(f"  {rule}" for rule in rules)])
+        return "\n".join([self._title, *(f"  {rule}" for rule in rules)])
+
+    def _repr_html_(self) -> str:
+        rows = [("policy", "*", self.policy), *[(rule.column, rule.pattern, rule.source) for rule in self.rules]]
+        notes = [f"optimizer: {self.optimizer!r}", *self.header()]
+        return folded(self._title, ("column", "leaves", "set by"), rows, "\n".join(notes))
 
 
 S = TypeVar("S", bound=Spec)  # a transform returns a step of the kind that it is given

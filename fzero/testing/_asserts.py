@@ -38,7 +38,13 @@ def _tensors(tree: object) -> list[tuple[str, torch.Tensor]]:
 
 
 def assert_trees_close(first: object, *rest: object, rtol: float = 1e-10, atol: float = 0.0) -> None:
-    """Every leaf within rtol of the largest value of that leaf (or atol).
+    """Asserts that trees are equal up to rounding: the error names the leaf.
+
+    Args:
+        first: a pytree of tensors.
+        rest: trees to compare with it.
+        rtol: largest difference, as a share of the largest absolute value of that leaf.
+        atol: largest difference that is always allowed.
 
     Example:
         >>> fz.testing.assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2)})
@@ -59,7 +65,7 @@ def assert_trees_close(first: object, *rest: object, rtol: float = 1e-10, atol: 
 
 
 def assert_trees_equal(first: object, *rest: object) -> None:
-    """Every leaf has the same dtype and the same bits; NaNs of the same bits are equal.
+    """Asserts that all leaves of trees have the same dtypes and bits. NaNs with the same bits are equal.
 
     Example:
         >>> fz.testing.assert_trees_equal([torch.ones(2)], [torch.ones(2)])
@@ -78,7 +84,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same_spec(first: object, *rest: object) -> None:
-    """Same structure, shapes, dtypes and devices.
+    """Asserts that trees have the same structure, shapes, dtypes and devices.
 
     Example:
         >>> fz.testing.assert_same_spec({"w": torch.ones(2)}, {"w": torch.zeros(2)})
@@ -92,7 +98,7 @@ def assert_same_spec(first: object, *rest: object) -> None:
 
 
 def assert_all_finite(tree: object) -> None:
-    """No leaf has an infinity or a NaN.
+    """Asserts that no leaf of a tree has an infinity or a NaN.
 
     Example:
         >>> fz.testing.assert_all_finite({"w": torch.ones(2)})
@@ -103,7 +109,7 @@ def assert_all_finite(tree: object) -> None:
 
 
 def assert_not_mutated(fn: Callable[..., Out], *args: object) -> Out:
-    """Calls `fn(*args)`, checks that no tensor among the arguments changed its bits, and returns the result.
+    """Calls `fn(*args)`, asserts that no tensor in the arguments has changed, and returns the result.
 
     Example:
         >>> fz.testing.assert_not_mutated(torch.add, torch.ones(1), torch.ones(1))
@@ -116,7 +122,7 @@ def assert_not_mutated(fn: Callable[..., Out], *args: object) -> Out:
 
 
 def assert_no_alias(first: object, second: object) -> None:
-    """No leaf of one tree shares memory with a leaf of the other.
+    """Asserts that no leaf of one tree shares memory with a leaf of the other.
 
     Example:
         >>> fz.testing.assert_no_alias(torch.ones(1), torch.ones(1))
@@ -129,11 +135,11 @@ def assert_no_alias(first: object, second: object) -> None:
 
 
 def assert_collectives(fn: Callable[[], Out], expected: Mapping[str, int]) -> Out:
-    """Calls `fn()`, checks how often each collective ran on this rank, and returns the result.
+    """Calls `fn()`, asserts how many collectives ran on this rank, and returns the result.
 
     Args:
-        fn: what is counted.
-        expected: "all_gather", "reduce_scatter", "all_reduce" -> number; what is not named is not counted.
+        fn: a function without arguments.
+        expected: "all_gather", "reduce_scatter" or "all_reduce" -> number. Kinds that are not named are not checked.
 
     Example:
         >>> fz.testing.assert_collectives(lambda: 1, {"all_gather": 0})

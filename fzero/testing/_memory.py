@@ -15,12 +15,12 @@ Out = TypeVar("Out")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the bytes of every storage that an operation of this thread made and that still exists.
+    """A context that counts the bytes of all tensors that were made inside, on this thread, and still exist.
 
-    Storages that were resized to nothing count nothing. Every operation is looked at, which makes it slow: for tests.
+    It looks at every operation, which is slow: use it in tests. Storages that were resized to zero do not count.
 
     Attributes:
-        peak: the largest sum seen, bytes.
+        peak: the largest number of bytes so far.
 
     Example:
         >>> with fz.testing.LiveBytes() as live:
@@ -50,10 +50,11 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def now(self) -> int:
-        """Bytes that are alive now."""
+        """Bytes that exist now."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
     def reset_peak(self) -> None:
+        """Sets `peak` to the bytes that exist now."""
         self.peak = self.now()
 
 
@@ -63,7 +64,7 @@ def _plain_tensors(tree: object) -> list[torch.Tensor]:
 
 
 def assert_peak_bytes(fn: Callable[[], Out], limit: int) -> Out:
-    """Calls `fn()`, checks that what it allocates never exceeds `limit` bytes at once, and returns the result.
+    """Calls `fn()`, asserts that it never allocates more than `limit` bytes at once, and returns the result.
 
     Example:
         >>> fz.testing.assert_peak_bytes(lambda: torch.zeros(10), 40).shape

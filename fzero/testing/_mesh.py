@@ -9,15 +9,18 @@ from collections.abc import Iterator, Mapping
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
+from fzero.testing._ranks import hooks_kept
 
 
 @contextlib.contextmanager
 def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
-    """A mesh on torch's fake process group, which is there inside: shapes are right, values and messages are not.
+    """A context with a mesh of any number of ranks in one process. Shapes are right; values and messages are not.
+
+    It runs on torch's fake process group. Use it for `fz.plan`, `fz.parallel.check` and shapes.
 
     Args:
-        axes: name -> number of ranks, the first one slowest; up to thousands in all.
-        rank: the one that runs, within all of them.
+        axes: name -> number of ranks, the slowest axis first. Thousands of ranks are fine.
+        rank: the rank that runs, among all of them.
 
     Raises:
         RuntimeError: there is a process group already.
@@ -40,12 +43,13 @@ def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
         raise ValueError(f"testing.fake_mesh: got rank={rank}, expected one of {count} ranks, from 0 to {count - 1}.")
     if backend.initialized():
         raise RuntimeError(
-            "testing.fake_mesh: there is a process group already, which a fake one would stand beside. Make the mesh "
-            "outside of run_ranks and torchrun, or take torch.distributed.init_device_mesh there."
+            "testing.fake_mesh: there is a process group already. Use fake_mesh outside of run_ranks and torchrun. "
+            "Inside of them use torch.distributed.init_device_mesh."
         )
     dist = backend.dist
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
-    try:
-        yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    finally:
-        dist.destroy_process_group()
+    with hooks_kept():
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
+        try:
+            yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        finally:
+            dist.destroy_process_group()

@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank failed; the message holds its traceback, `__cause__` its exception where ranks are threads."""
+    """A rank of `run_ranks` failed.
+
+    On threads `__cause__` is its exception, with the traceback. On processes the message holds the traceback.
+    """
 
 
 def run_ranks(
@@ -43,20 +46,23 @@ def run_ranks(
     timeout: float = 60.0,
     checked: bool = True,
 ) -> list[T]:
-    """Runs `fn(rank)` on every rank of a process group, and returns the results in rank order.
-
-    Args:
-        fn: called with the rank; under "processes" it must be picklable (defined at the top of a module).
-        world_size: number of ranks.
-        backend: "threads" runs in this process (torch's threaded group); "processes" on real gloo ranks, whose
-            processes are kept for the next call, and treat warnings as the caller's filters say.
-        timeout: seconds that the ranks, and any one collective, may take.
-        checked: run inside `checked_collectives()`.
+    """Runs a function on every rank of a process group, in this process or in several. No `torchrun` is needed.
 
     Inside `fz.testing.hazards(seed)` every rank has hazards too.
 
+    Args:
+        fn: called as `fn(rank)`. With "processes" it must be picklable, so define it at the top of a module.
+        world_size: number of ranks.
+        backend: "threads" takes threads of this process, which is fast. "processes" takes gloo processes, which stay
+            for the next call and have the caller's warning filters.
+        timeout: seconds for all ranks together, and for any one collective.
+        checked: run inside `fz.testing.checked_collectives()`.
+
+    Returns:
+        The results, in rank order.
+
     Raises:
-        RankError: a rank raised; the others are stopped at once.
+        RankError: a rank raised. The others are stopped at once.
 
     Example:
         >>> fz.testing.run_ranks(lambda rank: torch.distributed.get_rank() * 10, 2)
@@ -112,7 +118,7 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
 
 
 @contextlib.contextmanager
-def _hooks_kept() -> Iterator[None]:
+def hooks_kept() -> Iterator[None]:
     """Each group that begins wraps sys.excepthook once more, and none that ends takes its own away."""
     before = sys.excepthook
     try:
@@ -125,7 +131,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     thread_state.prepare_for_fakes()
-    with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
+    with hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:
@@ -163,7 +169,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
             _stop(threads)
     if errors:
         rank, error = min(errors, key=lambda pair: isinstance(pair[1], PeerStopped))
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception_only(error))  # the traceback is that of `__cause__`
         raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
     return results
 

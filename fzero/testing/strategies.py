@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @st.composite
 def leaves(draw: st.DrawFn, dtype: torch.dtype = torch.float64, max_dim: int = 9) -> torch.Tensor:
-    """A floating tensor of zero to three dims of odd and even sizes."""
+    """A floating tensor with zero to three dims of odd and even sizes."""
     shape = draw(st.lists(st.integers(1, max_dim), max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -32,7 +32,7 @@ def leaves(draw: st.DrawFn, dtype: torch.dtype = torch.float64, max_dim: int = 9
 
 @st.composite
 def pytrees(draw: st.DrawFn, dtype: torch.dtype = torch.float64, max_leaves: int = 8) -> Any:
-    """A nested dict, list or tuple of floating tensors, with at least one."""
+    """A nested dict, list or tuple of floating tensors, with at least one of them."""
     keys = st.sampled_from(["w", "bias", "norm", "head", "blocks"])
     tree = st.recursive(
         leaves(dtype),
@@ -47,7 +47,7 @@ def pytrees(draw: st.DrawFn, dtype: torch.dtype = torch.float64, max_leaves: int
 
 
 def policies() -> st.SearchStrategy[fz.Policy]:
-    """Policies of every mix of storage dtypes."""
+    """Policies with every mix of storage dtypes."""
     dtype = st.sampled_from([None, *FLOATS])
     return st.builds(fz.Policy, param=dtype, grad=dtype, moment=dtype, compute=dtype, reduce=dtype)
 
@@ -58,13 +58,14 @@ def transforms(
     patterns: Sequence[str] = (),
     memories: Sequence[Memory] = ("host",),
 ) -> st.SearchStrategy[list[tuple[str, Transform]]]:
-    """Some transforms in some order, each named; at most one sharding of a leaf, from `stages`; accumulation over
-    `count`. All of them leave the numbers of a float64 step alone.
+    """Named transforms in some order. None of them changes the numbers of a float64 step.
 
     Args:
-        patterns: of leaves of whole units, no leaf in two: a transform may be said of some of them, and each be sharded
-            in its own way, at least one of them where `stages` has no 0.
-        memories: that state is offloaded to: "host", `fz.Disk(path)`.
+        stages: ZeRO stages to draw from. At most one shards a leaf; 0 is none.
+        count: microbatches of `fz.accumulate`.
+        patterns: of leaves of whole units, no leaf in two. A transform may take some of them, and each may be sharded
+            in its own way; at least one is, unless `stages` has 0.
+        memories: for `fz.offload`: "host", `fz.Disk(path)`. Empty: state stays on the device.
     """
     shards: dict[int, Callable[..., fz.Step]] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
     whole: list[tuple[str, Transform]] = [
@@ -85,7 +86,8 @@ def transforms(
             for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
                 transform = functools.partial(said[name], pattern=pattern)
                 chosen.append((f"{name}({pattern})", transform))
-        for kind in draw(st.lists(st.sampled_from(("params", "grads", "moments", "activations")), unique=True)):
+        kinds = st.sampled_from(("params", "grads", "moments", "activations"))
+        for kind in draw(st.lists(kinds, unique=True)) if memories else ():
             for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
                 memory = draw(st.sampled_from(memories))
                 transform = functools.partial(fz.offload, pattern=pattern, **{kind: memory})
@@ -113,13 +115,14 @@ def apply(step: fz.Step, chosen: Sequence[tuple[str, Transform]]) -> fz.Step:
 def schedules(
     stages: int = 4, microbatches: int = 8, edges: Sequence[tuple[int, int]] = ()
 ) -> st.SearchStrategy[Schedule]:
-    """Legal pipeline schedules: any place for each stage, backward whole or in halves, tasks in any order that keeps
-    what each of them needs before it. With all its messages, anywhere between what makes and what needs them, or none.
+    """Legal pipeline schedules, with places, order of tasks and halves of backward drawn at random.
+
+    They have all their messages, anywhere between what makes a value and what needs it, or none.
 
     Args:
-        stages: how many at most.
-        microbatches: how many at most.
-        edges: pairs of stages beside neighbours that messages go between; those of stages that there are.
+        stages: largest number of stages.
+        microbatches: largest number of microbatches.
+        edges: pairs of stages, beside neighbours, with messages between them.
     """
 
     @st.composite

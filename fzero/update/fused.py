@@ -106,6 +106,7 @@ def _fused(
         run, ct = next(forwards)
         assert isinstance(run, Run)
         loss, earlier = batch.loss(), earlier or {}
+        batch.need_used(run=run)
         run.unreduced = {key: tensor_of(earlier.pop(key)) for key in list(earlier) if sums_whole(state.params, key)}
         try:
             told = loss.get("loss", batch.times)  # which is not finite where no microbatch counts

@@ -59,7 +59,7 @@ KINDS: dict[str, Any] = {
     "a bandwidth": SPEED,
     "an object": object(),
 }
-NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
+RATE = {"an int", "a float", "a 0-d tensor", "a function"}
 CALLED = {"a function", "a class", "a module", "a step"}
 TREE = {"a tensor", "a 0-d tensor", "full params"}
 
@@ -90,7 +90,7 @@ def looped(state: Any = STATE, **given: Any) -> Any:
 def of_adam(make: Callable[..., Any]) -> dict[str, tuple[Call, set[str]]]:
     """The numbers of an optimizer of Adam's kind."""
     return {
-        "lr": (make, {*NUMBER, "a function"}),
+        "lr": (make, RATE),
         **{name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float"}) for name in ("b1", "b2")},
         **{
             name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float", "an int"})
@@ -234,13 +234,13 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
     "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
     "sgd": {
-        "lr": (lambda v: fz.sgd(v), {*NUMBER, "a function"}),
-        "momentum": (lambda v: fz.sgd(0.1, v), {"a 0-d tensor", "a float", "an int", "a negative", "None"}),
+        "lr": (lambda v: fz.sgd(v), {*RATE, "a negative"}),
+        "momentum": (lambda v: fz.sgd(0.1, v), {"a 0-d tensor", "a float", "an int", "None"}),
         "weight_decay": (lambda v: fz.sgd(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int", "a negative"}),
         "nesterov": (lambda v: fz.sgd(0.1, 0.9, nesterov=v), {"a bool"}),
     },
     "lion": {
-        "lr": (lambda v: fz.lion(v), {*NUMBER, "a function"}),
+        "lr": (lambda v: fz.lion(v), RATE),
         "b1": (lambda v: fz.lion(0.1, b1=v), {"a 0-d tensor", "a float"}),
         "b2": (lambda v: fz.lion(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.lion(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
@@ -251,14 +251,14 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "whole": {"optimizer": (fz.whole, {"an optimizer"})},
     "from_torch": {
         "optimizer": (lambda v: fz.from_torch(v, 0.1), set()),
-        "lr": (lambda v: fz.from_torch(torch.optim.SGD, v), {*NUMBER, "a function"}),
+        "lr": (lambda v: fz.from_torch(torch.optim.SGD, v), RATE),
         "options": (
             lambda v: fz.from_torch(torch.optim.Adam, 0.1, eps=v),
             {"an int", "a float", "a 0-d tensor", "a bool"},
         ),
     },
     "muon": {
-        "lr": (fz.muon, {*NUMBER, "a function"}),
+        "lr": (fz.muon, RATE),
         "momentum": (lambda v: fz.muon(0.1, v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.muon(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
         "nesterov": (lambda v: fz.muon(0.1, nesterov=v), {"a bool"}),
@@ -267,7 +267,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "adjust_lr": (lambda v: fz.muon(0.1, adjust_lr=v), set()),
     },
     "adafactor": {
-        "lr": (fz.adafactor, {*NUMBER, "a function"}),
+        "lr": (fz.adafactor, RATE),
         "beta2_decay": (lambda v: fz.adafactor(0.1, v), {"an int", "a negative", "a float"}),
         "eps": (lambda v: fz.adafactor(0.1, eps=v), {"a list"}),
         "d": (lambda v: fz.adafactor(0.1, d=v), {"a 0-d tensor", "a float", "an int"}),

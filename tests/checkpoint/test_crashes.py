@@ -145,7 +145,7 @@ def restored(folder: Path, seen: set[frozenset[Path]]) -> int | None:
     names = frozenset(folder.rglob("*"))
     step, kept = fz.train_step(loss, fz.sgd(0.5)), fz.Checkpoints(folder, keep=1)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* is empty, and passed over")
+        warnings.filterwarnings("ignore", ".* is empty and is skipped")
         found = kept.restore(step)
     if names not in seen:
         seen.add(names)

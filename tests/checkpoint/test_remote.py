@@ -232,7 +232,7 @@ def test_what_a_folder_does(tmp_path: Path, url: str, kind: str) -> None:
 
 def test_a_file_of_somebody_else_where_the_mark_goes_is_refused_and_stays(url: str) -> None:
     fsspec.filesystem("memory").pipe_file(f"{url}/{LOCK}", b"the saving of energy")
-    with pytest.raises(FileExistsError, match=rf"{url}/{LOCK}: got a file that no save has left"):
+    with pytest.raises(FileExistsError, match=rf"{url}/{LOCK}: got a file that no save has written"):
         fz.save(url, trained(1, 0))
     assert names(url) == [LOCK]
     for left in (b"", b"0123456789ab"):  # of a run that was killed

@@ -113,7 +113,7 @@ def _saves_twice(folder: str) -> None:
     first, second = fz.Checkpoints(folder, keep=1), fz.Checkpoints(folder, keep=1)
     first.save(state)
     second.save(state)  # which goes on from what it finds
-    with pytest.raises(FileExistsError, match=r"000002-update-0, of another run"):
+    with pytest.raises(FileExistsError, match=r"000002-update-0, which another run"):
         first.save(state)
     second.save(state, extra="kept")
     found = first.restore(step)

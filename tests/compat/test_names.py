@@ -47,7 +47,7 @@ def test_a_leaf_has_the_value_of_its_name(load: Any, there: set[str], called: di
     with tempfile.TemporaryDirectory() as folder:
         read = lambda: load(folder, tensors, like=like, names=called.__getitem__, lenient=lenient)
         if not one_each or not (alike or lenient):
-            with pytest.raises(ValueError, match="one name" if not one_each else "got a like of other leaves"):
+            with pytest.raises(ValueError, match="one name" if not one_each else "got a like= whose leaves differ"):
                 read()
             return
         found = fz.gather(read().params)

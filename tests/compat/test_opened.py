@@ -62,7 +62,7 @@ def test_an_index_of_what_is_not_there(tmp_path: Path) -> None:
 
     with rewritten({**places, "c": places["a"]}) as error:
         fz.load_safetensors(step_of(), tmp_path)
-    assert "a tensor 'c' in model-00001-of-00002.safetensors, which has none" in str(error.value)
+    assert "a tensor 'c' in model-00001-of-00002.safetensors, and it is not there" in str(error.value)
     with rewritten({**places, "a": places["b"], "b": places["a"]}) as error:
         fz.load_safetensors(step_of(), tmp_path / INDEX)
     assert "but " in str(error.value)

@@ -538,7 +538,7 @@ def test_random_numbers_within_a_checkpoint() -> None:
         step = fz.shard_zero3(step, mesh=mesh, axis="dp")
         step.vjp(step.init(params), torch.ones(2, 6, WIDTH, dtype=F64))
 
-    with pytest.raises(RankError, match=r"within torch\.utils\.checkpoint, which would draw others"):
+    with pytest.raises(RankError, match=r"inside torch\.utils\.checkpoint, which would draw others"):
         run_ranks(rank_main, 2)
 
 

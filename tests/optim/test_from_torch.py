@@ -443,12 +443,12 @@ DRAWN = (NoisyByPlace, NoisyJoint)
         (Counts, r"changes param_groups\[0\]\['k'\] in a step"),
         (CountsItself, "changes its attribute 'seen' in a step"),
         (KeepsForAll, r"changes optimizer.state\['all'\] in a step"),
-        (Remembers, "differs where it is made anew for each step"),
+        (Remembers, "differ if it is made anew for each step"),
         (Late, r"has \['k', 'slow'\] after a step and had \['k'\] before"),
         (Turns, "changes its attribute 'on' in a step"),
         (CountsInside, "changes the items of its attribute 'counts' in a step"),
         *[
-            (kind, "a leaf's update differs beside other leaves, or draws")
+            (kind, "whose update of a leaf depends on other leaves, or")
             for kind in (
                 Joint,
                 JointSoFar,

@@ -310,7 +310,7 @@ def test_what_is_no_pair_of_trees_is_refused() -> None:
         step(step.init(PARAMS), X)
     own = fz.GradientTransformation(lambda params: (), lambda g, s, p: (dict(g), s))
     step = fz.train_step(loss, own)
-    with pytest.raises(TypeError, match=r"expected a tree of the buffers that it was given: as grads.map\(fn\)"):
+    with pytest.raises(TypeError, match=r"expected a tree of buffers like grads. Use grads.map\(fn\)"):
         step(step.init(PARAMS), X)
     own = fz.GradientTransformation(lambda params: params.map(lambda p: p * 1j), lambda g, s, p: (g, s))
     with pytest.raises(

@@ -531,7 +531,7 @@ def test_an_axis_of_which_a_step_takes_means_over_a_part() -> None:
         some: Any = types.SimpleNamespace(members=(0, 1))
         with during(averaged, (some,)):
             with pytest.raises(
-                ValueError, match=r"axis 'tp' goes over ranks \[0, 1, 2\].* means over some of them only"
+                ValueError, match=r"axis 'tp' goes over ranks \[0, 1, 2\].* means over only some of them"
             ):
                 fz.parallel.sum(torch.ones(2), ax)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import struct
 from typing import Any
 
 import exactness
@@ -10,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core.formatters import DisplayFormatter
+from matplotlib import pyplot
 
 import fzero as fz
 from fzero.planning import plotting
@@ -146,3 +150,13 @@ def test_it_draws_into_axes_that_are_given() -> None:
     assert fz.plot_plan(fz.plan(BOTH, PARAMS, mesh={"dp": 2, "tp": 2}), axes) is axes
     draw = functools.partial(fz.plot_plan, {"one": fz.plan(STEP, PARAMS)})
     assert draw(axes) is axes and draw() is not axes
+
+
+def test_a_notebook_shows_it_without_pyplot() -> None:
+    plan = fz.plan(BOTH, PARAMS, mesh={"dp": 2, "tp": 2})
+    for axes in (fz.plot_plan(plan), fz.plot_plan({"one": plan}), fz.plot_schedule(fz.schedules.gpipe(2, 2))):
+        data, more = DisplayFormatter().format(axes)
+        width = more["image/png"]["width"]
+        assert struct.unpack(">I", data["image/png"][16:20])[0] == pytest.approx(2 * width, abs=2)
+        assert pickle.loads(pickle.dumps(axes))._repr_png_()[1]["width"] == width
+        assert not pyplot.get_fignums()

@@ -1,6 +1,6 @@
 """Checkpoints: a save and a load beside dd, and beside torch's DCP; how long save_async keeps its caller.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
+    OMP_NUM_THREADS=1 python benchmarks/saving.py
 
 One rank, AdamW's state in float32. All bytes written are durable (fsync) as a time ends, and none that are read lie in
 the page cache as it begins. dd writes the bytes of a checkpoint, from memory, and reads them: disks are often quicker
