@@ -53,8 +53,8 @@ def need_used(state: TrainState, used: set[int], grads: Sharded | None = None) -
     axis.records[need_used] = {}
     if names:
         warnings.warn(
-            f"step: in its first update the function does not use {len(names)} of the {len(paths)} leaves that this "
-            f"step trains: {shown}. Their gradients are zero. If it uses them in no other update, freeze them: "
+            f"step: the function does not use {len(names)} of the {len(paths)} leaves that are trained, in its first "
+            f"update: {shown}. Their gradients are zero. If it uses them in no other update, freeze them: "
             f"fz.freeze(step, {names[0]!r}).",
             stacklevel=4 if grads is not None else 6,  # the call of the step
         )

@@ -188,7 +188,7 @@ def test_each_rank_may_call_other_functions_made_in_other_ways(calls: list[list[
         assert run_ranks(rank_main, 2) == [[1, 0, 0]] * 2
     first = {own[0][1] for own in calls[:2]}
     assert len(warned) == (2 if len(first) == 1 else 0)
-    assert all("in its first update the function does not use 1 of the 2 leaves" in str(w.message) for w in warned)
+    assert all("does not use 1 of the 2 leaves that are trained, in its first update" in str(w.message) for w in warned)
 
 
 def test_ranks_beside_which_only_one_uses_leaves_get_one_error() -> None:
