@@ -201,7 +201,7 @@ class Step(Spec):
 
         Raises:
             ValueError: the state belongs to another step, the outputs are no scalar and there is no `cotangent`, or the
-                function uses none of the leaves that the step trains (looked at in its first update).
+                function uses none of the leaves that the step trains (looked at in a state's first update).
             TypeError: a transform of `torch.func` goes through a step that has no derivative: with `fz.donate`, with
                 states on a disk, or with encoded states whose policy is not `straight_through`. The error says which.
 

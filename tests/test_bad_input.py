@@ -425,11 +425,12 @@ def test_inputs_that_do_not_meet_the_params(verb: str) -> None:
     said = noted(lambda: getattr(away, verb)(away.init(PARAMS), {"x": x.to("meta")}))
     assert "Input 0.x is on meta, and the params are on cpu. Pass x.to('cpu')" in said
 
-    def fails(p: Any, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("of the user's own")
+    def fails(p: Any, x: torch.Tensor, error: Exception, more: Any) -> torch.Tensor:
+        raise error
 
     other = fz.with_fn(half, fails)
-    assert noted(lambda: getattr(other, verb)(half.init(PARAMS), x)) == "of the user's own"
+    for own in (RuntimeError("of the user's own"), KeyError("dtype"), TypeError("object of type 'int' has no len()")):
+        assert noted(lambda own=own: getattr(other, verb)(half.init(PARAMS), x, own, x.numpy())) == str(own)
 
 
 def test_what_is_given_in_the_place_of_something_else() -> None:

@@ -109,7 +109,7 @@ class Batch:
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
         self.times, self.followed, self.counts = 1.0, is_transformed(), Counts()
-        self._used = None if self.followed else first_use(step, state)
+        self._used = None if self.followed else first_use(self._axis)
         self._carry = Carry(step, state)
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
@@ -170,7 +170,7 @@ class Batch:
         if self._used is not None:
             if run is not None:
                 run.note_reached(self._used)
-            need_used(self._step, self._state, self._used, grads)
+            need_used(self._state, self._used, grads)
 
     def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""

@@ -64,9 +64,9 @@ class Delivery:
 
     def note(self, key: Key, leaves: Sequence[object] | None = None) -> None:
         """Notes which leaves of a group have a cotangent; all of them if nobody knows."""
-        if self.used is not None:
-            slots = self.layout.groups[key].slots
-            self.used.update(slot.leaf for i, slot in enumerate(slots) if leaves is None or leaves[i] is not None)
+        assert self.used is not None
+        slots = self.layout.groups[key].slots
+        self.used.update(slot.leaf for i, slot in enumerate(slots) if leaves is None or leaves[i] is not None)
 
     def add_into(self, key: Key, leaves: Sequence[torch.Tensor | None]) -> bool:
         """Adds all there is for a group to the sum of earlier microbatches, where that gives the same bits."""
@@ -104,7 +104,8 @@ class Delivery:
         """All uses of a group have been pulled back; `cotangent` is what came through the graph."""
         if cotangent is not None:
             self._add_up(key, cotangent.clone())  # autograd may hold on to it
-            self.note(key)
+            if self.used is not None:
+                self.note(key)
         self._closed.add(key)
         if key not in self._under_way and key not in self._delivered:
             self._deliver(key)

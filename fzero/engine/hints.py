@@ -17,12 +17,15 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def add_hint(error: Exception, params: Sharded, inputs: Sequence[object]) -> None:
     """Adds a note to an error of a step's function if an input is a numpy array, or of another device or dtype."""
+    if isinstance(error, KeyError):  # whose text is a key
+        return
     names, leaves, _ = pytree.named_leaves(tuple(inputs))
     arrays = [name for name, x in zip(names, leaves, strict=True) if isinstance(x, np.ndarray)]
-    if arrays and isinstance(error, TypeError):
+    text = str(error)
+    if arrays and "ndarray" in text:
         error.add_note(f"Input {arrays[0]} is a numpy array, and params are tensors. Pass torch.as_tensor(x).")
         return
-    text, here = str(error), params.device
+    here = params.device
     computed = [group.row.policy.compute for group in params.layout.groups.values()]
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):

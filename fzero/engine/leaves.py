@@ -148,6 +148,7 @@ class Leaves:
         fit: whether the function can be run with them, as far as is known.
         products: whether some cotangents are products that are added up in a quicker way than by autograd, once that is
             known.
+        used: takes the leaves of which no graph shows that they are used, if somebody asks for them.
     """
 
     def __init__(self, traversal: Traversal, axis: Axis) -> None:
@@ -165,6 +166,7 @@ class Leaves:
         self._storages = {storage_of(view) for view, *_ in self._views}
         self.keys = tuple(dict.fromkeys(param.key for param in self.params))
         self.products: bool | None = None
+        self.used: set[int] | None = None
         self._cuts: dict[Key, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def made(self) -> list[torch.Tensor]:

@@ -172,6 +172,9 @@ class PlainRun(Outcome):
     ) -> tuple[Waits, list[torch.Tensor | None]]:
         """`_parted`, where users' Functions or hooks act: exactly as torch would have it."""
         grads, found = pull_back(graph.ends, self._given(cotangents), self._params, self._inputs, retain_graph)
+        if self._leaves is not None and self._leaves.used is not None:  # a Function may have leaves of its own
+            own = zip(self._leaves.params, grads, strict=True)
+            self._leaves.used.update([place.slot.leaf for place, grad in own if grad is not None])
         if sums is None:  # whoever has these, as a Function has its workspace, may write to them until it goes on
             grads = [None if x is None else x.clone() for x in grads]
         out = self._filled(found)
@@ -339,7 +342,7 @@ class PlainRun(Outcome):
     def note_use(self, used: set[int]) -> None:
         assert self._real is not None and self._leaves is not None
         ends = {*map(id, self._real), *[id(getattr(node, "variable", None)) for node, _ in edges_to(self._real)]}
-        places = zip(self._params, self._leaves.params, strict=True)
+        self._leaves.used, places = used, zip(self._params, self._leaves.params, strict=True)
         used.update(place.slot.leaf for x, place in places if id(x) in ends)
 
     def is_used_up(self) -> bool:

@@ -149,7 +149,7 @@ class Traversal:
         Args:
             alone: whether it is all that there will be for the group.
         """
-        if self.delivery is not None:
+        if self.delivery is not None and self.delivery.used is not None:
             self.delivery.note(key, cotangents)
         own = [None] * len(cotangents) if self.mask.masked else cotangents
         if alone and self.delivery is not None and self.delivery.add_into(key, own):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -133,13 +135,81 @@ def test_a_step_around_which_a_transform_goes_is_not_looked_at() -> None:
         step(state, torch.ones(2))
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.0])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_leaf_that_a_checkpoint_uses_is_used(reentrant: bool) -> None:
+def test_a_leaf_that_a_checkpoint_uses_is_used(reentrant: bool, factor: float) -> None:
     def fn(p, x: torch.Tensor) -> torch.Tensor:
         x = checkpoint(lambda x: x * p["w"], x.requires_grad_(), use_reentrant=reentrant)
-        return x.square().sum()
+        return x.square().sum() * factor
 
     step = fz.train_step(fn, fz.sgd(0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+
+@dataclasses.dataclass
+class Loss:
+    """A function that is equal to others, and that cannot be hashed if it is called itself."""
+
+    leaf: str
+
+    def __call__(self, p, x: torch.Tensor) -> torch.Tensor:
+        return (x * p[self.leaf]).square().sum()
+
+
+LOSSES = {leaf: Loss(leaf) for leaf in "ab"}
+MADE: dict[str, Callable[[str], Callable[..., torch.Tensor]]] = {
+    "kept": lambda leaf: LOSSES[leaf].__call__,
+    "new": Loss,
+    "a lambda": lambda leaf: lambda p, x: (x * p[leaf]).square().sum(),
+}
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(
+    st.lists(st.lists(st.tuples(st.sampled_from([*MADE]), st.sampled_from("ab")), min_size=3, max_size=3), min_size=2)
+)
+def test_each_rank_may_call_other_functions_made_in_other_ways(calls: list[list[tuple[str, str]]]) -> None:
+    def rank_main(rank: int) -> list[int]:
+        step = fz.shard_zero1(fz.train_step(LOSSES["a"], fz.sgd(0.1)))
+        state, kept, counts = step.init({"a": torch.ones(2), "b": torch.ones(2)}), [], []
+        for made, leaf in calls[rank]:
+            own = fz.with_fn(step, MADE[made](leaf))
+            kept += [own] if rank else []  # the other rank forgets it
+            with recorded_collectives() as records:
+                state, _ = own(state, torch.ones(2))
+            counts.append(sum("unused" in str(tag) for _, tag, _ in records))
+            del own
+        return counts
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert run_ranks(rank_main, 2) == [[1, 0, 0]] * 2
+    first = {own[0][1] for own in calls[:2]}
+    assert len(warned) == (2 if len(first) == 1 else 0)
+    assert all("does not use 1 of the 2 leaves that are trained, in its first update" in str(w.message) for w in warned)
+
+
+def test_ranks_beside_which_only_one_uses_leaves_get_one_error() -> None:
+    def rank_main(rank: int) -> str:
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+        ax = fz.parallel.axis(mesh, "sp")
+        fn = lambda p, x: fz.parallel.sum(x * p["w"] if rank else x, ax).square().sum()
+        step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)), mesh=mesh, axis="dp")
+        with pytest.raises(ValueError) as caught:
+            step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        return str(caught.value)
+
+    assert all(
+        "The grads of leaf 'w' differ between the ranks of axis 'sp'" in said for said in run_ranks(rank_main, 2)
+    )
+
+
+def test_a_leaf_whose_gradient_the_state_keeps_is_used() -> None:
+    step = fz.train_step(LOSSES["a"], fz.sgd(0.1))
+    state = step.init({"a": torch.ones(2), "b": torch.ones(2)})
+    state = step.add_grads(state, {"a": torch.zeros(2), "b": torch.ones(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, torch.ones(2))
