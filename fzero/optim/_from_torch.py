@@ -122,8 +122,8 @@ class _Torch:
         if any_follows((p, g)):
             raise TypeError(
                 f"step.update: got {self._name()}, which writes in place and has no derivative, and torch.func "
-                "differentiates through this update. Use an optimizer of fzero (fz.adamw, fz.sgd, ...), or one of "
-                "your own that is made of torch's operations."
+                "differentiates through this update; expected an optimizer that has one. Use one of fzero (fz.adamw, "
+                "fz.sgd, ...), or one of your own that is made of torch's operations."
             )
         with private.below_transforms(), torch.enable_grad():
             param = p.detach().clone().requires_grad_()

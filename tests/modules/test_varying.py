@@ -413,7 +413,7 @@ def test_maps_by_hand(name: str) -> None:
 
     whole, params = made(None)
     if name in NOT_SUMMED:
-        with pytest.raises(RankError, match=r"put together by fz\.parallel\.sum, before anything else"):
+        with pytest.raises(RankError, match=r"needs fz\.parallel\.sum before anything else"):
             run_ranks(rank_main, 2)
         return
     want = torch.func.grad(whole)(dict(params))
