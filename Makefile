@@ -31,7 +31,7 @@ docs-check: docs
 	@echo "== looking at every page"
 	@$(BIN)/python docs/check.py
 
-.venv/.docs: .venv/.installed
+.venv/.docs: .venv/.demo
 	@echo "== installing the extra docs"
 	@$(PIP) -e '.[docs]'
 	@touch $@
