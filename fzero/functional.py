@@ -31,7 +31,7 @@ from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, need_names, places_of
-from fzero.modules.private_copy import private_copy, refuse_kinds
+from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
@@ -177,8 +177,7 @@ class Apply:
     @functools.cached_property
     def eval(self) -> Apply:
         """The module in evaluation mode, over the same params. With buffers it returns the outputs alone."""
-        module, _, _ = private_copy(self._pristine, {id(param): param for param in self._pristine.parameters()})
-        return Apply(module.eval(), self._frozen, self._carries, False, True)
+        return Apply(evaluating(self._pristine), self._frozen, self._carries, False, True)
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)

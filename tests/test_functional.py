@@ -13,6 +13,7 @@ from hooked import HOLDERS, READERS, Gained, Net, X, by_autograd, by_functional_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -238,3 +239,31 @@ def test_evaluation_mode_over_the_same_params(data: Any, stage: int, carried: bo
         kept = {name: value.clone() for name, value in own.items()}
         alone = pickle.loads(pickle.dumps(apply)).eval({name: after[name] for name in params}, *[own] * carried, x)
         assert torch.equal(alone, module(x)) and all(torch.equal(own[name], kept[name]) for name in own)
+
+
+def test_evaluation_mode_that_is_first_asked_for_without_values() -> None:
+    """Its buffers have theirs afterwards; `eval` need not return the module."""
+
+    class Own(nn.Sequential):
+        def eval(self) -> None:  # type: ignore[override]
+            super().eval()
+
+    net = Own(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    apply, params = fz.functional(net)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert apply.eval(params, torch.ones(2, 3)).shape == (2, 3)
+    x = torch.randn(4, 3)
+    out = apply.eval(params, x)
+    net.eval()
+    assert torch.equal(out, net(x))
+
+
+def test_evaluation_mode_that_needs_values_of_params_is_told_of() -> None:
+    class Merged(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            self.merged = None if mode else 2 * self.weight
+            return super().train(mode)
+
+    apply, params = fz.functional(Merged(3, 3))
+    with pytest.raises(ValueError, match=r"(?s)eval\(\) raised RuntimeError.*Let forward compute.*'weight'"):
+        apply.eval(params, torch.ones(2, 3))

@@ -237,7 +237,8 @@ def test_an_evaluation_is_the_mean_over_ranks() -> None:
     def rank_main(rank: int) -> Any:
         def evaluate(state: fz.TrainState) -> dict[str, Any]:
             x, y = shares[rank]
-            return {"held out": (held.forward(state, x, y), len(x)), "rank": rank, "both": (rank, 3), "none": (0, 0)}
+            own = {"held out": (held.forward(state, x, y), len(x)), "empty": (math.nan, 0) if rank else (6, 3)}
+            return {**own, "rank": rank, "both": (rank, 3), "none": (0, 0)}
 
         run = quiet(step, step.init(params), [batch(0, rank)], evaluate=evaluate)
         state = [state for state, _ in run][-1]
@@ -248,7 +249,7 @@ def test_an_evaluation_is_the_mean_over_ranks() -> None:
     with torch.no_grad():
         want = (torch.func.functional_call(net.eval(), dict(after), x) - y).square().mean()
     assert logged["held out"] == pytest.approx(want.item(), rel=1e-12)
-    assert (logged["rank"], logged["both"]) == (0.5, 1 / 6) and math.isnan(logged["none"])
+    assert (logged["rank"], logged["both"], logged["empty"]) == (0.5, 1 / 6, 2.0) and math.isnan(logged["none"])
     assert repr(logged["held out"]) == repr(other[1]["held out"])
 
 
@@ -264,7 +265,10 @@ def test_an_evaluation_over_axes_of_a_grid_is_the_mean_over_all() -> None:
     assert run_ranks(rank_main, 4) == [1.0] * 4
 
 
-@pytest.mark.parametrize(("given", "text"), [({"a": 1}, "and other names"), ({"x": (1, -1)}, "with a count of -1")])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [({"a": 1}, "and other names"), ({"x": (1, -1)}, "with a count of -1"), ({"x": (9, 3)}, "pairs on all or on none")],
+)
 def test_evaluations_that_have_no_mean_are_told(given: Any, text: str) -> None:
     def rank_main(rank: int) -> str:
         step = step_of(2)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero import testing as t
 from fzero.base import private
-from fzero.testing import strategies
+from fzero.testing import _ranks, strategies
 
 
 def test_asserts_name_the_leaf() -> None:
@@ -103,6 +103,15 @@ def test_it_is_the_rank_that_failed_that_is_named(backend: str) -> None:
             t.run_ranks(fail_on_one, 2, backend=backend)
     with pytest.raises(t.RankError, match=r"(?s)rank 1 of 2 failed:.*SystemExit: enough"):
         t.run_ranks(leave_on_one, 2, backend=backend)
+
+
+def test_processes_that_die_as_they_begin_are_told_of() -> None:
+    """As where the program that they import calls run_ranks itself."""
+    pool = _ranks._Pool(1)
+    pool.processes[0].kill()
+    pool.processes[0].join()
+    with pytest.raises(t.RankError, match=r"(?s)rank 0 of 1 failed:.*process died.*`if __name__ == '__main__':`"):
+        pool.run(double, 1, 5.0, _ranks._Around(True, None))
 
 
 def test_run_ranks_arguments() -> None:

@@ -22,6 +22,7 @@ from fzero.base.ambient import default_dtype
 from fzero.base.context import during, variable
 from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn
 from fzero.base.pytree import tensors_in
+from fzero.base.thread_state import without_dispatch_modes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -258,7 +259,8 @@ class Program(dispatch.TorchDispatchMode):
         for x in filter(is_plain, written):
             buffer = self.view(x, read=False).buffer
             if (buffer, buffer.writes) in self.given and not buffer.blank:
-                self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
+                with contextlib.nullcontext() if private.is_fake(x) else without_dispatch_modes():
+                    self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
 
     def unseen(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes tensors as they are, of which no operation says how they came to be so."""

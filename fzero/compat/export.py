@@ -27,14 +27,15 @@ from fzero.table.layout import Slot
 
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
-_PEFT = re.compile(r"(.*\.)?base_layer\..*|prompt_encoder\..*")  # leaves of a model that peft has wrapped
+_PEFT = re.compile(r"(.*\.)?(base_layer|prompt_encoder)\..*|.*\.adaption_prompt")  # of models that peft has wrapped
 _ADAPTED = (
     "fz.save_safetensors: got {!r}, a leaf of a model of peft, for the folder {}; expected the names of the model that "
-    "it wraps: from_pretrained takes random weights for all others. Save the adapter on rank 0, of "
-    "factors = fz.gather(state.params, '*lora_*', to=0), by model.save_pretrained(folder, state_dict=factors); or the "
-    "merged model, by model.load_state_dict(fz.gather(state.params), strict=False) and "
-    "model.merge_and_unload().save_pretrained(folder). What only fz.load_safetensors reads may be one file: "
-    "'folder/state.safetensors'."
+    "it wraps: from_pretrained takes random weights for all others. Save the adapter: gather what trains, with "
+    "names = [name for name, p in model.named_parameters() if p.requires_grad] and "
+    "trained = fz.gather(state.params, '|'.join(names), to=0), and on rank 0 put it into the model, "
+    "model.load_state_dict(trained, strict=False), before model.save_pretrained(folder). Or save the merged model, by "
+    "the same of fz.gather(state.params, to=0), and model.merge_and_unload().save_pretrained(folder). What only "
+    "fz.load_safetensors reads may be one file: 'folder/state.safetensors'."
 )
 _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 

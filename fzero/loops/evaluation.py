@@ -58,8 +58,9 @@ class Evaluation:
         values = ranks.means(own)
         if not ranks.alike(repr(values)):
             raise ValueError(
-                f"loop: evaluate gave {values} on this rank, and other names on another, or other numbers at another "
-                "place of a pipeline; expected the same names on all ranks, and the same numbers at all places."
+                f"loop: evaluate gave {values} on this rank, and other names on another, pairs (sum, count) on one of "
+                "them alone, or other numbers at another place of a pipeline; expected the same names on all ranks, "
+                "pairs on all or on none, and the same numbers at all places."
             )
         if not values and self._judges:
             raise ValueError(

@@ -44,8 +44,8 @@ def numbers_of(values: object, what: str) -> dict[str, float]:
     return out
 
 
-def shares_of(values: object, what: str) -> dict[str, tuple[float, float]]:
-    """Numbers by their names as `numbers_of`, each with what it counts: a pair (sum, count) says so, others are one."""
+def shares_of(values: object, what: str) -> dict[str, tuple[float, float | None]]:
+    """Numbers by their names as `numbers_of`, each with what it counts: of a pair (sum, count). Others have None."""
     given = values if isinstance(values, Mapping) else numbers_of(values, what)  # which refuses it
     pairs = {name: value for name, value in given.items() if isinstance(value, tuple) and len(value) == 2}
     counts: dict[str, float] = {}
@@ -55,7 +55,7 @@ def shares_of(values: object, what: str) -> dict[str, tuple[float, float]]:
             raise ValueError(f"loop: got {what}[{name!r}] with a count of {count}, expected a number of at least 0.")
         counts |= dict.fromkeys(numbers_of({name: total}, what), own[0])
     sums = numbers_of({name: pairs[name][0] if name in pairs else value for name, value in given.items()}, what)
-    return {name: (value, counts.get(name, 1.0)) for name, value in sums.items()}
+    return {name: (value, counts.get(name)) for name, value in sums.items()}
 
 
 def _floats(value: object, place: str) -> list[float]:

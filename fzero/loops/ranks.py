@@ -19,7 +19,7 @@ from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
 
 T = TypeVar("T")
-Share = Sequence[float]  # a sum, and what it counts
+Share = Sequence[float | None]  # a sum and what it counts, or a number and None
 
 
 class Ranks:
@@ -63,18 +63,22 @@ class Ranks:
     def means(self, own: Mapping[str, Share]) -> dict[str, float]:
         """Sums over what they count, over all ranks that share an axis; not over places of a pipeline.
 
-        Where ranks have other names, this rank's own, so that they are not alike.
+        Where ranks have other names or other kinds of shares, this rank's own, so that they are not alike.
         """
         every = {str(backend.rank_in(backend.world())): {**own}}
         for axis in self._axes if not self.alike(repr(own)) else ():
             for text in Everyone(axis).exchange(json.dumps(every), "what ranks have evaluated"):
                 every |= json.loads(text)
         shares = [each for _, each in sorted(every.items())]
-        if any([*each] != [*own] for each in shares):
+        if any(_kinds(each) != _kinds(own) for each in shares):
             shares = [own]
         means = {}
         for name in own:
-            total, count = (sum(each[name][part] for each in shares) for part in (0, 1))
+            pairs = [
+                (total or 0.0, 1.0 if count is None else count) for total, count in (each[name] for each in shares)
+            ]
+            count = sum(count for _, count in pairs)
+            total = sum(total for total, count in pairs if count)  # of nothing it may be NaN
             means[name] = total / count if count else math.nan
         return means
 
@@ -112,6 +116,10 @@ class Ranks:
         finally:
             del error  # which holds this frame
         return result[0]
+
+
+def _kinds(shares: Mapping[str, Share]) -> list[tuple[str, bool]]:
+    return [(name, count is None) for name, (_, count) in shares.items()]
 
 
 def _agreed(axis: Axis, error: BaseException | None) -> None:

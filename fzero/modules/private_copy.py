@@ -20,6 +20,7 @@ from torch import nn
 from fzero.base import private
 from fzero.base.node import edges_to
 from fzero.base.texts import COMPRESSED
+from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.containers import Cell, slots_of
 from fzero.capture.contents import BOUND, container_of, names_of, referent
 from fzero.capture.exports import overlap
@@ -60,6 +61,28 @@ def private_copy(
                 )
     tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
+
+
+_NO_EVAL = (
+    "apply.eval: the module's eval() raised {}, expected that it reads and changes no param: they are arguments of "
+    "apply, and have no values before a call. Let forward compute what it needs of them where self.training is False. "
+    "It said: {}"
+)
+
+
+def evaluating(pristine: nn.Module) -> nn.Module:
+    """A copy of such a copy in evaluation mode, with the same stand-ins for its params.
+
+    Raises:
+        ValueError: the module's own `train` or `eval` needs values of its params.
+    """
+    with without_dispatch_modes():  # others run on it later
+        module, _, _ = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        try:
+            module.eval()
+        except Exception as error:
+            raise ValueError(_NO_EVAL.format(type(error).__name__, error)) from error
+    return module
 
 
 _REFUSED = (

@@ -184,6 +184,10 @@ def _stop(threads: Sequence[threading.Thread]) -> None:
 
 
 _PROCESSES = "run_ranks(backend='processes')"
+_DIED = (
+    "the process died. If it did so at once: it imports the program, which may call run_ranks under "
+    "`if __name__ == '__main__':` alone."
+)
 _VICTIM = (PeerStopped.__name__, "Connection closed by peer", "Connection reset by peer")  # of another's failure
 
 
@@ -227,7 +231,8 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
-                self.pipes[rank].send((job, rank, world_size, store, timeout, around, filters))
+                with contextlib.suppress(OSError):  # of a process that has died, as is said below
+                    self.pipes[rank].send((job, rank, world_size, store, timeout, around, filters))
             results: list[object] = [None] * world_size
             failed: list[tuple[int, str]] = []
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
@@ -239,9 +244,9 @@ class _Pool:
                     break
                 for pipe in ready:
                     rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                    answer: Any = "the process died"
+                    answer: Any = _DIED
                     good = False
-                    with contextlib.suppress(EOFError):
+                    with contextlib.suppress(EOFError, OSError):
                         good, answer = pipe.recv()  # type: ignore[union-attr]
                     if good:
                         results[rank] = pickle.loads(answer)

@@ -7,6 +7,7 @@ recomputed or not by turns, and at night both. `make hf` does so with every arch
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import traceback
 import warnings
@@ -156,9 +157,11 @@ def test_a_model_of_peft_is_saved_as_others_read_it(tmp_path: pathlib.Path) -> N
         fz.save_safetensors(file, state)
         again = fz.load_safetensors(step, file, like=params)
         assert_trees_equal(fz.gather(again.params), fz.gather(state.params))
-        factors, whole = fz.gather(state.params, "*lora_*", to=0), fz.gather(state.params, to=0)
+        names = [name for name, param in module.named_parameters() if param.requires_grad]
+        factors, whole = fz.gather(state.params, "|".join(names), to=0), fz.gather(state.params, to=0)
         if rank == 0:
-            module.save_pretrained(adapter, state_dict=factors)
+            module.load_state_dict(factors, strict=False)
+            module.save_pretrained(adapter)
             module.load_state_dict(whole, strict=False)
             module.merge_and_unload().save_pretrained(merged)
         return whole
@@ -172,3 +175,34 @@ def test_a_model_of_peft_is_saved_as_others_read_it(tmp_path: pathlib.Path) -> N
     assert not torch.allclose(want, apply.eval(params, **batch).logits, rtol=1e-3)
     for model in read:
         torch.testing.assert_close(model.double()(**batch).logits, want, rtol=1e-9, atol=1e-9)
+
+
+KINDS = {
+    "LoraConfig": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "IA3Config": {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []},
+    "AdaptionPromptConfig": {"task_type": "CAUSAL_LM", "adapter_len": 2, "adapter_layers": 1},
+    "PrefixTuningConfig": {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of what peft takes from transformers
+def test_adapters_of_other_kinds_are_saved_as_the_refusal_says(kind: str, tmp_path: pathlib.Path) -> None:
+    peft, base = pytest.importorskip("peft"), transformers.LlamaForCausalLM
+    plain: Any = tiny.built(base, tiny.smaller(base.config_class()))
+    model = peft.get_peft_model(copy.deepcopy(plain), getattr(peft, kind)(**KINDS[kind]))
+    tokens = torch.arange(6).view(2, 3)
+    apply, params = fz.functional(model)
+    step = fz.train_step(lambda p: apply(p, input_ids=tokens, labels=tokens).loss, fz.adamw(0.1))
+    before = apply.eval(params, input_ids=tokens).logits
+    state, _ = step(step.init(params))
+    with pytest.raises(ValueError, match=r"model\.load_state_dict\(trained, strict=False\), before"):
+        fz.save_safetensors(tmp_path, state)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    trained = fz.gather(state.params, "|".join(names), to=0)
+    model.load_state_dict(trained, strict=False)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    want = apply.eval(fz.gather(state.params), input_ids=tokens).logits
+    torch.testing.assert_close(again(tokens).logits, want, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(want, before, rtol=1e-3)

@@ -29,6 +29,13 @@ def test_frozen_leaves_have_no_moments() -> None:
     assert plan.moments == 8 * (1 << 10) and plan.params == 4 * ((1 << 20) + (1 << 10))
 
 
+def test_a_batch_norm_in_evaluation_mode_is_planned() -> None:
+    """Its operator may write to buffers, which have values."""
+    apply, params = fz.functional(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
+    step = fz.train_step(lambda p, x: apply.eval(p, x).square().mean(), fz.sgd(0.1))
+    assert fz.plan(step, params, inputs=(torch.ones(4, 3),)).flops == 2 * 2 * 4 * 3 * 3
+
+
 OPTIMIZERS = {
     "adamw": fz.adamw(1e-3),
     "clipped values": fz.chain(fz.clip_by_value(1.0), fz.adamw(1e-3)),
