@@ -56,12 +56,14 @@ class Table:
 
 def shown(cells: list[Cell], digits: int = 2) -> list[str]:
     """A column as text: so many decimals below 100, two fewer above, and none that no cell of the column has."""
-    floats = [cell for cell in cells if isinstance(cell, float)]
+    floats = [cell for cell in cells if isinstance(cell, float) and math.isfinite(cell)]
     most = max((-int(decimal.Decimal(repr(cell)).as_tuple().exponent) for cell in floats), default=0)
 
     def text(cell: Cell) -> str:
         if not isinstance(cell, float):
             return f"{cell:,}" if isinstance(cell, int) else cell or ""
+        if not math.isfinite(cell):
+            return str(cell)
         power = math.floor(math.log10(abs(cell))) if cell else 0
         places = 1 - power if power < -1 else digits - 2 * (power > 1)  # at least two digits of what is small
         return f"{cell:,.{max(0, min(most, places))}f}"
@@ -73,8 +75,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The parser of a script that calls `save`."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     stem = Path(sys.argv[0]).stem
-    made.add_argument("--save", nargs="?", const=stem, metavar="NAME", help="in benchmarks/results/NAME.json")
+    made.add_argument(
+        "--save", nargs="?", const=stem, type=_name, metavar="NAME", help="in benchmarks/results/NAME.json"
+    )
     return made
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[\w-]+", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected letters, digits, '-' and '_'")
+    return text
 
 
 def save(args: argparse.Namespace, *tables: Table) -> None:
@@ -82,7 +92,7 @@ def save(args: argparse.Namespace, *tables: Table) -> None:
     if args.save is None:
         return
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    arguments = re.sub(r" --save( [\w-]+)?(?= -|$)", "", "".join(f" {shlex.quote(each)}" for each in sys.argv[1:]))
+    arguments = re.sub(r" --save([ =][\w-]+)?(?= -|$)", "", "".join(f" {shlex.quote(each)}" for each in sys.argv[1:]))
     found = {
         "command": " ".join([*ENVIRONMENT, "python", f"{script}{arguments}"]),
         "machine": machine(getattr(args, "device", "cpu")),

@@ -181,13 +181,25 @@ def test_cells_are_rounded(cells: list[Any]) -> None:
             assert text == ("" if cell is None else cell if isinstance(cell, str) else f"{cell:,}")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_number_that_is_not_finite_is_shown(number: float) -> None:
+    assert results.shown([number, 1.25]) == [str(number), "1.25"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b", ""])
+def test_a_name_that_no_page_can_have_is_refused_before_the_run(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        results.parser("What it does.").parse_args(["--save", name])
+    assert "expected letters, digits" in capsys.readouterr().err
+
+
 def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results: mine -->\n<!-- end -->\nbehind\n")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "PAGE", page)
     script = str(FOLDER / "step.py")
-    monkeypatch.setattr(sys, "argv", [script, "--batch", "1", "--save", "mine", "--only", "FSDP2", "two words"])
+    monkeypatch.setattr(sys, "argv", [script, "--batch", "1", "--save=mine", "--only", "FSDP2", "two words"])
     parser = results.parser("What it does.")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--only", nargs="*")

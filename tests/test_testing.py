@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 import time
@@ -112,6 +113,26 @@ def test_processes_that_die_as_they_begin_are_told_of() -> None:
     pool.processes[0].join()
     with pytest.raises(t.RankError, match=r"(?s)rank 0 of 1 failed:.*process died.*`if __name__ == '__main__':`"):
         pool.run(double, 1, 5.0, _ranks._Around(True, None))
+
+
+def read_by_nobody() -> None:
+    if multiprocessing.parent_process() is None:
+        raise ZeroDivisionError
+
+
+class Unread:
+    def __reduce__(self) -> Any:
+        return read_by_nobody, ()
+
+
+def unread(rank: int) -> Any:
+    return Unread()
+
+
+def test_what_ranks_still_answer_is_not_taken_for_a_later_run() -> None:
+    with pytest.raises(ZeroDivisionError):  # as an interrupt, it ends the call before all have answered
+        t.run_ranks(unread, 2, backend="processes")
+    assert t.run_ranks(double, 2, backend="processes") == [0, 2]
 
 
 def test_run_ranks_arguments() -> None:

@@ -227,6 +227,13 @@ class _Pool:
 
     def run(self, fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
         job = pickled(fn, _PROCESSES)
+        try:
+            return self._run(job, world_size, timeout, around)
+        except BaseException:  # also an interrupt: what they would still answer is of this run, not of the next
+            self.close()
+            raise
+
+    def _run(self, job: bytes, world_size: int, timeout: float, around: _Around) -> list[Any]:
         filters = _filters()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
@@ -253,7 +260,6 @@ class _Pool:
                     else:
                         failed.append((rank, answer))
             if failed:
-                self.close()
                 rank, answer = min(failed, key=lambda pair: any(words in pair[1] for words in _VICTIM))
                 raise RankError(f"rank {rank} of {world_size} failed:\n{answer}")
         return results
@@ -296,7 +302,7 @@ def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> Non
     while True:
         try:
             job, rank, world_size, store, timeout, around, filters = pipe.recv()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):  # a Ctrl-C while it waits is its caller's
             return
         try:
             dist.init_process_group(
