@@ -27,7 +27,9 @@ from fzero.table.layout import Slot
 
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
-_PEFT = re.compile(r"(.*\.)?(base_layer|prompt_encoder)\..*|.*\.adaption_prompt")  # of models that peft has wrapped
+_PEFT = re.compile(
+    r"(.*\.)?base_layer\..*|(.*\.)?prompt_encoder\.[^.]+\.embedding\.weight|.*\.adaption_prompt"
+)  # of peft
 _ADAPTED = (
     "fz.save_safetensors: got {!r}, a leaf of a model of peft, for the folder {}; expected the names of the model that "
     "it wraps: from_pretrained takes random weights for all others. Save the adapter: gather what trains, with "

@@ -206,3 +206,10 @@ def test_adapters_of_other_kinds_are_saved_as_the_refusal_says(kind: str, tmp_pa
     want = apply.eval(fz.gather(state.params), input_ids=tokens).logits
     torch.testing.assert_close(again(tokens).logits, want, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(want, before, rtol=1e-3)
+
+
+def test_a_prompt_encoder_that_is_not_of_peft_is_saved(tmp_path: pathlib.Path) -> None:
+    params = {"prompt_encoder.mask_embed.conv1.bias": torch.ones(2)}  # as SamModel calls it
+    state = fz.train_step(lambda p: p, fz.sgd(0.1)).init(params)
+    fz.save_safetensors(tmp_path, state)
+    assert (tmp_path / "model.safetensors").exists()
