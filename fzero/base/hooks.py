@@ -104,6 +104,19 @@ def allowed() -> Iterator[None]:
         _C._saved_tensors_hooks_disable(_OUTSIDE)
 
 
+def allow() -> bool:
+    """Has saved-tensor hooks work, as in `allowed`; whether they did not. `refuse_again` takes that."""
+    refused = not _C._saved_tensors_hooks_is_enabled()
+    if refused:
+        _C._saved_tensors_hooks_enable()
+    return refused
+
+
+def refuse_again(refused: bool) -> None:
+    if refused:
+        _C._saved_tensors_hooks_disable(_OUTSIDE)
+
+
 class refused:
     """Inside, saved-tensor hooks (torch.utils.checkpoint) are refused, as torch.func refuses them.
 

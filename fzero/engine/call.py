@@ -96,6 +96,18 @@ class Call:
         """The facts that this call showed."""
         return self.facts._replace(mutated=frozenset(self._mutated), draws=self._second.draws)
 
+    def is_pure(self, flat: Sequence[object]) -> bool:
+        """Tells whether its run left nothing but what it put out, and was given its tensors in pytrees.
+
+        Args:
+            flat: the leaves of its arguments.
+        """
+        facts, reach, given = self.known, self.reach, {id(x) for x in flat}
+        more = facts.mutated or facts.more or facts.read or facts.draws or facts.watched or facts.whole or facts.kept
+        left = self._effects or self._filled or self._dressed or self._raises
+        inside = all(id(x) in given for x in (*reach.tensors, *reach.handles))
+        return inside and not (more or left or reach.generators or reach.iterators)
+
     # ---- before
 
     def learn(self, showed: Facts) -> None:

@@ -22,6 +22,7 @@ from fzero.comm.divergence import happened
 from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
+from fzero.engine.straight import call_straight, note_route
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
@@ -59,7 +60,12 @@ def call_unit(
         surroundings: what the function reads and writes beside its arguments; what it closes over by default.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
-    traversal, around_it = current.get(), surroundings or Surroundings(fn)
+    traversal = current.get()
+    if seed is None and traversal is not None and traversal.acts:
+        done = call_straight(traversal, fn, args, kwargs, around)
+        if done is not None:
+            return done[0]
+    around_it = surroundings or Surroundings(fn)
     if private.level() > 1 and traversal is not None and traversal.acts:
         args, kwargs = leaves_below((args, dict(kwargs)))
     plainly = functools.partial(
@@ -116,6 +122,8 @@ def _call(
             units = " and ".join(dict.fromkeys(repr(key.unit) for key in call.primals)) or "of full params"
             happened(f"unit {units} began again, as {showed}")
     schedule.record.facts[place] = call.known
+    if names == NO_NAMES:
+        note_route(call, traversal, number, remat, memory)
     return result
 
 

@@ -242,7 +242,7 @@ def call_function(
     if first and not traversal.table.compiled:
         traversal.looked_at = True
         watch = watching_run(protected())
-    elif traversal.acts:
+    elif traversal.acts and not traversal.schedule.record.pure:
         watch = watching_run(None)
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if traversal.looked_at and (is_strict() or not traversal.schedule.ran_before):

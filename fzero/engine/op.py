@@ -36,11 +36,11 @@ from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES, Names
 
-_NESTED = "saved tensor hooks in a derivative's derivative"
+NESTED = "saved tensor hooks in a derivative's derivative"
 
 
 @dataclass(eq=False)
-class _Pull:
+class Pull:
     """The kept graph of one first-order run of a unit."""
 
     keys: list[Key]
@@ -73,7 +73,7 @@ class UnitOp(Op):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
             # what they would run again later is not surrounded by what this run finds
             one_level = OneLevel(unit) if private.level() else contextlib.nullcontext()
-            with torch.autograd.graph.disable_saved_tensors_hooks(_NESTED):
+            with torch.autograd.graph.disable_saved_tensors_hooks(NESTED):
                 return call.body(leaves, tensors[len(keys) :], one_level)
 
         super().__init__(pure, seed, traversal.device)
@@ -91,8 +91,9 @@ class UnitOp(Op):
         self.unit = call.unit = unit
         self.name = f"unit {self.unit!r}"
         self._memory = memory
-        self._pull: _Pull | None = None
+        self._pull: Pull | None = None
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
+        self._compiles = call.compiles
         self._seen, self._records, self._watched = seen.get() or Seen(), torch.is_grad_enabled(), False
         self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
@@ -164,7 +165,7 @@ class UnitOp(Op):
         gather_previous = functools.partial(schedule.gather_previous, self)
         if self.recompute:
             with torch.no_grad():
-                self._forward(tuple(t.detach() for t in tensors()), wanted, True, gather_previous)
+                self._run_again(tuple([t.detach() for t in tensors()]), wanted, gather_previous)
             keep = False
             if schedule.frees:
                 schedule.finish_reductions()
@@ -188,12 +189,8 @@ class UnitOp(Op):
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
         if not self._watched:
             refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._seen.is_of_unit)
-        with (
-            private.without_donation() if keep and self.call.compiles else contextlib.nullcontext(),
-            pull.surroundings(),
-            unit_pulled(self.unit, pull.outputs, pull.memories, self._watched),
-        ):
-            if late is None or self.call.compiles:
+        with self._pulling(pull, keep):
+            if late is None or self._compiles:
                 found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
             else:
                 split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
@@ -211,7 +208,7 @@ class UnitOp(Op):
             self._empty()  # what is kept of the leaves would keep it
             later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
             found, sizes, keys = [], [], []
-            at_once = self.call.compiles and self.number in late.alone
+            at_once = self._compiles and self.number in late.alone
             late.put(self.number, later, self.traversal.collect, at_once)
             del later
         del flat
@@ -229,6 +226,19 @@ class UnitOp(Op):
         if not ends:
             self.forget()
         return out
+
+    def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
+        self._forward(tensors, wanted, True, gather_ahead)
+
+    @contextlib.contextmanager
+    def _pulling(self, pull: Pull, keep: bool) -> Iterator[None]:
+        """Around the pullback of its graph."""
+        with (
+            private.without_donation() if keep and self._compiles else contextlib.nullcontext(),
+            pull.surroundings(),
+            unit_pulled(self.unit, pull.outputs, pull.memories, self._watched),
+        ):
+            yield
 
     def forget(self) -> None:
         """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
@@ -319,7 +329,7 @@ class UnitOp(Op):
         if self.call.compiles:  # whose graphs do not say
             self.joint = dict.fromkeys(range(len(out)), frozenset(range(len(out))))
         if wanted:
-            self._pull = _Pull(
+            self._pull = Pull(
                 [self.keys[p] for p in wanted if p < count],
                 differentiated,
                 {p: inputs[p - count] for p in wanted if p >= count},

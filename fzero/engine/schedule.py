@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,8 @@ class Record:
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
         self.facts: dict[tuple[object, ...], Facts] = {}
+        self.routes: dict[int, list[Any]] = {}
+        self.pure = False  # whether each call of the last run was so
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
         self.may_be: dict[object, bool] = {}  # that of those that were called -> whether it names what is refused
@@ -88,6 +90,7 @@ class Schedule:
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self.record = Record()
+        self.pure = 0  # how many calls were
         self._fetching: dict[Key, Callable[[], Stored]] = {}  # whose gather has not begun
         self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[Key, torch.Tensor] = {}
@@ -126,6 +129,10 @@ class Schedule:
     def facts(self, place: tuple[object, ...]) -> Facts | None:
         """The facts of the latest call; None if nothing is known."""
         return self.record.facts.get(place) if self.on_track else None
+
+    def routes(self) -> list[Any]:
+        """The forms of the next call in which earlier runs of it were pure."""
+        return self.record.routes.get(len(self._called), []) if self.on_track else []
 
     def is_last(self) -> bool:
         """Tells whether the call that runs is probably the last of the forward, and may keep its buffers."""
@@ -198,6 +205,7 @@ class Schedule:
         with _ended_by(self._end_of_gathers):
             yield
         self.record.order = tuple(self._called)
+        self.record.pure = self.pure == len(self._called)
         self._expected = ()
 
     def calls(self) -> list[Running]:

@@ -171,7 +171,7 @@ def test_is_refused_by_name_and_the_state_is_as_before(name: str, how: str) -> N
 @pytest.mark.parametrize(("name", "how"), by_turns(LATER, STEPS, of=12))
 def test_so_is_one_that_a_later_run_begins(name: str, how: str) -> None:
     with hazards(0):
-        run_ranks(lambda rank: [refused(name, own, how, True) for own in (True, False)], 2)
+        run_ranks(lambda rank: refused(name, False, how, True), 2)
 
 
 @at_length
