@@ -21,6 +21,7 @@ from fzero.base.ambient import default_dtype, forward_derivatives, functions_see
 from fzero.base.context import averaged, during, variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
+from fzero.base.thread_state import run_backward
 
 Tensors = tuple[torch.Tensor, ...]
 depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run here, one inside of the other
@@ -192,7 +193,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
         # detached, or enable_grad inside would record into the outer graph
-        plain = tuple(tensor.detach() for tensor in tensors)
+        plain = tuple([tensor.detach() for tensor in tensors])
         with during(depth, depth.get() + 1), forward_derivatives():  # which a Function's forward is without
             return op.run(plain, wanted)
 
@@ -214,7 +215,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         count = ctx.count
-        real: object = tuple(cotangents[i] for i in ctx.real)
+        real: object = tuple([cotangents[i] for i in ctx.real])
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
         wanted = [i for i in range(count) if needs[i]]
         found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
@@ -277,16 +278,21 @@ def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     def apply(*operands: object) -> torch.Tensor | Tensors:
         out: torch.Tensor | Tensors = quick(*operands)
-        outs = [x for x in ((out,) if isinstance(out, torch.Tensor) else out) if x.requires_grad]
-        viewed = next((x for x in outs if x.layout == torch.strided), None)
-        if viewed is not None:
-            with torch.enable_grad():
-                owner = viewed.view_as(viewed).grad_fn
-            for x in outs:
-                setattr(x, _OWNER, owner)
+        own_jointly((out,) if isinstance(out, torch.Tensor) else out)
         return out
 
     return apply
+
+
+def own_jointly(outs: Tensors) -> None:
+    """Has a node that lives as long as they do lead to the node that has put them out; see `direct`."""
+    owner = None
+    for x in outs:
+        if x.requires_grad and owner is None and x.layout == torch.strided:
+            with torch.enable_grad():
+                owner = x.view_as(x).grad_fn
+        if x.requires_grad and owner is not None:
+            setattr(x, _OWNER, owner)
 
 
 apply = direct(Node)
@@ -309,12 +315,14 @@ def gradients(
     retain_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     """torch.autograd.grad over those outputs that depend on anything; None for an unused leaf."""
-    live = [(o, c.to(o.dtype)) for o, c in zip(out, cotangents, strict=True) if c is not None and o.requires_grad]
-    if not live or not leaves:
+    outs, given = [], []
+    for o, c in zip(out, cotangents, strict=True):
+        if c is not None and o.requires_grad:
+            outs.append(o)
+            given.append(c.to(o.dtype))
+    if not outs or not leaves:
         return [None] * len(leaves)
-    return torch.autograd.grad(
-        [o for o, _ in live], list(leaves), [c for _, c in live], retain_graph=retain_graph, allow_unused=True
-    )
+    return run_backward(outs, leaves, given, retain_graph)
 
 
 def refuse_foreign_leaves(

@@ -122,13 +122,6 @@ def single_level() -> int:
     return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
 
 
-def _operand(x: object, level: int) -> object:
-    """An operand below a level; one of a level that has ended is a constant."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return _functorch._unwrap_for_grad(unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x, level)
-
-
 def direct(function: Any) -> Any:
     """`apply` of a torch.autograd.Function, quick under a single vjp.
 
@@ -139,7 +132,12 @@ def direct(function: Any) -> Any:
     class Direct(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(level: int, *operands: object) -> object:  # type: ignore[override]
-            plain = [_operand(x, level) for x in operands]
+            plain = []
+            for x in operands:
+                if isinstance(x, torch.Tensor):  # of a level that has ended it is a constant
+                    x = unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x
+                    x = _functorch._unwrap_for_grad(x, level)
+                plain.append(x)
             saved = _functorch.pop_dynamic_layer_stack()
             try:
                 out = function.forward(*plain)
@@ -147,7 +145,7 @@ def direct(function: Any) -> Any:
                 _functorch.push_dynamic_layer_stack(saved)
             if isinstance(out, torch.Tensor):
                 return _functorch._wrap_for_grad(out, level)
-            return tuple(_functorch._wrap_for_grad(o, level) for o in out)
+            return tuple([_functorch._wrap_for_grad(o, level) for o in out])
 
         @staticmethod
         def setup_context(ctx: Context, inputs: tuple[object, ...], output: object) -> None:
@@ -176,7 +174,7 @@ def direct(function: Any) -> Any:
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Tells whether an active functorch level wraps this tensor; one that has ended leaves wrappers, which are dead."""
-    return level_of(tensor) > 0
+    return int(_functorch.maybe_get_level(tensor)) > 0
 
 
 def level_of(tensor: torch.Tensor) -> int:
@@ -206,8 +204,8 @@ def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
-    while is_wrapper(tensor):
-        tensor = inner(tensor)
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 

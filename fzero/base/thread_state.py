@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private
 
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 
@@ -34,6 +35,25 @@ def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
             torch.autocast_decrement_nesting()
 
     return lambda: _state() != state, restore
+
+
+def run_backward(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    retain_graph: bool,
+) -> Sequence[torch.Tensor | None]:
+    """`torch.autograd.grad` without its look at what it is given; None for an input that nothing depends on."""
+    found: Sequence[torch.Tensor | None] = _engine.run_backward(
+        tuple(outputs),
+        tuple(cotangents),
+        retain_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
 
 
 def _state() -> tuple[Any, ...]:

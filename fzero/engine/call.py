@@ -1,8 +1,7 @@
 """One call of a unit: arguments and what it reaches go in as plain tensors, outputs and what it changed come out.
 
-The function that a unit runs need not be pure; its call is made so. Tensors that it reads in objects enter the node
-with its arguments, what it writes there leaves it with its outputs, an input that it changes in place is another
-output, and outputs that share memory, with each other or with an input, do so outside too.
+A call that is not pure is made so. Tensors that it reads in objects enter the node with its arguments, and what it
+writes there leaves it with its outputs. So does an input that it changes in place. Views among outputs stay views.
 """
 
 from __future__ import annotations
@@ -88,25 +87,16 @@ class Call:
         self.reach.let_go(stand_ins)
 
     def forget(self) -> None:
-        """Lets go of everything: an error that the unit kept leads here by its frames, and to the next one so."""
+        """Lets go of everything: an error that the unit kept leads here by its frames."""
         vars(self).clear()
 
     @property
     def known(self) -> Facts:
-        """The facts that this call showed."""
         return self.facts._replace(mutated=frozenset(self._mutated), draws=self._second.draws)
 
-    def is_pure(self, flat: Sequence[object]) -> bool:
-        """Tells whether its run left nothing but what it put out, and was given its tensors in pytrees.
-
-        Args:
-            flat: the leaves of its arguments.
-        """
-        facts, reach, given = self.known, self.reach, {id(x) for x in flat}
-        more = facts.mutated or facts.more or facts.read or facts.draws or facts.watched or facts.whole or facts.kept
-        left = self._effects or self._filled or self._dressed or self._raises
-        inside = all(id(x) in given for x in (*reach.tensors, *reach.handles))
-        return inside and not (more or left or reach.generators or reach.iterators)
+    @property
+    def left(self) -> bool:
+        return bool(self._effects or self._filled or self._dressed or self._raises)
 
     # ---- before
 
@@ -123,7 +113,6 @@ class Call:
 
     @property
     def owner(self) -> Traversal | None:
-        """The run that its leaves are of."""
         return self.reach.handles[0].owner if self.reach.handles else None
 
     @property

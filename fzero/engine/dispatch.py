@@ -22,7 +22,8 @@ from fzero.comm.divergence import happened
 from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
-from fzero.engine.straight import call_straight, note_route
+from fzero.engine.route import note_route
+from fzero.engine.straight import call_straight
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES

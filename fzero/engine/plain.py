@@ -187,7 +187,6 @@ class PlainRun(Outcome):
         return [c.to(o.dtype) for o, c in zip(self._real, cotangents, strict=True) if o.requires_grad]
 
     def _let_go(self, retain_graph: bool) -> None:
-        """Forgets the graph, which has been pulled back."""
         if not retain_graph:
             self._real, self._inputs, self._entered, self._again = None, [], [], None
 
@@ -388,9 +387,11 @@ def run_of(
     alone: bool = True,
     fused: bool = False,
     mask: Mask | None = None,
+    once: bool = False,
 ) -> Run | PlainRun:
-    """A forward on these leaves, where there are any; otherwise, and where the function is not fit for it, a `Run`."""
-    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask)
+    """A forward on these leaves, if there are any and they fit; otherwise a `Run`."""
+    more = unreduced, alone, fused, partial, mask, once
+    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, *more)
     if leaves is not None and leaves.fit:
         try:
             return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), own)

@@ -41,6 +41,7 @@ class Run(Outcome):
         fused: params may be overwritten once their cotangents are there.
         partial: cotangents of params stay in `reduce` dtype, as others will be added to them.
         mask: as in `Outcome`.
+        once: whether it is pulled back once, at once.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Run(Outcome):
         fused: bool = False,
         partial: bool = False,
         mask: Mask | None = None,
+        once: bool = False,
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask or Mask())
         self.partial, self._pulling, self._overwrites = partial, threading.RLock(), fused and step.donates
@@ -96,7 +98,7 @@ class Run(Outcome):
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
         around = lambda: [*_tensors((flat, others)), *tensors_reached(step.fn)]
-        self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users)
+        self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users, once and not self.outer)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()

@@ -29,6 +29,7 @@ class Saves:
         around: those that code outside of the run can write to; where a node hides what it saved, it is taken to be
             all of them.
         hooks: made before the run.
+        once: whether there is one pullback, at once, which nobody differentiates.
         acts: whether a pullback runs users' code that does not show in this graph: within units.
     """
 
@@ -38,18 +39,28 @@ class Saves:
         around: Callable[[], Iterable[torch.Tensor]],
         hooks: Registrations,
         acts: bool,
+        once: bool = False,
     ) -> None:
         outputs = [*outputs]
         nodes = _nodes(outputs)
         self._hooks, self._looks = hooks, False
         kinds = {type(node) for node in nodes}
         self._acts = acts or any(is_users(kind) and kind.__name__ != "CopySlices" for kind in kinds)  # torch's own
-        hidden = [*around(), *_beside(outputs, nodes)] if any(map(_hides, nodes)) else ()
-        saved = [x for node in nodes if not _is_apart(node) for x in _saved_by(node)]
+        hides = any(kind.__name__ in _HIDE for kind in kinds)
+        hidden = [*around(), *_beside(outputs, nodes)] if hides else ()
+        apart, saved = [], list[torch.Tensor]()
+        for node in nodes:
+            if not _names(type(node)):
+                continue
+            op = getattr(node, "op", None)
+            if isinstance(op, Op) and not op.runs_again:
+                apart.append(node)
+            else:
+                saved += _saved_by(node)
         self._counters = _counters_of(saved)
         known = {id(x) for x, *_ in self._counters}
         self._counters += [each for each in _counters_of(hidden, _HIDDEN) if id(each[0]) not in known]
-        self._of_units = _counters_of([x for node in nodes if _is_apart(node) for x in _saved_by(node)])
+        self._of_units = [] if once else _counters_of([x for node in apart for x in _saved_by(node)])
 
     def check(self, runs_again: bool = False) -> None:
         """Refuses what was written to since, in torch's words.

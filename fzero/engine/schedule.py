@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ class Record:
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
         self.facts: dict[tuple[object, ...], Facts] = {}
-        self.routes: dict[int, list[Any]] = {}
+        self.routes: dict[int, list[object]] = {}
         self.pure = False  # whether each call of the last run was so
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
@@ -130,7 +130,7 @@ class Schedule:
         """The facts of the latest call; None if nothing is known."""
         return self.record.facts.get(place) if self.on_track else None
 
-    def routes(self) -> list[Any]:
+    def routes(self) -> list[object]:
         """The forms of the next call in which earlier runs of it were pure."""
         return self.record.routes.get(len(self._called), []) if self.on_track else []
 

@@ -8,137 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple, cast
 
 import torch
 
 from fzero.base import hooks, private, pytree, refusals, texts
-from fzero.base.context import averaged, in_function
-from fzero.base.node import Tensors, apply, closed_over
-from fzero.base.pytree import is_real
 from fzero.base.ambient import default_dtype, functions_seen
-from fzero.base.context import during
+from fzero.base.context import averaged, during, in_function
+from fzero.base.node import Tensors, apply
+from fzero.base.quick_node import QuickOp, apply_at
 from fzero.base.random import seeded
+from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.capture.again import Again
-from fzero.capture.exports import Outlets, base_of
-from fzero.capture.handle import Handle
-from fzero.capture.notes import notes
-from fzero.capture.watch import is_strict
+from fzero.capture.exports import Outlets, Slot, View, base_of
+from fzero.capture.watch import is_strict, leaf_of
 from fzero.engine.activations import Inputs, Saved
-from fzero.engine.call import Call
 from fzero.engine.op import NESTED, Pull, UnitOp
+from fzero.engine.route import Route, level_here
 from fzero.engine.traversal import Traversal, current, here, inside, known
-from fzero.capture.watch import leaf_of
-from fzero.stores.put import DEVICE, Memory
+from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-ROUTES = 8  # forms of one call that are kept
-_grad = torch._C._set_grad_enabled
+
+class Same(NamedTuple):
+    """Stands in a result for what is no tensor that the call has made."""
+
+    value: object
+
+    def outside(self, out: Sequence[torch.Tensor]) -> object:
+        return self.value
 
 
-class Route:
-    """The form of a call whose first run was pure.
-
-    Attributes:
-        keys: the groups of its leaves, in order.
-        handles: for each leaf, its place among the flat arguments and its index.
-        primals: for each key, the place of one of its leaves.
-        tensors: the places of its tensors.
-        wanted: the positions of what is differentiated, keys first and then tensors.
-        draws: whether torch's generator was drawn from.
-    """
-
-    def __init__(self, call: Call, flat: Sequence[object], spec: pytree.Spec, remat: bool, memory: Memory) -> None:
-        self.reruns = call.reach.names(_RERUN)
-        self.spec, self.keys, self.traits = spec, tuple(call.primals), call.facts
-        self.unit, self.remat, self.memory = call.unit, remat, memory
-        self.handles = [(place, x.index) for place, x in enumerate(flat) if isinstance(x, Handle)]
-        first = {x.key: place for place, x in reversed([*enumerate(flat)]) if isinstance(x, Handle)}
-        self.primals = [first[key] for key in self.keys]
-        self.tensors = [p for p, x in enumerate(flat) if isinstance(x, torch.Tensor) and not isinstance(x, Handle)]
-        self.grad, self.level = torch.is_grad_enabled(), private.level()
-        operands = [*call.primals.values(), *[flat[place] for place in self.tensors]]
-        moves = [self.grad and private.is_differentiated(x) for x in operands]  # type: ignore[arg-type]
-        self.wanted = [i for i, own in enumerate(moves) if own]
-        moving = {place for place, own in zip(self.tensors, moves[len(self.keys) :], strict=True) if own}
-        self.forms: list[tuple[int, object]] = []
-        for place, x in enumerate(flat):
-            if isinstance(x, Handle):
-                self.forms.append((_HANDLE, x.index))
-            elif isinstance(x, torch.Tensor):
-                self.forms.append((_TENSOR, (x.dtype, x.ndim, place in moving)))
-            else:
-                self.forms.append((_VALUE, x))
-
-    def fits(self, traversal: Traversal, level: int, flat: Sequence[Any], spec: pytree.Spec) -> bool:
-        """Tells whether a call has this form."""
-        if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
-            return False
-        for x, (kind, own) in zip(flat, self.forms, strict=True):
-            if kind == _HANDLE:
-                if type(x) is not Handle or x.index != own or x.owner is not traversal:
-                    return False
-            elif kind == _TENSOR:
-                moves = type(x) in _PLAIN and x.requires_grad and self.grad and private.is_differentiated(x)
-                if type(x) not in _PLAIN or (x.dtype, x.ndim, moves) != own:
-                    return False
-            elif x is not own and (type(x) is not type(own) or type(x) not in _VALUES or x != own):
-                return False
-        return True
+Around = Callable[..., contextlib.AbstractContextManager[object]]
 
 
-_HANDLE, _TENSOR, _VALUE = range(3)
-# what runs parts of a function again in its pullback
-_RERUN = frozenset("checkpoint checkpoint_sequential saved_tensors_hooks register_hook".split())
-
-
-def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memory: Memory) -> None:
-    """Notes the form of a call that has run, if it was pure."""
-    flat, spec = pytree.flatten((call.args, call.kwargs))
-    if _level() is None or call.compiles or not call.is_pure(flat) or notes.get() is not None:
-        return
-    traversal.schedule.pure += 1
-    routes = traversal.schedule.record.routes.setdefault(number, [])
-    routes[:] = [Route(call, flat, spec, remat, memory), *routes[: ROUTES - 1]]
-
-
-def _level() -> int | None:
-    """The level of torch.func that is alone all that differentiates here, 0 where nothing does; None for more."""
-    level = private.single_level()
-    return level or (0 if not (private.transforms() or torch.is_grad_enabled()) else None)
-
-
-class NotPure(Exception):
-    """A later run showed more of a call than its first one: it is looked at once more."""
-
-
-def call_straight(
-    traversal: Traversal,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    around: Callable[[Any], contextlib.AbstractContextManager[object]] | None,
-) -> tuple[object] | None:
-    """What a call returns whose first run was pure; None of another one."""
-    schedule = traversal.schedule
-    routes = schedule.routes()
-    level = _level() if routes else None
-    if level is None or is_strict():
-        return None
-    flat, spec = pytree.flatten((args, kwargs))
-    route = next((route for route in routes if route.fits(traversal, level, flat, spec)), None)
-    if route is None:
-        return None
-    number = schedule.called(route.keys)
-    schedule.pure += 1
-    traversal.users = traversal.users or route.traits.users
-    return (StraightOp(traversal, route, fn, flat, around, number).applied(),)
-
-
-class StraightOp(UnitOp):
+class StraightOp(UnitOp, QuickOp):
     """The node of such a call."""
 
     def __init__(
@@ -146,14 +52,14 @@ class StraightOp(UnitOp):
         traversal: Traversal,
         route: Route,
         fn: Callable[..., object],
-        flat: Sequence[object],
-        around: Callable[[Any], contextlib.AbstractContextManager[object]] | None,
+        flat: Sequence[torch.Tensor],
+        around: Around | None,
         number: int,
     ) -> None:
         self.seed, self.device, self.averaged = traversal.next_seed(), traversal.device, averaged.get()
         self.autocast = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
         self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
-        self.node = None
+        self.node: weakref.ref[torch.autograd.graph.Node] | None = None
         self._names, self._gives_names = NO_NAMES, False
         self._memory, self.recompute = route.memory, route.remat
         self.traversal, self.route, self.unit_fn, self.number = traversal, route, fn, number
@@ -164,7 +70,8 @@ class StraightOp(UnitOp):
         self._pull, self._inputs, self._saved = None, None, None
         self._fulls, self._arriving = {}, {}
         self.used, self._watched, self._compiles = False, True, False
-        self._recipes: list[tuple[int, object, bool]] = []
+        self.wanted, self.real = route.wanted, list[int]()
+        self._recipes: list[Slot | View | Same] = []
         self._puts_out: list[tuple[str, int]] | None = None
         traversal.schedule.runs(self)
 
@@ -178,47 +85,44 @@ class StraightOp(UnitOp):
         assert self._puts_out is not None
         return tuple(_TAKES[how](out[i]) for how, i in self._puts_out)
 
-    def applied(self) -> object:
+    def applied(self, level: int) -> object:
         """The call's result."""
         flat, route = self._flat, self.route
         operands = [flat[place].primal for place in route.primals]  # type: ignore[attr-defined]
         operands += [flat[place] for place in route.tensors]
-        inputs = None
-        if self._memory != DEVICE and self.recompute and route.wanted:
-            count = len(self.keys)
-            alone = [i for i in route.wanted if i >= count]
-            self._inputs = inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
-            self.stand_ins = inputs.stand_ins
-        out = apply(self, route.wanted, *operands)
-        result = []
-        for kind, own, constant in self._recipes:
-            if kind == _OUT:
-                x = out[own]
-                result.append(x.detach() if constant else x)
-            else:
-                result.append(own.outside(out) if kind == _VIEW else own)
+        if level and route.wanted:
+            if self._memory != DEVICE and self.recompute:
+                alone = [i for i in route.wanted if i >= len(self.keys)]
+                self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
+                self.stand_ins = self._inputs.stand_ins
+            out = apply_at(level, self, operands)
+        elif level:
+            out = apply(self, route.wanted, *operands)
+        else:
+            out = self.run(tuple(operands), ())
+        result = [recipe.outside(out) for recipe in self._recipes]
         self._recipes = []
-        if inputs is not None:
-            self.stand_ins = {}
+        if self.stand_ins:  # whose tensors lie elsewhere now
             held = list(flat)
-            for i, own in inputs.stand_ins.items():
+            for i, own in self.stand_ins.items():
                 held[route.tensors[i - len(self.keys)]] = own
-            self._flat = held
+            self._flat, self.stand_ins = held, {}
         return pytree.unflatten(self._spec_out, result)
 
-    def _called(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def _called(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The flat result of the function."""
         traversal, route = self.traversal, self.route
-        filled, numbers = list(self._flat), {id(x): index for index, x in leaves.items()}
+        filled, numbers = list(self._flat), dict[int, int]()
+        present: dict[tuple[Traversal, int], torch.Tensor] = {}
         for place, index in route.handles:
-            filled[place] = leaves[index]
+            filled[place] = x = leaves[index]
+            numbers[id(x)], present[traversal, index] = index, x
         for place, x in zip(route.tensors, tensors, strict=True):
             own = traversal.origins.get(id(filled[place]))
             if own is not None:
                 numbers[id(x)] = own
             filled[place] = x
         args, kwargs = pytree.unflatten(route.spec, filled)
-        present = {(traversal, index): x for index, x in leaves.items()}
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
         try:
             result = self.unit_fn(*args, **kwargs)
@@ -230,12 +134,16 @@ class StraightOp(UnitOp):
             known.reset(tokens[2])
             in_function.reset(tokens[3])
         out, self._spec_out = pytree.flatten(result)
-        return out
+        return cast(Sequence[torch.Tensor], out)  # and what is none, which nobody takes for one
 
     def _refused(self, error: RuntimeError) -> Exception:
         """What is said of an error of torch's."""
         if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
-            return ValueError(f"{closed_over(torch.empty(0))} Its first run did not.")
+            return ValueError(
+                f"Unit {self.unit!r} closes over a tensor that is being differentiated{refusals.place_of(error)}, "
+                "which it did not do in its first run; its gradient would be lost. Pass this tensor to the unit's "
+                "call, or detach() it where no gradient is wanted."
+            )
         if texts.says(error, texts.WRITES_LEAF):
             return ValueError(refusals.writes_leaf(self.unit))
         if texts.says(error, *texts.FREED):
@@ -263,45 +171,51 @@ class StraightOp(UnitOp):
                 differentiated.append([view.requires_grad_() for view in views.values()])
             leaves.update(views)
         gather_ahead()
-        inputs = list(tensors[count:])
-        for position in wanted:
-            if position >= count:
-                inputs[position - count].requires_grad_()
-        before = [x._version for x in inputs], [x._version for x in fulls]
+        inputs = {position: tensors[position] for position in wanted if position >= count}
+        for x in inputs.values():
+            x.requires_grad_()
+        entered = _versions(tensors[count:], fulls)
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
-        _grad(route.grad)
+        SET_GRAD_ENABLED(route.grad)
         try:
-            with self._saving(wanted, fulls, inputs), seeded(self.seed), private.without_dead_wrappers():
-                out = self._called(leaves, inputs)
+            with self._saving(wanted, fulls, tensors[count:]), seeded(self.seed), private.without_dead_wrappers():
+                out = self._called(leaves, tensors[count:])
         except Again:
             for key, full in self._fulls.items():
                 schedule.keep(key, full)
             raise
         finally:
-            _grad(enabled)
+            SET_GRAD_ENABLED(enabled)
             hooks.refuse_again(refused)
-        if [x._version for x in fulls] != before[1]:
-            raise ValueError(refusals.writes_leaf(self.unit))
-        if [x._version for x in inputs] != before[0]:
-            raise ValueError(
-                f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
-                "to a copy: x = x.clone(), or use the operation that is not in place."
-            )
-        put = self._put_out(out, leaves, inputs, fulls)
+        if _versions(tensors[count:], fulls) != entered:
+            self._refuse_writes(fulls, entered)
+        put = self._put_out(out, leaves, tensors[count:], fulls)
+        self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
             self._pull = Pull(
                 [self.keys[p] for p in wanted if p < count],
                 differentiated,
-                {p: inputs[p - count] for p in wanted if p >= count},
-                [o for o in put if is_real(o)],
-                [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)] if route.traits.users else (),
+                inputs,
+                [put[i] for i in self.real],
+                [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
+                if route.traits.users
+                else (),
                 functools.partial(self._refilled, leaves) if route.reruns else _nothing,
             )
-        return tuple([o.detach() for o in put])
+        return tuple([x.detach() for x in put])
+
+    def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
+        """Says what was written to in place."""
+        if _versions((), fulls) != entered[len(entered) - len(fulls) :]:
+            raise ValueError(refusals.writes_leaf(self.unit))
+        raise ValueError(
+            f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
+            "to a copy: x = x.clone(), or use the operation that is not in place."
+        )
 
     def _put_out(
         self,
-        out: Sequence[Any],
+        out: Sequence[torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         inputs: Sequence[torch.Tensor],
         fulls: Sequence[torch.Tensor],
@@ -313,12 +227,12 @@ class StraightOp(UnitOp):
         put: dict[int, int] = {}
         order: list[torch.Tensor] = []
         takes: list[tuple[str, int]] = []
-        recipes: list[tuple[int, object, bool]] = []
+        recipes: list[Slot | View | Same] = []
         for i, x in enumerate(out):
             if not isinstance(x, torch.Tensor):
-                recipes.append((_AS_IT_IS, x, False))
+                recipes.append(Same(x))
             elif id(x) in places:
-                recipes.append((_AS_IT_IS, self._flat[places[id(x)]], False))
+                recipes.append(Same(self._flat[places[id(x)]]))
             else:
                 k = put.get(id(x))
                 if k is None:
@@ -330,7 +244,7 @@ class StraightOp(UnitOp):
                     k = put[id(x)] = len(order)
                     order.append(x)
                     takes.append(("as it is", i))
-                recipes.append((_OUT, k, self.route.grad and x.grad_fn is None))
+                recipes.append(Slot(k, self.route.grad and x.grad_fn is None))
         if first:
             self._puts_out, self._recipes = takes, recipes
         elif takes != self._puts_out:
@@ -339,7 +253,7 @@ class StraightOp(UnitOp):
 
     def _put_out_views(
         self,
-        out: Sequence[Any],
+        out: Sequence[torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         inputs: Sequence[torch.Tensor],
         fulls: Sequence[torch.Tensor],
@@ -360,14 +274,14 @@ class StraightOp(UnitOp):
         outlets = Outlets(tensors, len(tensors), inputs, outer, memory, moving, begin)
         if self._puts_out is None:
             self._puts_out = [(how, own[i][0]) for how, i in outlets._chosen]
-            self._recipes = [
-                (_AS_IT_IS, x, False)
-                if not isinstance(x, torch.Tensor)
-                else (_AS_IT_IS, self._flat[places[id(x)]], False)
-                if id(x) in places
-                else (_VIEW, outlets.recipes[index[id(x)]], False)
-                for x in out
-            ]
+            self._recipes = []
+            for x in out:
+                if not isinstance(x, torch.Tensor):
+                    self._recipes.append(Same(x))
+                elif id(x) in places:
+                    self._recipes.append(Same(self._flat[places[id(x)]]))
+                else:
+                    self._recipes.append(outlets.recipes[index[id(x)]])
         return [_TAKES[how](out[i]) for how, i in self._puts_out]
 
     @contextlib.contextmanager
@@ -413,18 +327,47 @@ class StraightOp(UnitOp):
 
     def forget(self) -> None:
         self.used, self._pull, self._inputs, self._saved = True, None, None, None
-        self._flat, self.unit_fn = (), None  # type: ignore[assignment]
+        self._flat, self.unit_fn = (), _forgotten
 
+
+def _forgotten(*_: object) -> object:
+    raise AssertionError("a call that was let go of")
 
 
 def _nothing() -> contextlib.AbstractContextManager[None]:
     return _NOTHING
 
 
+def call_straight(
+    traversal: Traversal,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    around: Around | None,
+) -> tuple[object] | None:
+    """What a call returns whose first run was pure; None of another one."""
+    schedule = traversal.schedule
+    routes = cast(list[Route], schedule.routes())
+    level = level_here() if routes else None
+    if level is None or is_strict():
+        return None
+    flat, spec = pytree.flatten((args, kwargs))
+    route = next((route for route in routes if route.fits(traversal, level, flat, spec)), None)
+    if route is None:
+        return None
+    number = schedule.called(route.keys)
+    schedule.pure += 1
+    traversal.users = traversal.users or route.traits.users
+    return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
+
+
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-_OUT, _VIEW, _AS_IT_IS = range(3)
 _TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda x: x,
     "base": base_of,
     "copy": lambda x: x.resolve_conj().resolve_neg().clone(),
 }
+
+
+def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
+    return [x._version for x in (*inputs, *fulls)]

@@ -111,8 +111,9 @@ class Traversal:
             differentiated = private.is_differentiated(primal)
             if group.unit in self.table.acting:
                 self.tokens[key] = primal = _gate(self, key, primal) if differentiated else primal
+                rows, dtype = self.layout.rows, self.uses[key].compute
                 for slot in group.slots:
-                    out[slot.leaf] = self._handle(key, slot, primal)
+                    out[slot.leaf] = Handle(self, key, slot.leaf, rows[slot.leaf], dtype, primal, slot.shape)
             else:
                 if self.uses[key].followed:  # by torch's own operations, which cost least under several levels
                     views = tuple(group.views(self.uses[key].apply(primal)).values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,9 @@ class Use(Wire):
         whole: whether every rank has the full buffer, in a memory that it is brought from.
         followed: whether a transform around the run goes on through the shard.
         mask: of a run that may add nothing to gradients.
+        gathers: whether ranks exchange their shards for each use.
+        fetches: whether the stored shard is brought to the device for each use.
+        transient: whether the full buffer is made for each use, and need not outlive it.
     """
 
     shard: Placed
@@ -49,13 +52,23 @@ class Use(Wire):
     whole: bool = False
     followed: bool = False
     mask: Mask | None = None
+    gathers: bool = field(init=False)
+    fetches: bool = field(init=False)
+    transient: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gathers = self.held is None and not self.whole and self.axis.size > 1
+        self.fetches = self.held is None and self.shard.away
+        self.transient = self.gathers or self.fetches
 
     def value(self) -> torch.Tensor:
         """The full buffer in compute dtype: what is at hand or stored where it is that already, otherwise a new one."""
         if self.held is not None:
             return self.held
         if not (self.transient or self.gather8):
-            return self.shard.stored().to(self.compute).detach()
+            own = self.shard.parts[0]
+            same = self.shard.format.plain and isinstance(own, torch.Tensor) and own.dtype == self.compute
+            return own.detach() if same else self.shard.stored().to(self.compute).detach()  # type: ignore[union-attr]
         full = self.empty()
         self.start_into(full)()
         return full
@@ -71,20 +84,6 @@ class Use(Wire):
         stored = self.shard.dtype
         alone = self.held is None and not self.placeholder and not self.gather8 and self.axis.ranks == 1
         return alone and self.compute == self.grad == self.reduce == stored
-
-    @property
-    def gathers(self) -> bool:
-        return self.held is None and not self.whole and self.axis.size > 1
-
-    @property
-    def fetches(self) -> bool:
-        """Tells whether the stored shard is brought to the device for each use."""
-        return self.held is None and self.shard.away
-
-    @property
-    def transient(self) -> bool:
-        """Tells whether the full buffer is made for each use, and need not outlive it."""
-        return self.gathers or self.fetches
 
     def start_fetch(self, full: torch.Tensor | None = None) -> Callable[[], Stored]:
         """Begins to bring the stored shard to the device, into its place in `full` where it is used as it is stored."""

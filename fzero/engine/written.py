@@ -40,7 +40,8 @@ def named(memories: Memories) -> dict[int, LeafOf]:
 
 
 def versions(memories: Memories) -> list[int]:
-    return [private.version(private.unwrapped(memory)) for memory, _ in memories]
+    plain = [private.unwrapped(memory) for memory, _ in memories]
+    return [0 if x.is_inference() else x._version for x in plain]
 
 
 _COPY = "compute with a copy (w = w.clone())"

@@ -13,7 +13,7 @@ from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
 from fzero.state.draw import Draw as Draw
-from fzero.stores.away import Away, Buffer, Placed, owned, shown
+from fzero.stores.away import Away, Buffer, Placed, all_owned, shown
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -54,15 +54,10 @@ class Sharded(Mapping[str, torch.Tensor]):
     ) -> None:
         self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
         self.kind, self.draw, self.stale = kind, draw, stale
-        self._buffers = {name: owned(x) for name, x in buffers.items()}
-        self._held = {name: owned(x) for name, x in (held or {}).items()}
-        self.away = any(isinstance(x, Away) for own in (self._buffers, self._held) for x in own.values())
+        self._buffers, away = all_owned(buffers)
+        self._held, held_away = all_owned(held or {})
+        self.away = away or held_away
         self._dead: str | None = None
-
-    def _alive(self) -> Sharded:
-        if self._dead:
-            raise RuntimeError(self._dead)
-        return self
 
     def kill(self, why: str) -> None:
         """Drops the buffers. Later uses raise an error with the text `why`."""
@@ -83,11 +78,15 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     @property
     def entries(self) -> dict[Any, Buffer]:
-        return self._alive()._buffers
+        if self._dead:
+            raise RuntimeError(self._dead)
+        return self._buffers
 
     @property
     def held_entries(self) -> dict[Any, Buffer]:
-        return self._alive()._held
+        if self._dead:
+            raise RuntimeError(self._dead)
+        return self._held
 
     @property
     def buffers(self) -> dict[Any, torch.Tensor]:
@@ -100,13 +99,15 @@ class Sharded(Mapping[str, torch.Tensor]):
     @property
     def device(self) -> torch.device:
         """The device that computes with this tree."""
-        buffers = (*self.entries.values(), *self.held_entries.values())
-        return next((x.device for x in buffers if isinstance(x, (torch.Tensor, Away))), torch.device("cpu"))
+        for x in (*self.entries.values(), *self.held_entries.values()):
+            if isinstance(x, (torch.Tensor, Away)):
+                return x.device
+        return torch.device("cpu")
 
     @property
     def groups(self) -> tuple[Key, ...]:
         """The keys of the groups of this tree, in the layout's order."""
-        own = {group_of(name) for name in self.entries} | self.held_entries.keys()
+        own = {name.group if isinstance(name, Part) else name for name in self.entries} | self.held_entries.keys()
         return tuple(own) if len(own) < 2 else tuple([key for key in self.layout.groups if key in own])
 
     def axis_of(self, key: Key) -> Axis:
@@ -127,7 +128,7 @@ class Sharded(Mapping[str, torch.Tensor]):
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
         if self.layout.straight and self.holds_values(key):
             return Plain(torch.float32), (key,)
-        return self.coded_as(key)
+        return self.layout.formats.get((self.kind, key)) or self.coded_as(key)
 
     def coded_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
         """The format that a group's policy has for this kind of state, and the names of its buffers."""

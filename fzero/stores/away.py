@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -113,6 +114,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Buffer = torch.Tensor | Away
+Name = TypeVar("Name")
 
 
 def tensor_of(buffer: Buffer) -> torch.Tensor:
@@ -125,6 +127,17 @@ def owned(buffer: Buffer) -> Buffer:
     if isinstance(buffer, torch.Tensor) and _SHOWN in vars(buffer):
         return private.counted(buffer, torch.empty(0, dtype=buffer.dtype, device=buffer.device))
     return buffer
+
+
+def all_owned(buffers: Mapping[Name, Buffer]) -> tuple[dict[Name, Buffer], bool]:
+    """`owned` of all of a tree's buffers, and whether any is away."""
+    own, away = dict(buffers), False
+    for name, x in own.items():
+        if isinstance(x, Away):
+            away = True
+        elif isinstance(x, torch.Tensor) and _SHOWN in vars(x):
+            own[name] = owned(x)
+    return own, away
 
 
 def shown(buffer: Buffer) -> torch.Tensor:
@@ -145,7 +158,10 @@ class Placed:
 
     @property
     def away(self) -> bool:
-        return any(isinstance(part, Away) for part in self.parts)
+        for part in self.parts:
+            if isinstance(part, Away):
+                return True
+        return False
 
     @property
     def device(self) -> torch.device:

@@ -104,9 +104,13 @@ class Group:
             missing = [part for part, x, own in zip(parts, leaves, there, strict=True) if x is None and not own]
             for part in (*[full.narrow(0, *gap) for gap in self._gaps], *missing):
                 part.zero_()
-        pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
-        if pairs:
-            torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
+        targets, given = [], []
+        for part, leaf in zip(parts, leaves, strict=True):
+            if leaf is not None:
+                targets.append(part)
+                given.append(leaf if leaf.layout == torch.strided else leaf.to_dense())
+        if targets:
+            torch._foreach_copy_(targets, given)
         return full
 
     def add_into(self, total: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:

@@ -155,7 +155,7 @@ class Row:
         """True where the slice that is updated is stored, and no part of what is held already."""
         return not (self.held and self.policy.computes_as_stored and self.params.memory == DEVICE)
 
-    @property
+    @cached_property
     def memories(self) -> tuple[Memory, ...]:
         """Where params, grads and moments lie."""
         return tuple(DEVICE if kept is None else kept.memory for kept in (self.params, self.grads, self.moments))

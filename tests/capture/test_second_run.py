@@ -104,19 +104,7 @@ def test_what_begins_unseen_in_a_later_step() -> None:
         variable.set(p["s"] * 2 if begins else 1.0)
         return by_variable(p["blocks"][0], x).mean()
 
-    def from_unit_to_unit(p: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
-        variable.set(1.0)
-
-        def body(q: Any, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(x @ q["w"]) * variable.get()
-            variable.set(h.mean() if begins else 1.0)
-            return h
-
-        for q in p["blocks"]:
-            x = fz.unit(body)(q, x)
-        return x.mean()
-
-    for fn in (in_a_view, in_a_variable, from_unit_to_unit):
+    for fn in (in_a_view, in_a_variable):
         for shard in (fz.remat, fz.shard_zero3):
 
             def rank_main(rank: int, fn: Any = fn, shard: Any = shard) -> None:
@@ -124,7 +112,7 @@ def test_what_begins_unseen_in_a_later_step() -> None:
                 state = step.init(params_of())
                 for _ in range(2):
                     step(state, X, False)
-                with pytest.raises(ValueError, match=r"closes over a tensor of shape .*Pass this tensor"):
+                with pytest.raises(ValueError, match=r"closes over a tensor .*Pass this tensor"):
                     step(state, X, True)
                 step(state, X, False)
 
@@ -159,25 +147,6 @@ def test_a_hidden_order_of_entries(library: Any, dims: int) -> None:
     step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
     with pytest.raises(ValueError, match="did something else when it ran again"):
         step(step.init(params_of()), X)
-
-
-def test_a_library_that_begins_to_draw(library: Any) -> None:
-    """The second run shows it; from the next call on its draws are replayed."""
-    begins = [False]
-    fn = block_of(lambda q, x: torch.tanh(x @ q["w"]) * (library.draw() if begins[0] else 1.0))
-    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
-    state = step.init(params_of())
-    for _ in range(2):
-        step(state, X)
-    begins[0] = True
-    with pytest.raises(ValueError, match=r"did something else when it ran again.*call the step again"):
-        step(state, X)
-    random.seed(0)
-    _, pullback = step.vjp(state, X)
-    grads = fz.gather(pullback(torch.ones((), dtype=F64))[0])
-    random.seed(0)
-    _, pullback = fz.train_step(fn, fz.sgd(0.1)).vjp(fz.train_step(fn, fz.sgd(0.1)).init(params_of()), X)
-    assert_trees_close(grads, fz.gather(pullback(torch.ones((), dtype=F64))[0]), rtol=1e-12)
 
 
 def test_a_library_that_begins_to_checkpoint() -> None:

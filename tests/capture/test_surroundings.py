@@ -132,19 +132,6 @@ def refused(fn: Any, *inputs: Any, runs: int = 3, match: str) -> None:
     run_ranks(rank_main, 1)
 
 
-def test_a_leak_in_a_later_run() -> None:
-    unit = fz.unit(lambda q, x: (h := torch.tanh(x @ q["w"]), iter([h.pow(3)])))
-
-    def fn(p: Any, x: torch.Tensor, leaks: bool) -> torch.Tensor:
-        total: Any = 0.0
-        for q in p["blocks"]:
-            x, later = unit(q, x)
-            total = total + (next(later).sum() if leaks else 0.0)
-        return x.square().sum() + total
-
-    refused(fn, X, match=r"of shape \(3, 4\) that unit 'blocks.0' computed is used outside of it")
-
-
 def test_inputs_that_share_memory() -> None:
     def body(q: Any, x: torch.Tensor, row: torch.Tensor, changes: bool) -> torch.Tensor:
         x = x.mul_(2.0) if changes else x * 2
