@@ -28,7 +28,7 @@ from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.engine.written import all_of, named, run_unwritten
+from fzero.engine.written import all_of, buffers_of, named, run_unwritten, versions_of
 from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
@@ -223,8 +223,8 @@ def call_function(
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
-    stored = all_of(state.params)
-    storages = {storage_of(buffer) for buffer, _ in stored}
+    stored = [buffer for own in buffers_of(state.params).values() for buffer in own]
+    storages = {storage_of(buffer) for buffer in stored}
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
     shows = traversal.acts and torch.is_grad_enabled() and private.level() == 0
     first = not traversal.schedule.ran_before or is_strict() or shows
@@ -234,10 +234,10 @@ def call_function(
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
-    entered = [private.version(private.unwrapped(leaf)) for leaf, _ in full]
+    entered = versions_of([leaf for leaf, _ in full])
 
     def protected() -> dict[int, LeafOf]:
-        return {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(stored)
+        return {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(all_of(state.params))
 
     if first and not traversal.table.compiled:
         traversal.looked_at = True
@@ -287,8 +287,8 @@ def call_function(
             need_invariant(split_result(step, out)[0], known)
         if traversal.acts:
             refuse_leaks(out)
-    for (leaf, group), version in zip(full, entered, strict=True):
-        if private.version(private.unwrapped(leaf)) != version:
+    for (_, group), version, now in zip(full, entered, versions_of([leaf for leaf, _ in full]), strict=True):
+        if now != version:
             raise ValueError(
                 f"step: the function writes to leaf {' or '.join(repr(slot.path) for slot in group.slots)} in place, "
                 "outside of units (as nn.Embedding(max_norm=...) does). Params change in step.update only: compute "

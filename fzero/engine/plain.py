@@ -1,9 +1,8 @@
 """One run of the step's function by plain autograd, where all params are at hand in full and nothing acts on units.
 
-torch.func takes some microseconds for each operation, in the forward and in the pullback, and joins what it pulls back
-when all of it is there. Here the graph begins with the params' leaves: each cotangent goes to its place in the sum of
-all microbatches as soon as it is known, that of a linear layer's weight without a tensor between (`engine.weights`).
-What has been cast of a buffer serves all microbatches. The results are those of `Run`, bit for bit.
+torch.func takes microseconds for each operation, and joins cotangents at the end. Here the graph begins with the
+leaves: each cotangent goes to its place in the sum of all microbatches at once, that of a linear layer's weight without
+a tensor between (`engine.weights`). The results are those of `Run`, bit for bit.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class PlainRun(Outcome):
                     "compute with a copy (w = w.clone()), or use operations that are not in place."
                 ) from error
             outputs, others = returned = split_both(step, result)
-            if torch.is_autocast_enabled(state.params.device.type):
-                torch.clear_autocast_cache()  # the caller's would hold on to leaves
+            if torch.is_autocast_enabled(state.params.device.type):  # its cache would hold on to leaves
+                torch.clear_autocast_cache()
         leaves.check(every)
         for leaf in (*self._params, *self._inputs):
             leaf.grad = None  # what the function has pulled back by itself is not of this pullback
@@ -126,8 +125,9 @@ class PlainRun(Outcome):
             self.need_graph()
             assert self._leaves is not None
             sums = Adding(self._leaves, None if self.mask.masked else into)
-            finish, out = self._pulled(cotangent, retain_graph, sums)
-            return finish(None), out
+            with self._around():
+                finish, out = self._pulled(cotangent, retain_graph, sums)
+                return finish(None), out
 
     def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
         """`pull` in two: the cotangents of the flat inputs, as soon as they are known, and what goes on with those of
@@ -136,11 +136,16 @@ class PlainRun(Outcome):
             if is_transformed(cotangent):
                 grads, out = self.pull(cotangent)
                 return lambda _: grads, out
-            return self._pulled(cotangent, False, None)
+            with self._around():
+                finish, out = self._pulled(cotangent, False, None)
+            return functools.partial(self._later, finish), out
+
+    def _later(self, finish: Finish, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
+        with self._pulling, self._around():
+            return finish(into)
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
-        """Around a pullback."""
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
                 with failing("a pullback"), run_pulled(self.state, self._real or (), self._looked_at):
@@ -152,19 +157,18 @@ class PlainRun(Outcome):
     def _pulled(
         self, cotangent: object, retain_graph: bool, sums: Adding | None
     ) -> tuple[Finish, list[torch.Tensor | None]]:
-        with self._around():
-            real, leaves, cotangents = self._begun(cotangent)
-            graph = Graph(real, self._params)
-            if not self._is_torchs(graph):
-                waits, out = self._as_torch(graph, cotangents, retain_graph, sums)
-            elif sums is not None and leaves.products is False and sums.takes(self._params):
-                return self._added(graph, cotangents, retain_graph, sums)
-            else:
-                waits, out = self._parted(graph, graph.weights(self._params), cotangents, retain_graph, sums)
-            return functools.partial(self._finish, waits), out
+        real, leaves, cotangents = self._begun(cotangent)
+        graph = Graph(real, self._params)
+        if not self._is_torchs(graph):
+            waits, out = self._as_torch(graph, cotangents, retain_graph, sums)
+        elif sums is not None and leaves.products is False and sums.takes(self._params):
+            return self._added(graph, cotangents, retain_graph, sums)
+        else:
+            waits, out = self._parted(graph, graph.weights(self._params), cotangents, retain_graph, sums)
+        return functools.partial(self._finish, waits), out
 
     def _is_torchs(self, graph: Graph) -> bool:
-        """Tells whether nobody but torch acts in a pullback: nobody sees in which way cotangents come to their sums."""
+        """Nobody but torch acts in a pullback: nobody sees in which way cotangents come to their sums."""
         return graph.native and not self._hooks.any() and not torch.is_anomaly_enabled()
 
     def _as_torch(
@@ -182,7 +186,6 @@ class PlainRun(Outcome):
         return Waits(dict(enumerate(grads)), set(), False, [], sums, retain_graph), self._placed(out)
 
     def _given(self, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the outputs that depend on anything."""
         assert self._real is not None
         return [c.to(o.dtype) for o, c in zip(self._real, cotangents, strict=True) if o.requires_grad]
 
@@ -222,19 +225,17 @@ class PlainRun(Outcome):
         return Waits(rest, added, gained, later, sums, retain_graph), self._placed(out)
 
     def _finish(self, waits: Waits, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
-        """What goes on: adds what waits to the sums of the microbatches before."""
-        with self._pulling, self._around():
-            leaves = self._leaves
-            assert leaves is not None
-            sums = Adding(leaves, None if self.mask.masked else into) if waits.sums is None else waits.sums
-            quick = waits.add_to(sums)
-            if leaves.products is None:  # those to come have such products, too
-                leaves.products = quick
-            sums.add_strays(self._params)
-            grads = self._grads(sums)
-            if not waits.retain_graph:
-                self.drop()
-            return grads
+        leaves = self._leaves
+        assert leaves is not None
+        sums = Adding(leaves, None if self.mask.masked else into) if waits.sums is None else waits.sums
+        quick = waits.add_to(sums)
+        if leaves.products is None:  # those to come have such products, too
+            leaves.products = quick
+        sums.add_strays(self._params)
+        grads = self._grads(sums)
+        if not waits.retain_graph:
+            self.drop()
+        return grads
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
@@ -273,8 +274,7 @@ class PlainRun(Outcome):
             return self._placed(out)
 
     def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
-        """The second half of `pull`, once after the first: the cotangents of the primals, but for those that were added
-        to sums."""
+        """The second half of `pull`, once after the first: cotangents of the primals that were not added to sums."""
         with self._pulling:
             if isinstance(self._rest, Run):
                 rest, self._rest = self._rest, None

@@ -12,7 +12,7 @@ from fzero.base.refusals import noted, of_higher_order, place_of
 from fzero.base.uncounted import STATISTICS, told
 from fzero.capture.handle import storage_of
 from fzero.capture.watch import LeafOf, leaf_of, watching_pullback
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Part, Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 
@@ -40,8 +40,26 @@ def named(memories: Memories) -> dict[int, LeafOf]:
 
 
 def versions(memories: Memories) -> list[int]:
-    plain = [private.unwrapped(memory) for memory, _ in memories]
-    return [0 if x.is_inference() else x._version for x in plain]
+    return versions_of([memory for memory, _ in memories])
+
+
+def buffers_of(params: Sharded) -> dict[Key, list[torch.Tensor]]:
+    """The buffers of each group that lie on the device."""
+    found: dict[Key, list[torch.Tensor]] = {}
+    for own in (params.entries, params.held_entries):
+        for name, x in own.items():
+            if isinstance(x, torch.Tensor):
+                found.setdefault(name.group if isinstance(name, Part) else name, []).append(x)
+    return found
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been written to."""
+    found = []
+    for x in tensors:
+        plain = private.unwrapped(x)
+        found.append(0 if plain.is_inference() else plain._version)
+    return found
 
 
 _COPY = "compute with a copy (w = w.clone())"
@@ -87,26 +105,28 @@ def kill(state: TrainState, who: str) -> None:
 
 
 @contextlib.contextmanager
-def run_unwritten(state: TrainState, stored: Memories, protected: Callable[[], Mapping[int, LeafOf]]) -> Iterator[None]:
+def run_unwritten(
+    state: TrainState, stored: Sequence[torch.Tensor], protected: Callable[[], Mapping[int, LeafOf]]
+) -> Iterator[None]:
     """Around a run of the step's function.
 
     Args:
-        stored: the state's own memory; where it has been written to at the end, the state is dead, whoever else refuses
+        stored: the state's own buffers. If one has been written to at the end, the state is dead, whoever else refuses
             that.
         protected: as of `refusing_uncounted`.
 
     Raises:
         ValueError: somebody writes to the state's params.
     """
-    before = versions(stored)
+    before = versions_of(stored)
     try:
         with refusing_uncounted(protected):
             yield
     except BaseException:
-        if versions(stored) != before:
+        if versions_of(stored) != before:
             kill(state, "The step's function")
         raise
-    if versions(stored) != before:
+    if versions_of(stored) != before:
         kill(state, "The step's function")
         raise ValueError(
             "step: the function wrote to its params in place, which this state did not survive. Params change in "
@@ -159,11 +179,11 @@ def run_pulled(
             the state is dead.
     """
     params = state.params if state is not None else None
-    memories = {} if params is None else {key: memories_of(params, key) for key in params.groups}
-    before = {key: versions(own) for key, own in memories.items()}
+    buffers = {} if params is None else buffers_of(params)
+    before = {key: versions_of(own) for key, own in buffers.items()}
 
     def refuse(key: Key) -> None:
-        if versions(memories[key]) != before[key]:
+        if versions_of(buffers[key]) != before[key]:
             assert state is not None and params is not None
             kill(state, "A backward")
             leaves = " or ".join(repr(slot.path) for slot in params.layout.groups[key].slots)
@@ -172,11 +192,11 @@ def run_pulled(
     def settle(key: Key) -> None:
         refuse(key)
         del before[key]
-        for memory, _ in memories[key]:
-            protected.pop(storage_of(memory), None)
+        for buffer in buffers[key]:
+            protected.pop(storage_of(buffer), None)
 
     def protecting() -> dict[int, LeafOf]:
-        return named([memory for key in before for memory in memories[key]])
+        return {} if params is None else named([memory for key in before for memory in memories_of(params, key)])
 
     protected = protecting() if looked_at else {}
     try:
