@@ -263,7 +263,7 @@ def _applied(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:
         return Node.apply(op, wanted, *tensors)  # type: ignore[return-value]
 
 
-_OWNER = "_fzero_owner"  # set on what a node returned
+OWNER = "_fzero_owner"  # set on what a node returned
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -292,7 +292,7 @@ def own_jointly(outs: Tensors) -> None:
             with torch.enable_grad():
                 owner = x.view_as(x).grad_fn
         if x.requires_grad and owner is not None:
-            setattr(x, _OWNER, owner)
+            setattr(x, OWNER, owner)
 
 
 apply = direct(Node)

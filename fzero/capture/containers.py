@@ -315,3 +315,8 @@ def mark(long: object, thorough: bool) -> int:
     assert isinstance(long, Collection)
     values = long.values() if isinstance(long, dict) else ()
     return hash((len(long), *map(id, long), *map(id, values))) if thorough else len(long)
+
+def moved_on(container: Container, now: Content) -> bool:
+    """Tells whether a container holds other values than it was found with; tensors are looked at elsewhere."""
+    pairs = [(container.found.get(key), now.get(key)) for key in {*container.found, *now}]
+    return any(a is not b and not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) for a, b in pairs)

@@ -56,6 +56,13 @@ class SecondRun:
     def draws(self) -> bool:
         return self._draws or bool(self._drawn)
 
+    @property
+    def moved(self) -> bool:
+        """Tells whether something around the call is another one now than it was then."""
+        modes = [[x for x in own if not is_watch(x)] for own in (self._modes, private.function_modes())]
+        then, now = dict(self._variables), dict(_variables(ours=False))
+        return modes[0] != modes[1] or then.keys() != now.keys() or any(now[x] is not then[x] for x in then)
+
     def run(self, run: Callable[[], object]) -> object:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
         own = contextvars.Context()

@@ -1,7 +1,6 @@
 """One call of a unit: arguments and what it reaches go in as plain tensors, outputs and what it changed come out.
 
-A call that is not pure is made so. Tensors that it reads in objects enter the node with its arguments, and what it
-writes there leaves it with its outputs. So does an input that it changes in place. Views among outputs stay views.
+A call that is not pure is made so: tensors that it reads in objects enter the node, and what it writes leaves it.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 
 import torch
 
@@ -16,7 +16,7 @@ from fzero.base import private, refusals, texts
 from fzero.base.context import during, in_function
 from fzero.base.follow import is_pushed
 from fzero.capture.again import Again, Facts, Unread
-from fzero.capture.containers import Container, Content, is_same
+from fzero.capture.containers import Container, Content, is_same, moved_on
 from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, refuse_aliases
 from fzero.capture.handle import Handle, storage_of
@@ -54,7 +54,7 @@ class Call:
         # the stored buffers of its leaves, as far as is known
         self.primals: dict[Key, torch.Tensor] = {handle.key: handle.primal for handle in self.reach.handles}
         self._second = SecondRun(self.reach)
-        self.unit, self.recomputes, self.compiles = "", False, False
+        self.unit, self.recomputes, self.compiles, self.number = "", False, False, -1
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
@@ -69,6 +69,7 @@ class Call:
         self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
         self._mutated: tuple[int, ...] = ()
         self._errors: list[BaseException] = []  # that the function kept
+        self._changes_some = False  # whether the function changed a container
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[object, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._changed: set[int] = set()  # ids of what the function changed
@@ -81,13 +82,11 @@ class Call:
         return place not in self.facts.mutated | self.facts.returned and self.reach.is_alone(self.reach.tensors[place])
 
     def let_go(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
-        """Lets go of tensors that are put away, of which others of their shapes take the places."""
         self.args = tuple(replaced(value, stand_ins) for value in self.args)
         self.kwargs = {name: replaced(value, stand_ins) for name, value in self.kwargs.items()}
         self.reach.let_go(stand_ins)
 
     def forget(self) -> None:
-        """Lets go of everything: an error that the unit kept leads here by its frames."""
         vars(self).clear()
 
     @property
@@ -96,7 +95,7 @@ class Call:
 
     @property
     def left(self) -> bool:
-        return bool(self._effects or self._filled or self._dressed or self._raises)
+        return bool(self._changes_some or self._filled or self._dressed or self._raises)
 
     # ---- before
 
@@ -224,6 +223,8 @@ class Call:
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
         before = self.reach.clear() if again else None
+        if before is not None and (self._second.moved or any(starmap(moved_on, before))):
+            self._record.routes[self.number] = []
         try:
             filling = self.reach.fill(mapping)
             args = tuple(replaced(value, mapping) for value in self.args)
@@ -264,6 +265,7 @@ class Call:
         else:
             # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, now, content in effects if is_same(now, content) and self.reach.entered(c) is c.found]
+            self._changes_some = bool(effects)
             self._effects = [(c, content) for c, _, content in effects if c not in stays]
             self._errors = [x for _, now, _ in effects for x in now.values() if isinstance(x, BaseException)]
             self.reach.leave(stays)
@@ -368,8 +370,6 @@ class Call:
                 yield
         finally:
             take_out(put)
-
-    # ---- what is put out
 
     def _need_copies(self, returned: set[int]) -> None:
         """A run later needs these tensors as they were, and the caller, who is given them, may change them."""

@@ -87,7 +87,8 @@ class UnitOp(Op):
             self._names = NO_NAMES
         elif self._gives_names:
             self.recompute = False
-        self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
+        self.traversal, self.keys, self.call = traversal, keys, call
+        self.number = call.number = number
         self.unit = call.unit = unit
         self.name = f"unit {self.unit!r}"
         self._memory = memory
@@ -343,7 +344,6 @@ class UnitOp(Op):
         return tuple(o.detach() for o in out)
 
     def _leave(self) -> None:
-        """Drops what was brought back or computed again, and not used."""
         for activations in (self._inputs, self._saved):
             if activations is not None:
                 activations.leave()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.node import OWNER
 from fzero.capture.handle import Handle
 from fzero.capture.notes import notes
 from fzero.engine.call import Call
@@ -99,5 +100,6 @@ def is_pure(call: Call, flat: Sequence[object]) -> bool:
     """
     facts, reach, given = call.known, call.reach, {id(x) for x in flat}
     more = facts.mutated or facts.more or facts.read or facts.draws or facts.watched or facts.whole or facts.kept
-    inside = all(id(x) in given for x in (*reach.tensors, *reach.handles))
+    dressed = any(vars(x).keys() - {OWNER} for x in reach.tensors)
+    inside = not dressed and all(id(x) in given for x in (*reach.tensors, *reach.handles))
     return inside and not (more or call.left or reach.generators or reach.iterators)

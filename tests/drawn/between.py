@@ -64,20 +64,6 @@ def takes_everything(c: Writer) -> None:
     c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
 
 
-@feature("what begins in a later step", rows=False)
-def later(c: Writer) -> None:
-    """A place that is empty in the first steps."""
-    held, form = c.name("held"), c.number(3)
-    value = ["torch.sin(h)", "h.mean(-1, keepdim=True)", c.root("g") if c.pure else "self.g * 1.0"][form]
-    c.top.append(f"{held} = Config(None)")
-    read = f"(1.0 if {held}.scale is None else {held}.scale)"
-    block = c.unit("h", f"return h + {_what(c)} * {read}")
-    c.do(f"{held}.scale = {value} if {c.n} > {c.number(2)} else None", f"h = {c.call(block, 'h')}")
-    if c.number(2):
-        c.do(f"h = {c.call(block, 'h')}")
-    c.do(f"{held}.scale = None")
-
-
 @feature("an array of objects")
 def objects(c: Writer) -> None:
     kept, form = c.name("kept"), c.number(3)
