@@ -180,6 +180,7 @@ class StraightOp(UnitOp, QuickOp):
         try:
             with self._saving(wanted, fulls, tensors[count:]), seeded(self.seed), private.without_dead_wrappers():
                 out = self._called(leaves, tensors[count:])
+                put = self._put_out(out, leaves, tensors[count:], fulls)
         except Again:
             for key, full in self._fulls.items():
                 schedule.keep(key, full)
@@ -189,7 +190,6 @@ class StraightOp(UnitOp, QuickOp):
             hooks.refuse_again(refused)
         if _versions(tensors[count:], fulls) != entered:
             self._refuse_writes(fulls, entered)
-        put = self._put_out(out, leaves, tensors[count:], fulls)
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
             self._pull = Pull(
