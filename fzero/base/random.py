@@ -60,6 +60,10 @@ class Seeds:
         self._calls += 1
         return _mixed(self._state, self._calls) >> 1
 
+    def give_back(self) -> None:
+        """Has the next seed be the latest one again."""
+        self._calls -= 1
+
 
 class seeded:
     """Draws from a stream of its own inside, and leaves the default generators as they were; `None` changes nothing.

@@ -35,7 +35,7 @@ class SecondRun:
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        self._variables = _variables(ours=False)  # this library's would lead back here
+        self._variables = variables_here(ours=False)  # this library's would lead back here
         self._modes, self._ambient = private.function_modes(), ambient()
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the first run drew from
 
@@ -60,13 +60,13 @@ class SecondRun:
     def moved(self) -> bool:
         """Tells whether something around the call is another one now than it was then."""
         modes = [[x for x in own if not is_watch(x)] for own in (self._modes, private.function_modes())]
-        then, now = dict(self._variables), dict(_variables(ours=False))
+        then, now = dict(self._variables), dict(variables_here(ours=False))
         return modes[0] != modes[1] or then.keys() != now.keys() or any(now[x] is not then[x] for x in then)
 
     def run(self, run: Callable[[], object]) -> object:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
         own = contextvars.Context()
-        for variable, value in (*self._variables, *_variables(ours=True)):
+        for variable, value in (*self._variables, *variables_here(ours=True)):
             own.run(variable.set, value)
         modes = [mode for mode in self._modes if not is_watch(mode)]
         with within(self._ambient), private.under_function_modes(modes), self._replayed:
@@ -147,7 +147,7 @@ def _changes_twice(unit: str, x: torch.Tensor) -> str:
     )
 
 
-def _variables(ours: bool) -> list[tuple[contextvars.ContextVar[Any], object]]:
+def variables_here(ours: bool) -> list[tuple[contextvars.ContextVar[Any], object]]:
     """The context variables that have values here, this library's or all others, and what those are."""
     return [(x, value) for x, value in contextvars.copy_context().items() if (x in variables) == ours]
 

@@ -69,7 +69,7 @@ class Call:
         self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
         self._mutated: tuple[int, ...] = ()
         self._errors: list[BaseException] = []  # that the function kept
-        self._changes_some = False  # whether the function changed a container
+        self._changes_some = False
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[object, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._changed: set[int] = set()  # ids of what the function changed
@@ -189,6 +189,7 @@ class Call:
         if [private.version(full) for full in fulls] != gathered:
             raise ValueError(refusals.writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if private.version(x) != before[i])
+        self._changes_some = self._changes_some or bool(changed)
         if derived and not changed <= self.facts.mutated:
             if not self.first:
                 raise ValueError(
@@ -205,7 +206,7 @@ class Call:
         tensors: Sequence[torch.Tensor],
         watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008 - has no state
     ) -> tuple[torch.Tensor, ...]:
-        """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
+        """The call as a pure function, under any derivative, and as often as is needed: what it puts out."""
         again = self._result is not None
         if again:
             self._second.refuse(self.unit)
@@ -265,7 +266,7 @@ class Call:
         else:
             # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, now, content in effects if is_same(now, content) and self.reach.entered(c) is c.found]
-            self._changes_some = bool(effects)
+            self._changes_some = self._changes_some or bool(effects)
             self._effects = [(c, content) for c, _, content in effects if c not in stays]
             self._errors = [x for _, now, _ in effects for x in now.values() if isinstance(x, BaseException)]
             self.reach.leave(stays)
@@ -318,7 +319,6 @@ class Call:
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
-        """Tells whether tensors leave the node with an error, in it or in what the function had changed before."""
         if refusals.of_compiler(error) or texts.says(error, texts.WRITES_LEAF, *refusals.of_derivatives()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]

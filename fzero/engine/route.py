@@ -11,6 +11,7 @@ from fzero.base import private, pytree
 from fzero.base.node import OWNER
 from fzero.capture.handle import Handle
 from fzero.capture.notes import notes
+from fzero.capture.watch import is_watch
 from fzero.engine.call import Call
 from fzero.engine.traversal import Traversal
 from fzero.stores.put import Memory
@@ -99,7 +100,9 @@ def is_pure(call: Call, flat: Sequence[object]) -> bool:
         flat: the leaves of its arguments.
     """
     facts, reach, given = call.known, call.reach, {id(x) for x in flat}
-    more = facts.mutated or facts.more or facts.read or facts.draws or facts.watched or facts.whole or facts.kept
+    more = facts.mutated or facts.returned or facts.more or facts.read or facts.draws or facts.watched
+    more = more or facts.whole or facts.kept
+    more = more or any(not is_watch(mode) for mode in private.function_modes())  # another run is without
     dressed = any(vars(x).keys() - {OWNER} for x in reach.tensors)
     inside = not dressed and all(id(x) in given for x in (*reach.tensors, *reach.handles))
     return inside and not (more or call.left or reach.generators or reach.iterators)

@@ -117,6 +117,12 @@ class Schedule:
         self._calls.append(_gone)
         return count
 
+    def forget_call(self) -> None:
+        """Forgets the latest call, which went straight, and is made anew."""
+        self._called.pop()
+        self._calls.pop()
+        self.pure -= 1
+
     def runs(self, op: Running) -> None:
         """Notes what runs a call."""
         self._calls[op.number] = weakref.ref(op)

@@ -21,8 +21,9 @@ from fzero.base.node import Tensors, apply
 from fzero.base.quick_node import QuickOp, apply_at
 from fzero.base.random import seeded
 from fzero.base.thread_state import SET_GRAD_ENABLED
-from fzero.capture.again import Again
+from fzero.capture.again import Again, Facts
 from fzero.capture.exports import Outlets, Slot, View, base_of
+from fzero.capture.second_run import variables_here
 from fzero.capture.watch import is_strict, leaf_of
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.op import NESTED, Pull, UnitOp
@@ -73,6 +74,7 @@ class StraightOp(UnitOp, QuickOp):
         self.wanted, self.real = route.wanted, list[int]()
         self._recipes: list[Slot | View | Same] = []
         self._puts_out: list[tuple[str, int]] | None = None
+        self._variables = variables_here(ours=False) if self.recompute else ()
         traversal.schedule.runs(self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -127,6 +129,8 @@ class StraightOp(UnitOp, QuickOp):
         try:
             result = self.unit_fn(*args, **kwargs)
         except RuntimeError as error:
+            if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
+                raise Again(Facts(watched=True)) from None
             raise self._refused(error) from error
         finally:
             current.reset(tokens[0])
@@ -138,12 +142,6 @@ class StraightOp(UnitOp, QuickOp):
 
     def _refused(self, error: RuntimeError) -> Exception:
         """What is said of an error of torch's."""
-        if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
-            return ValueError(
-                f"Unit {self.unit!r} closes over a tensor that is being differentiated{refusals.place_of(error)}, "
-                "which it did not do in its first run; its gradient would be lost. Pass this tensor to the unit's "
-                "call, or detach() it where no gradient is wanted."
-            )
         if texts.says(error, texts.WRITES_LEAF):
             return ValueError(refusals.writes_leaf(self.unit))
         if texts.says(error, *texts.FREED):
@@ -318,7 +316,12 @@ class StraightOp(UnitOp, QuickOp):
             during(averaged, self.averaged),
             casts if enabled or torch.is_autocast_enabled(self.device) else _NOTHING,
         ):
-            self._forward(tensors, wanted, True, gather_ahead)
+            tokens = [(variable, variable.set(value)) for variable, value in self._variables]
+            try:
+                self._forward(tensors, wanted, True, gather_ahead)
+            finally:
+                for variable, token in tokens:
+                    variable.reset(token)
 
     def _pulling(self, pull: Pull, keep: bool) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         if self.route.traits.users:
@@ -358,7 +361,13 @@ def call_straight(
     number = schedule.called(route.keys)
     schedule.pure += 1
     traversal.users = traversal.users or route.traits.users
-    return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
+    try:
+        return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
+    except Again:  # it reads what it had not read before: it is looked at once more, as are later ones
+        routes.clear()
+        schedule.forget_call()
+        traversal.seeds.give_back()
+        return None
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -94,7 +94,8 @@ class Traversal:
         self.named: list[set[str] | None] = []
         self.users = False  # whether backwards of users' own are called where its units are pulled back
         self.looked_at = False  # whether the run was, operation by operation
-        self.next_seed = Seeds(*seed).next
+        self.seeds = Seeds(*seed)
+        self.next_seed = self.seeds.next
 
     def observing(self, who: str) -> Observer:
         """What looks at operations where nothing is known of a function yet."""

@@ -183,7 +183,7 @@ def run_pulled(
     before = {key: versions_of(own) for key, own in buffers.items()}
 
     def refuse(key: Key) -> None:
-        if versions_of(buffers[key]) != before[key]:
+        if versions_of(buffers.get(key, ())) != before.get(key, []):
             assert state is not None and params is not None
             kill(state, "A backward")
             leaves = " or ".join(repr(slot.path) for slot in params.layout.groups[key].slots)
@@ -191,8 +191,8 @@ def run_pulled(
 
     def settle(key: Key) -> None:
         refuse(key)
-        del before[key]
-        for buffer in buffers[key]:
+        before.pop(key, None)  # of one that is away there is nothing to write to
+        for buffer in buffers.pop(key, ()):
             protected.pop(storage_of(buffer), None)
 
     def protecting() -> dict[int, LeafOf]:
