@@ -8,16 +8,21 @@ One rank, float32, SGD, so that the update weighs little. Three comparisons, all
   reported, a gradient that is not finite refused);
 - ZeRO-3 on a world of one, whose unit nodes run, beside the step by hand: what each unit adds;
 - FSDP2 on a world of one beside the plain module: what each of its units adds.
+
+It also prints how many Python frames a steady unit's call and pullback enter, and in how many files, and how many a
+step of ZeRO-3 enters more for one more unit: its gate, its gradient's norm and its update too.
 """
 
 from __future__ import annotations
 
+import collections
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -85,6 +90,34 @@ def autograd(module: Any, sharded: bool) -> Callable[..., float]:
     return run
 
 
+def frames(run: Callable[..., float], *data: torch.Tensor) -> tuple[int, int, int, int]:
+    """Python frames that a steady step enters: in all, in units' calls and pullbacks, in how many files, and calls."""
+    every, depth, calls = 0, 0, 0
+    inside: collections.Counter[str] = collections.Counter()
+    begins = {("forward", "fzero/functional.py"), ("backward", "fzero/base/node.py")}
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal every, depth, calls
+        if event == "return" and depth:
+            depth -= 1
+        elif event == "call":
+            code = frame.f_code
+            every += 1
+            if depth:
+                depth += 1
+            elif any(code.co_name == name and code.co_filename.endswith(file) for name, file in begins):
+                depth = 1
+                calls += code.co_name == "forward"
+            inside[code.co_filename] += bool(depth)
+
+    sys.setprofile(look)
+    try:
+        run(*data)
+    finally:
+        sys.setprofile(None)
+    return every, inside.total(), sum(map(bool, inside.values())), calls
+
+
 def main() -> None:
     parser = results.parser(__doc__)
     sizes = {"blocks": 48, "width": 32, "heads": 2, "batch": 2, "context": 16, "warmup": 3, "steps": 21}
@@ -118,7 +151,17 @@ def main() -> None:
                 if count >= args.warmup:
                     times[name].append(time.perf_counter() - start)
             assert max(losses) - min(losses) < 1e-4 * losses[0], dict(zip(contenders, losses, strict=True))
+        counted = frames(contenders["fzero, ZeRO-3"], data[:, :-1], data[:, 1:])
+        half = fzero(Transformer(args.width, args.blocks // 2, args.heads, generator), fz.shard_zero3)
+        for _ in range(4):
+            half(data[:, :-1], data[:, 1:])
+        fewer = frames(half, data[:, :-1], data[:, 1:])[0]
         dist.destroy_process_group()
+    every, inside, files, calls = counted
+    print(
+        f"a steady unit's call and pullback enter {inside / calls:.0f} Python frames in {files} files (the unit's own "
+        f"counted); a unit more in the model enters {(every - fewer) / (args.blocks - args.blocks // 2):.0f} in a step"
+    )
 
     def median_ms(name: str, other: str | None = None) -> float:
         pairs = zip(times[name], times[other] if other else [0.0] * args.steps, strict=True)
