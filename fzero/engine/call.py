@@ -54,7 +54,8 @@ class Call:
         # the stored buffers of its leaves, as far as is known
         self.primals: dict[Key, torch.Tensor] = {handle.key: handle.primal for handle in self.reach.handles}
         self._second = SecondRun(self.reach)
-        self.unit, self.recomputes, self.compiles, self.number = "", False, False, -1
+        self.unit, self.recomputes, self.compiles = "", False, False
+        self.confirmed: Callable[[], None] = lambda: None  # called when a second run has found all as it was
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
@@ -100,7 +101,6 @@ class Call:
     # ---- before
 
     def learn(self, showed: Facts) -> None:
-        """Takes note of what a run showed, which did not go to its end."""
         facts = self.facts.joined(showed)
         assert facts != self.facts
         self._know(facts)
@@ -121,7 +121,6 @@ class Call:
         return tuple(i for i, tensor in enumerate(tensors) if private.is_differentiated(tensor))
 
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
-        """Starts with what earlier runs showed."""
         self._traversal, self.first, self._record = traversal, facts is None, traversal.schedule.record
         self._know(facts or Facts())
         self._second.begin(self.first, self.facts.draws or self._record.draws)
@@ -224,8 +223,9 @@ class Call:
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
         before = self.reach.clear() if again else None
-        if before is not None and (self._second.moved or any(starmap(moved_on, before))):
-            self._record.routes[self.number] = []
+        if before is not None and not (self._second.moved or any(starmap(moved_on, before))):
+            self.confirmed()
+            self.confirmed = lambda: None
         try:
             filling = self.reach.fill(mapping)
             args = tuple(replaced(value, mapping) for value in self.args)

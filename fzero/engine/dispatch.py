@@ -124,7 +124,7 @@ def _call(
             happened(f"unit {units} began again, as {showed}")
     schedule.record.facts[place] = call.known
     if names == NO_NAMES:
-        note_route(call, traversal, number, remat, memory)
+        note_route(call, traversal, number, remat, memory, result)
     return result
 
 

@@ -88,7 +88,7 @@ class UnitOp(Op):
         elif self._gives_names:
             self.recompute = False
         self.traversal, self.keys, self.call = traversal, keys, call
-        self.number = call.number = number
+        self.number = number
         self.unit = call.unit = unit
         self.name = f"unit {self.unit!r}"
         self._memory = memory

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.node import OWNER
+from fzero.capture.contents import tensors_in
 from fzero.capture.handle import Handle
 from fzero.capture.notes import notes
 from fzero.capture.watch import is_watch
@@ -17,7 +18,7 @@ from fzero.engine.traversal import Traversal
 from fzero.stores.put import Memory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 ROUTES = 8  # forms of one call that are kept
 
 
@@ -30,10 +31,19 @@ class Route:
         primals: for each key, the place of one of its leaves.
         tensors: the places of its tensors.
         wanted: the positions of what is differentiated, keys first and then tensors.
-        draws: whether torch's generator was drawn from.
+        opaque: the types of what it returns beside tensors, numbers and strings.
     """
 
-    def __init__(self, call: Call, flat: Sequence[object], spec: pytree.Spec, remat: bool, memory: Memory) -> None:
+    def __init__(
+        self,
+        call: Call,
+        flat: Sequence[object],
+        spec: pytree.Spec,
+        remat: bool,
+        memory: Memory,
+        opaque: Collection[type],
+    ) -> None:
+        self.opaque = opaque
         self.reruns = call.reach.names(_RERUN)
         self.spec, self.keys, self.traits = spec, tuple(call.primals), call.facts
         self.unit, self.remat, self.memory = call.unit, remat, memory
@@ -67,7 +77,7 @@ class Route:
                 moves = type(x) in _PLAIN and x.requires_grad and self.grad and private.is_differentiated(x)
                 if type(x) not in _PLAIN or (x.dtype, x.ndim, moves) != own:
                     return False
-            elif x is not own and (type(x) is not type(own) or type(x) not in _VALUES or x != own):
+            elif x is not own and (type(x) is not type(own) or type(x) not in VALUES or x != own):
                 return False
         return True
 
@@ -77,14 +87,25 @@ _HANDLE, _TENSOR, _VALUE = range(3)
 _RERUN = frozenset("checkpoint checkpoint_sequential saved_tensors_hooks register_hook".split())
 
 
-def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memory: Memory) -> None:
-    """Notes the form of a call that has run, if it was pure."""
+def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memory: Memory, result: object) -> None:
+    """Notes the form of a call that has run, if it was pure; of one that is recomputed once it was so then, too."""
     flat, spec = pytree.flatten((call.args, call.kwargs))
     if level_here() is None or call.compiles or not is_pure(call, flat) or notes.get() is not None:
         return
-    traversal.schedule.pure += 1
-    routes = traversal.schedule.record.routes.setdefault(number, [])
-    routes[:] = [Route(call, flat, spec, remat, memory), *routes[: ROUTES - 1]]
+    opaque = [x for x in pytree.flatten(result)[0] if not isinstance(x, (torch.Tensor, *VALUES))]
+    if any(True for x in opaque for _ in tensors_in(x, lambda _: False)):
+        return
+    route = Route(call, flat, spec, remat, memory, {type(x) for x in opaque})
+
+    def note() -> None:
+        routes = traversal.schedule.record.routes.setdefault(number, [])
+        routes[:] = [route, *routes[: ROUTES - 1]]
+
+    if remat and route.wanted:
+        call.confirmed = note
+    else:
+        traversal.schedule.pure += 1
+        note()
 
 
 def level_here() -> int | None:

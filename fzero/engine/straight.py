@@ -27,7 +27,7 @@ from fzero.capture.second_run import variables_here
 from fzero.capture.watch import is_strict, leaf_of
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.op import NESTED, Pull, UnitOp
-from fzero.engine.route import Route, level_here
+from fzero.engine.route import VALUES, Route, level_here
 from fzero.engine.traversal import Traversal, current, here, inside, known
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
@@ -228,6 +228,8 @@ class StraightOp(UnitOp, QuickOp):
         recipes: list[Slot | View | Same] = []
         for i, x in enumerate(out):
             if not isinstance(x, torch.Tensor):
+                if not isinstance(x, VALUES) and type(x) not in self.route.opaque:
+                    raise Again(Facts())
                 recipes.append(Same(x))
             elif id(x) in places:
                 recipes.append(Same(self._flat[places[id(x)]]))
