@@ -237,7 +237,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         full = leaves | values
         each = [full[i] for i in range(len(rows))]
         tree = pytree.unflatten(state.params.structure, each)
-        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows)
+        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows, {}, example)
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)

@@ -23,7 +23,7 @@ from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import mark_of, need_level, note, note_help, unseen
+from fzero.parallel.varying import mark_of, need_level, note, taken, unseen, unsure
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -118,6 +118,12 @@ class Converted:
             other = " with a forward of its own" if known and not kind else ""
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self._known  # what it does with slices is its own affair
+
+    @functools.cached_property
+    def on_one_rank(self) -> bool:
+        """Tells whether one rank has all of a leaf."""
+        sizes = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices is not None]
+        return any(sum(own) in own for own in sizes)
 
     @property
     def outputs(self) -> int | None:
@@ -368,9 +374,9 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
-    if marks and not marks[0].source:
-        note_help(f"a copy goes into module {own.path!r}")
-    with unseen(), during(_given, marks[0] if marks else None):
+    if marks and own.on_one_rank:  # whose slices are known from whole inputs by following alone
+        unsure()
+    with during(_given, taken(own.path, marks)), unseen():
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs
