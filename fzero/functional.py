@@ -36,7 +36,7 @@ from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
-from fzero.parallel import maps, varying
+from fzero.parallel import maps, watched
 from fzero.parallel.piece import Pieces
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
@@ -310,15 +310,12 @@ class _Copy:
             return unit.fast
         return unit.shown.choice(unit.prefix.removesuffix("."), unit.call, unit.fast, (args, dict(kwargs)))
 
-    def _inside(self, run: Function) -> Function:
-        return run if self.pieces is None else self.pieces.inside(run)
-
     def _fresh(self, run: Function, path: str = "") -> Function:
         run = self._over_ranks(run)
         if not self.converts:
             return run
-        run = fresh(self._inside(run))
-        return run if self.watches is None else varying.watching(run, self.watches, maps.shared, (self._is_of, path))
+        run = fresh(run if self.pieces is None else self.pieces.inside(run))
+        return run if self.watches is None else watched.watching(run, self.watches, maps.shared, (self._is_of, path))
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
@@ -349,7 +346,7 @@ class _Copy:
             if leaves is None:
                 return run_forward(*args, **kwargs)
             run = call if self.pieces is None else functools.partial(self.pieces.around, call)
-            return run(leaves, args, kwargs) if self.watches is None else varying.around(run, leaves, args, kwargs)
+            return run(leaves, args, kwargs) if self.watches is None else watched.around(run, leaves, args, kwargs)
 
         def call(leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
             leaves = unit.places.now(leaves)

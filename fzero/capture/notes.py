@@ -278,6 +278,8 @@ class Following(TorchFunctionMode):
     What torch.func maps (vmap) along another dim than the first is not followed out of the map.
     """
 
+    of_slices = True
+
     def __init__(self, known: Notes) -> None:
         super().__init__()
         self._known = known

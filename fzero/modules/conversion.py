@@ -21,9 +21,10 @@ from fzero.modules.hints import kind_of
 from fzero.modules.parts_order import by_rank, in_order
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
+from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import mark_of, need_level, note, taken, unseen, unsure
+from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -122,8 +123,8 @@ class Converted:
     @functools.cached_property
     def on_one_rank(self) -> bool:
         """Tells whether one rank has all of a leaf."""
-        sizes = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices is not None]
-        return any(sum(own) in own for own in sizes)
+        every = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices]
+        return any(sum(own) in own for own in every)
 
     @property
     def outputs(self) -> int | None:
@@ -370,13 +371,13 @@ class Converted:
 
 
 def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    if running_mode.get() is None and _given.get() is None and own.then is None:
+        return own.run(*args, **kwargs)
     need_level(own.path or "it")
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
-    if marks and own.on_one_rank:  # whose slices are known from whole inputs by following alone
-        unsure()
-    with during(_given, taken(own.path, marks)), unseen():
+    with during(_given, taken(own.path, marks, own.on_one_rank)), unseen():
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs

@@ -8,7 +8,7 @@ from fzero.base import private
 from fzero.capture.notes import Cut, Mark, noting
 from fzero.comm.axis import Axis
 from fzero.parallel.partial import PARTIAL
-from fzero.parallel.varying import watcher
+from fzero.parallel.watched import watcher
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map

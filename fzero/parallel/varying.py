@@ -7,30 +7,29 @@ together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
 out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`), others in the
-first run under a signature. Later runs repeat what had to be done there (`Acting`); mostly nothing, and then nothing
-looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func
-maps or differentiates inside of a module must not be a slice.
+first run under a signature. Later runs repeat what had to be done there (`parallel/acting.py`); mostly nothing, and
+then nothing looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`).
+What torch.func maps or differentiates inside of a module must not be a slice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private, pytree
-from fzero.base.context import during, variable
+from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
-from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
-from fzero.capture.notes import Action, Actions, Cut, Following, Mark, Notes, Straight, notes, reads
-from fzero.comm.axis import Axis
+from fzero.capture.handle import READABLE, Function, Named, Operands, name_of, writes
+from fzero.capture.notes import Action, Actions, Cut, Mark, Notes, notes, reads
+from fzero.parallel.acting import ATTENTION, Copy, as_own, note_help, running_mode, unseen
 from fzero.parallel.cut_dims import cut_behind
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.elementwise import BOTH, named
@@ -47,8 +46,6 @@ _OF_THE_OBJECT = {
 }
 _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
-_ATTENTION = "attention"  # what `attended` is known by
-Copy = Callable[[torch.Tensor, Axis], torch.Tensor]
 _OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
 _RANDOM = {
@@ -63,6 +60,8 @@ _RANDOM = {
 
 class Varying(TorchFunctionMode):
     """Inside, what varies is known."""
+
+    of_slices = True
 
     def __init__(self, known: Notes, copy: Copy) -> None:
         super().__init__()
@@ -223,7 +222,8 @@ class Varying(TorchFunctionMode):
             self.did(func, [0])
         out = self._ran(func, given, kwargs, [Mark(size.source)])
         assert isinstance(out, torch.Tensor)
-        return note(out, Mark(size.source, size.cut._replace(dim=dim)))
+        self.note(out, Mark(size.source, size.cut._replace(dim=dim)))
+        return out
 
     def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
@@ -270,7 +270,7 @@ class Varying(TorchFunctionMode):
 
     def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """What attention gives of q, k and v: heads that are slices, where these are."""
-        self.called(_ATTENTION)
+        self.called(ATTENTION)
         marks = [self.mark_of(x) for x in tensors]
         if private.level() > self._level:
             self.need_level(tensors, "attention")
@@ -278,7 +278,7 @@ class Varying(TorchFunctionMode):
             return attend(*tensors)
         own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
         if places := [place for place, (x, y) in enumerate(zip(tensors, own, strict=True)) if x is not y]:
-            self.did(_ATTENTION, places)
+            self.did(ATTENTION, places)
         with unseen():
             out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
@@ -288,7 +288,7 @@ class Varying(TorchFunctionMode):
         return out
 
     def _own(self, x: object) -> object:
-        return _as_own(x, self.axis, self._copy)
+        return as_own(x, self.axis, self._copy)
 
     def need_level(self, values: Sequence[object], what: str, path: str = "") -> None:
         """Refuses slices where a map or derivative of torch.func goes on that began within the module.
@@ -325,28 +325,6 @@ def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
 
 
-# takes what was done in modules for what varies there, in words, where somebody asks
-helped: contextvars.ContextVar[list[str] | None] = variable("helped", None)
-running_mode: contextvars.ContextVar[Varying | Acting | None] = variable("varying", None)
-
-
-def watcher() -> Varying | None:
-    """What looks at the module that is running, in its first run."""
-    mode = running_mode.get()
-    return None if isinstance(mode, Acting) else mode
-
-
-def _as_own(x: object, axis: Axis, copy: Copy) -> object:
-    """What is the same on all ranks, as each rank's own."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if isinstance(x, Handle) and (read := reading.get()) is not None:
-        x = read(x)
-    if isinstance(x, Spread):
-        return x.own()
-    return copy(x, axis) if private.is_differentiated(x) else x
-
-
 def _may_draw(func: Function, args: Operands, kwargs: Named) -> bool:
     """Tells whether a function that may draw random numbers does."""
     if func is F.scaled_dot_product_attention:
@@ -357,183 +335,3 @@ def _may_draw(func: Function, args: Operands, kwargs: Named) -> bool:
         given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs or {})
         return bool(given["p"] and given["training"])
     return True
-
-
-class Acting(TorchFunctionMode):
-    """Inside, what a module's first run needed is done again, and nothing is looked at."""
-
-    def __init__(self, axis: Axis, copy: Copy, actions: Actions) -> None:
-        super().__init__()
-        self.axis, self._copy, self._actions = axis, copy, actions
-        self._calls = dict.fromkeys(actions, 0)
-
-    def next(self, what: object) -> Action:
-        """What is to be done where something is called."""
-        if what not in self._actions:
-            return Action()
-        self._calls[what] += 1
-        return self._actions[what][0].get(self._calls[what], Action())
-
-    def owned(self, values: Sequence[object], action: Action) -> list[object]:
-        return [_as_own(x, self.axis, self._copy) if i in action.places else x for i, x in enumerate(values)]
-
-    def need_all(self) -> None:
-        """Refuses a run that called other functions than the first one."""
-        for what, (_, count) in self._actions.items():
-            if self._calls[what] != count:
-                raise ValueError(
-                    f"apply: a module runs {what if isinstance(what, str) else name_of(what)!r} {self._calls[what]} "
-                    f"times, and ran it {count} times in its first run with such inputs, which showed where values "
-                    f"that all ranks of axis {self.axis.name!r} have meet slices. Let what the module does depend on "
-                    "its inputs alone, or on a tensor's value that it reads (.item(), bool(x)): then each run is looked "
-                    "at."
-                )
-
-    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if running_mode.get() is not self or (func not in self._actions and func != torch.Tensor.__iter__):
-            return func(*args, **(kwargs or {}))
-        if func == torch.Tensor.__iter__:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
-        action = self.next(func)
-        if action.places:
-            flat, spec = pytree.flatten((args, dict(kwargs or {})))
-            args, kwargs = pytree.unflatten(spec, self.owned(flat, action))
-        with during(running_mode, None), own_stream(self.axis) if action.draws else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
-    """`run`, a function of a module or of one of its units, in which what varies is known.
-
-    Args:
-        copy: `maps.shared`.
-        module: what it is known by in later runs.
-    """
-
-    @functools.wraps(run)
-    def call(*args: object, **kwargs: object) -> object:
-        known = notes.get()
-        if isinstance(known, Straight) and known.axis == axis:
-            actions = known.first.of(module, (args, kwargs))
-            if not actions and running_mode.get() is None:
-                return run(*args, **kwargs)
-            mode: Acting | Varying = Acting(axis, copy, actions)
-            with during(running_mode, mode), mode:
-                out = run(*args, **kwargs)
-            mode.need_all()
-            return out
-        if known is None or known.axis != axis:
-            known = Notes(axis)
-        mode = Varying(known, copy)
-        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
-        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
-            out = run(*args, **kwargs)
-        known.first.note(module, (args, kwargs), mode.actions)
-        return out
-
-    return call
-
-
-def around(call: Callable[..., object], *given: object) -> object:
-    """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
-    with unseen(notes.get()):
-        return call(*given)
-
-
-def unseen(known: Notes | None = None) -> contextlib.AbstractContextManager[object]:
-    """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
-    if running_mode.get() is None and (isinstance(notes.get(), Straight) or notes.get() is known is None):
-        return contextlib.nullcontext()
-    return _unseen(known)
-
-
-@contextlib.contextmanager
-def _unseen(known: Notes | None) -> Iterator[None]:
-    on_top = isinstance(private.function_mode(), (Varying, Following, Acting))
-    off = private.without_function_mode() if on_top else contextlib.nullcontext()
-    with during(running_mode, None), during(notes, known), off:
-        yield
-
-
-def mark_of(x: object) -> Mark | None:
-    """How a tensor varies, where that is known."""
-    mode = watcher()
-    return None if mode is None else mode.mark_of(x)
-
-
-def need_level(path: str) -> None:
-    """Refuses a module whose leaves are cut within a map or derivative of torch.func that began in a module."""
-    mode = watcher()
-    if mode is not None:
-        mode.need_level((), "its forward", path)
-
-
-def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
-    mode = running_mode.get()
-    if isinstance(mode, Acting):
-        own = mode.owned(tensors, mode.next(_ATTENTION))
-        with unseen():
-            return attend(*own)
-    return attend(*tensors) if mode is None else mode.attended(attend, tensors)
-
-
-def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A user's function of tensors that vary as these do, where other code runs unseen."""
-    mode = watcher()
-    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
-    if mode is None or all(mark == Mark("") for mark in marks):
-        return run
-
-    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
-        for x, mark in zip(given, marks, strict=True):
-            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        before = mode.actions
-        with during(running_mode, mode), during(notes, mode.known), mode:
-            out = run(*given, **options)
-        mode.known.first.unsure = mode.known.first.unsure or mode.actions != before
-        return out
-
-    return call
-
-
-def need_whole(func: Callable[..., object], *values: object) -> None:
-    """Refuses slices where nothing is known of what a function does with them."""
-    mode = watcher()
-    for x in pytree.flatten(values)[0] if mode is not None else ():
-        if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
-            raise mode.refused(func, mark)
-
-
-def note_help(what: str) -> None:
-    """Notes that something was done which code that is not watched does without."""
-    told = helped.get()
-    if told is not None:
-        told.append(what)
-
-
-def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
-    mode = watcher()
-    if mode is not None:
-        mode.note(x, mark)
-    return x
-
-
-def taken(module: str, marks: Sequence[Mark]) -> Mark | None:
-    """How what a module is given varies: of the first that does, or as it did in the first run."""
-    mode = running_mode.get()
-    if isinstance(mode, Acting):
-        return Mark("") if mode.next(module).places else None
-    if mode is not None:
-        mode.called(module)
-        if marks and not marks[0].source:
-            mode.did(module, [0])
-            note_help(f"a copy goes into module {module!r}")
-    return marks[0] if marks else None
-
-
-def unsure() -> None:
-    """Later runs are followed, too."""
-    mode = watcher()
-    if mode is not None:
-        mode.known.first.unsure = True
