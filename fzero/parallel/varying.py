@@ -84,6 +84,8 @@ class Varying(TorchFunctionMode):
         number = self._calls[what]
         before = by_call.get(number, Action())
         by_call[number] = Action(before.places or tuple(places), before.draws or draws)
+        name = repr(what if isinstance(what, str) else name_of(what))
+        note_help(f"{name} draws for slices" if draws else f"what is whole meets slices in {name}")
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         kwargs, spec = dict(kwargs or {}), None
@@ -124,7 +126,6 @@ class Varying(TorchFunctionMode):
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
             if places := [place for place, (x, y) in enumerate(zip(flat, own, strict=True)) if x is not y]:
                 self.did(func, places)
-                note_help(f"what is whole meets slices in {name_of(func)!r}")
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         out = self._ran(func, given, changed, cut)
@@ -166,7 +167,6 @@ class Varying(TorchFunctionMode):
             )
         if draws:
             self.did(func, draws=True)
-            note_help(f"{name_of(func)!r} draws for slices")
         with during(running_mode, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)

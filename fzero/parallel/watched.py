@@ -15,7 +15,7 @@ from fzero.base.context import during
 from fzero.capture.handle import Function
 from fzero.capture.notes import Following, Mark, Notes, Straight, notes
 from fzero.comm.axis import Axis
-from fzero.parallel.acting import ATTENTION, Acting, Copy, note_help, running_mode, unseen
+from fzero.parallel.acting import ATTENTION, Acting, Copy, running_mode, unseen
 from fzero.parallel.varying import Varying
 
 
@@ -134,5 +134,4 @@ def taken(module: str, marks: Sequence[Mark], on_one_rank: bool) -> Mark | None:
         mode.known.first.unsure = mode.known.first.unsure or (bool(marks) and on_one_rank)
         if marks and not marks[0].source:
             mode.did(module, [0])
-            note_help(f"a copy goes into module {module!r}")
     return marks[0] if marks else None

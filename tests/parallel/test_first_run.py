@@ -96,7 +96,7 @@ def modes() -> list[str]:
     return [type(mode).__name__ for mode in private.function_modes()]
 
 
-@pytest.mark.parametrize("way", ["module", "units", "remat", "pure"])
+@pytest.mark.parametrize("way", ["module", "units", "remat", "pure", "examples"])
 def test_nothing_looks_at_a_second_run(way: str) -> None:
     def code(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         tell(modes())
@@ -114,8 +114,9 @@ def test_nothing_looks_at_a_second_run(way: str) -> None:
             step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"up": 1, "down": 0})
         state, x = step.init(given_params), torch.ones(2, 3, 4 if way == "pure" else WIDTH, dtype=F64)
         found = []
-        for batch in (x, x * 2, torch.cat([x, x]), torch.cat([x, x])):
-            grads(step, state, batch)
+        longer = torch.cat([x, x], 1)
+        for batch in (x, x * 2, longer, longer * 2):
+            fz.per_example_grads(step, state, batch) if way == "examples" else grads(step, state, batch)
             found.append(_TOLD.all())
         return found
 
@@ -179,6 +180,23 @@ def test_all_runs_are_those_of_one_process(
 
     for found in run_ranks(rank_main, ranks):
         assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tanh", "gate"])
+def test_gradients_of_examples(name: str) -> None:
+    loss, params = made(CODES[name])
+    x = torch.rand(3, 4, WIDTH, dtype=F64)
+    want = [dict(torch.func.grad(loss)(dict(params), each[None])) for each in x]
+
+    def rank_main(rank: int) -> Any:
+        step = stepped(loss)
+        state = step.init(params)
+        return [fz.per_example_grads(step, state, x) for _ in range(2)]
+
+    for runs in run_ranks(rank_main, 2):
+        for found in runs:
+            for i, each in enumerate(want):
+                assert_trees_close({k: v[i] for k, v in found.items()}, each, rtol=1e-10, atol=1e-12)
 
 
 def test_what_reads_a_value_is_looked_at_in_each_run() -> None:
