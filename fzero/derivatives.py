@@ -15,7 +15,7 @@ from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
-from fzero.capture.notes import followed, notes
+from fzero.capture.notes import FirstRun, followed, has_run, notes
 from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
@@ -237,7 +237,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         full = leaves | values
         each = [full[i] for i in range(len(rows))]
         tree = pytree.unflatten(state.params.structure, each)
-        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows)
+        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows, before, example)
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
@@ -247,9 +247,14 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         value = scalar_loss(split_result(step, out)[0], "per_example_grads")
         if told:
             need_invariant(value, told)
+        has_run(told, before, example)
         return value
 
     axis = state.params.axis
+    before = dict[object, FirstRun]()
+    with contextlib.suppress(TypeError):  # a function that cannot be referred to weakly
+        key = "examples", hash(state.layout), traversal.table.sequence
+        before = axis.records.setdefault(step.fn, {}).setdefault(key, before)
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
     own = {i: leaves[i] for i in chosen}
     with as_found(), failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):

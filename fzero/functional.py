@@ -8,6 +8,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -35,7 +36,7 @@ from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
-from fzero.parallel import maps, varying
+from fzero.parallel import maps, watched
 from fzero.parallel.piece import Pieces
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
@@ -267,6 +268,7 @@ class _Copy:
         self.carried = Carried(module, places_of(module, holdings, "_buffers"), synchronises) if carries else None
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
+        self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
         self.looks = synchronises or compiles  # at what compiled units do
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self._interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
@@ -295,7 +297,7 @@ class _Copy:
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
         places, around = Places(module, self.elsewhere, apart), self.untouched.around
-        call = around(functools.partial(places.call, self._fresh(run)))
+        call = around(functools.partial(places.call, self._fresh(run, prefix)))
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
         reach, fast = Surroundings(module), fast if self.pieces is None else call
@@ -308,15 +310,12 @@ class _Copy:
             return unit.fast
         return unit.shown.choice(unit.prefix.removesuffix("."), unit.call, unit.fast, (args, dict(kwargs)))
 
-    def _inside(self, run: Function) -> Function:
-        return run if self.pieces is None else self.pieces.inside(run)
-
-    def _fresh(self, run: Function) -> Function:
+    def _fresh(self, run: Function, path: str = "") -> Function:
         run = self._over_ranks(run)
         if not self.converts:
             return run
-        run = fresh(self._inside(run))
-        return run if self.watches is None else varying.watching(run, self.watches, maps.shared)
+        run = fresh(run if self.pieces is None else self.pieces.inside(run))
+        return run if self.watches is None else watched.watching(run, self.watches, maps.shared, (self._is_of, path))
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
@@ -332,7 +331,7 @@ class _Copy:
             self.paths.add(path)
             return
         run_forward = self._forwards.setdefault(id(own), own.forward)
-        unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward)
+        unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward, f"{path}.")
 
         @functools.wraps(run_forward)
         def forward(*args: object, **kwargs: object) -> object:
@@ -347,7 +346,7 @@ class _Copy:
             if leaves is None:
                 return run_forward(*args, **kwargs)
             run = call if self.pieces is None else functools.partial(self.pieces.around, call)
-            return run(leaves, args, kwargs) if self.watches is None else varying.around(run, leaves, args, kwargs)
+            return run(leaves, args, kwargs) if self.watches is None else watched.around(run, leaves, args, kwargs)
 
         def call(leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
             leaves = unit.places.now(leaves)

@@ -1,7 +1,9 @@
-"""What is known of tensors that vary between the ranks of a tensor axis, while a function runs.
+"""What is known of tensors that vary between the ranks of a tensor axis, in the first run of a function.
 
 What a map of `fz.parallel` or a module that is cut gives is noted. A note goes with a tensor into units and out of
-them, and on to what is computed of it, until a map puts the whole together.
+them, and on to what is computed of it, until a map puts the whole together. Later runs under the same signature (the
+function, its layout, the structure, shapes and dtypes of its inputs) are not followed: they repeat what the first one
+showed that modules need (`FirstRun`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,11 +71,75 @@ class Mark(NamedTuple):
     cut: Cut | None = None
 
 
-class Notes:
-    """Tensor -> how it varies over an axis, by identity; it keeps no tensor alive."""
+class Action(NamedTuple):
+    """What is done for slices where a module calls a function.
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis, self._level = axis, private.level()
+    Attributes:
+        places: the operands that are made each rank's own, by their places among all leaves of the arguments.
+        draws: each rank draws random numbers of its own.
+    """
+
+    places: tuple[int, ...] = ()
+    draws: bool = False
+
+
+# function -> (number of its call -> what is done there, how many calls there are)
+Actions = Mapping[object, tuple[Mapping[int, Action], int]]
+FORMS = 64  # of inputs, of which a function's first runs are kept
+
+
+class FirstRun:
+    """What a function's first run under a signature showed, and what later runs do because of it.
+
+    Attributes:
+        unsure: whether later runs are followed too, as they may do other things: this one read a tensor's value, say.
+        actions: (module, form of its arguments) -> what is done in it.
+    """
+
+    def __init__(self) -> None:
+        self.unsure = False
+        self.actions: dict[object, Actions] = {}
+        self.acting: set[object] = set()  # the modules among them
+
+    def note(self, module: object, given: object, actions: Actions) -> None:
+        """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
+        key = module, form_of(given)
+        self.unsure = self.unsure or self.actions.setdefault(key, actions) != actions or (bool(actions) and not key[1])
+        if actions:
+            self.acting.add(module)
+
+    def of(self, module: object, given: object) -> Actions:
+        return self.actions.get((module, form_of(given)), {}) if module in self.acting else {}
+
+
+_VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def form_of(given: object) -> object:
+    """What the operations of a function depend on, of what it is given; None where nobody knows."""
+    flat, spec = pytree.flatten(given)
+    forms: list[object] = []
+    for x in flat:
+        if isinstance(x, torch.Tensor):
+            forms.append((x.shape, x.dtype))
+        elif isinstance(x, _VALUES):
+            forms.append((type(x), x))
+        elif isinstance(x, (float, complex)):
+            forms.append(type(x))
+        else:
+            return None
+    return spec, tuple(forms)
+
+
+class Notes:
+    """Tensor -> how it varies over an axis, by identity; it keeps no tensor alive.
+
+    Attributes:
+        first: what the run shows, for later ones.
+    """
+
+    def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
+        self.axis, self._level, self.first = axis, private.level(), first or FirstRun()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
     def note(self, tensor: torch.Tensor, mark: Mark) -> None:
@@ -114,23 +180,58 @@ class Notes:
         return bool(self._known)
 
 
+class Straight(Notes):
+    """Those of a later run: nothing is noted, as nothing is followed."""
+
+    def note(self, tensor: torch.Tensor, mark: Mark) -> None:
+        pass
+
+    def of(self, x: object) -> None:
+        return None
+
+
 # those of the function that is running, where its leaves are cut
 notes: contextvars.ContextVar[Notes | None] = variable("notes", None)
 
 
+def noting() -> Notes | None:
+    """The notes of the function that is running, if it is followed."""
+    known = notes.get()
+    return None if isinstance(known, Straight) else known
+
+
 def followed(
-    axis: Axis | None, leaves: Sequence[torch.Tensor], rows: Sequence[Row]
+    axis: Axis | None,
+    leaves: Sequence[torch.Tensor],
+    rows: Sequence[Row],
+    before: MutableMapping[object, FirstRun],
+    given: object,
 ) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
     """The notes of a function of these leaves, and what follows them in it; None where no leaf is cut.
 
     Args:
         axis: that leaves are cut over.
+        before: the function's first runs, by the forms of what it is given.
+        given: its inputs, and what else it depends on.
     """
     if axis is None or axis.size == 1:
         return None, contextlib.nullcontext()
-    known = Notes(axis)
+    form = form_of(given)
+    first = before.get(form)
+    if first is not None and not first.unsure:
+        return Straight(axis, first), contextlib.nullcontext()
+    known = Notes(axis, first)
     known.note_cut(dict(enumerate(leaves)), rows)
     return known, Following(known)
+
+
+def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given: object) -> None:
+    """Notes that a function has run to its end and was not refused."""
+    form = form_of(given) if known is not None and not isinstance(known, Straight) else None
+    if known is not None and form is not None:
+        for old in list(before)[: 1 - FORMS]:
+            del before[old]
+        before[form] = known.first
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
@@ -148,6 +249,25 @@ _LIKE = {
     *(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split()),
     *(getattr(torch.Tensor, f"new_{name}") for name in "zeros ones empty full tensor".split()),
 }
+_READS = frozenset(
+    found
+    for name in "item tolist numpy nonzero argwhere unique unique_consecutive masked_select equal allclose is_nonzero "
+    "bincount __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__".split()
+    for owner in (torch.Tensor, torch)
+    if (found := getattr(owner, name, None)) is not None
+)
+
+
+def reads(func: Function, args: Operands) -> bool:
+    """Tells whether Python learns something of a tensor's values, on which it may depend what runs next."""
+    if func is torch.where:
+        return len(args) == 1
+    if func == torch.Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
+    return func in _READS
+
+
 # whose further operands say a dtype or a shape
 _FIRST = {getattr(torch.Tensor, name) for name in "to type_as expand_as view_as reshape_as".split()}
 
@@ -158,6 +278,8 @@ class Following(TorchFunctionMode):
     What torch.func maps (vmap) along another dim than the first is not followed out of the map.
     """
 
+    of_slices = True
+
     def __init__(self, known: Notes) -> None:
         super().__init__()
         self._known = known
@@ -165,6 +287,8 @@ class Following(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
+        if reads(func, args):
+            self._known.first.unsure = True
         out = func(*args, **(kwargs or {}))
         if not self._known or func in READABLE or func in _LIKE:
             return out

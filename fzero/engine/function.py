@@ -17,7 +17,7 @@ from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, of_higher_order, place_of, refuse_outside
 from fzero.base.uncounted import look_for_more
 from fzero.capture.handle import Handle, StandIn, storage_of
-from fzero.capture.notes import followed, notes
+from fzero.capture.notes import followed, has_run, notes
 from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
@@ -249,7 +249,10 @@ def call_function(
         observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
-    known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
+    over = None if traversal.table.compiled else traversal.tensor
+    before = {} if is_strict() else traversal.schedule.record.first_runs
+    given = inputs, traversal.table.sequence
+    known, follow = followed(over, leaves, layout.rows, before, given)
     with (
         run_unwritten(state, stored, protected),
         autocast(traversal.device, traversal.table.outside),
@@ -285,6 +288,7 @@ def call_function(
             _need_names(traversal)
         if known:
             need_invariant(split_result(step, out)[0], known)
+        has_run(known, before, given)
         if traversal.acts:
             refuse_leaks(out)
     for (_, group), version, now in zip(full, entered, versions_of([leaf for leaf, _ in full]), strict=True):

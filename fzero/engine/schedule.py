@@ -15,6 +15,7 @@ import torch
 
 from fzero.base import pages, private
 from fzero.capture.again import Facts
+from fzero.capture.notes import FirstRun
 from fzero.comm import hazards
 from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
@@ -29,6 +30,7 @@ class Record:
 
     Attributes:
         facts: by a call's number, the places among its tensors of those that are differentiated, and how it runs.
+        first_runs: what those on slices showed, by what the function was given.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class Record:
         self.facts: dict[tuple[object, ...], Facts] = {}
         self.routes: dict[int, list[object]] = {}
         self.pure = False  # whether each call of the last run was so
+        self.first_runs: dict[object, FirstRun] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
         self.may_be: dict[object, bool] = {}  # that of those that were called -> whether it names what is refused

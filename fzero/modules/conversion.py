@@ -21,9 +21,10 @@ from fzero.modules.hints import kind_of
 from fzero.modules.parts_order import by_rank, in_order
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
+from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import mark_of, need_level, note, note_help, unseen
+from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -118,6 +119,12 @@ class Converted:
             other = " with a forward of its own" if known and not kind else ""
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self._known  # what it does with slices is its own affair
+
+    @functools.cached_property
+    def on_one_rank(self) -> bool:
+        """Tells whether one rank has all of a leaf."""
+        every = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices]
+        return any(sum(own) in own for own in every)
 
     @property
     def outputs(self) -> int | None:
@@ -364,13 +371,13 @@ class Converted:
 
 
 def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    if running_mode.get() is None and _given.get() is None and own.then is None:
+        return own.run(*args, **kwargs)
     need_level(own.path or "it")
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
-    if marks and not marks[0].source:
-        note_help(f"a copy goes into module {own.path!r}")
-    with unseen(), during(_given, marks[0] if marks else None):
+    with during(_given, taken(own.path, marks, own.on_one_rank)), unseen():
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs

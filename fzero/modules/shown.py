@@ -17,7 +17,7 @@ from fzero.base.context import during
 from fzero.capture.contents import tensors_in
 from fzero.capture.handle import Function
 from fzero.capture.notes import Mark, Notes, hand_on, marks_of, notes
-from fzero.parallel.varying import helped
+from fzero.parallel.acting import helped
 
 FORMS = 64  # that are kept of a unit: a call may be given other objects each time
 

@@ -20,7 +20,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
-from fzero.parallel import varying
+from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import folded
 from fzero.parallel.types import running
@@ -117,7 +117,7 @@ def _called(
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
     if running.get() is not None:  # a dry run, which looks at the maps
         return plan.formula(q, k, v)
-    return varying.attended(plan.attend, (q, k, v))
+    return watched.attended(plan.attend, (q, k, v))
 
 
 leave_out(__name__, "_called")

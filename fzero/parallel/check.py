@@ -20,7 +20,7 @@ from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT
+from fzero.parallel.forms import CONSTANT, Forms
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
@@ -165,7 +165,10 @@ def check(
         given = leaves.typed()
         try:
             with of_higher_order(f"{WHO}: the function"):
-                with planned.running(given[0]) if planned is not None else contextlib.nullcontext():
+                with (
+                    planned.running(given[0]) if planned is not None else contextlib.nullcontext(),
+                    Forms(watch.formed),
+                ):
                     out = fn(*given)
                 found = _outputs(out, declared, run.ignored)
                 _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)

@@ -17,6 +17,7 @@ from fzero.parallel.cut_shapes import (
     DimOf,
     Given,
     Mixed,
+    as_complex,
     exchanged,
     flattened,
     input_of,
@@ -26,6 +27,7 @@ from fzero.parallel.cut_shapes import (
     reshaped,
     sized,
     squeezed,
+    triangle,
     turned,
     unsqueezed,
 )
@@ -295,18 +297,6 @@ def _like_another(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimO
     return dim_of(x)
 
 
-def _triangle(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    """tril(x)"""
-    dim = dim_of(input_of(args, kwargs))
-    return None if dim in (-1, -2) else dim
-
-
-def _as_complex(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    """view_as_complex(x): pairs of the last dim are one number; view_as_real(x)"""
-    dim = dim_of(input_of(args, kwargs))
-    return None if dim is None or (dim == -1 and out.is_complex()) else dim + (1 if out.is_complex() else -1)
-
-
 def _by_slope(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """prelu(x, weight)"""
     weight = kwargs.get("weight", args[-1])
@@ -322,7 +312,15 @@ def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> in
     return dim_of(input_of(args, kwargs))
 
 
+_MOVED: dict[object, Callable[..., int | None]] = {
+    **dict.fromkeys(named("transpose swapaxes swapdims t", *BOTH), moved(exchanged)),
+    **dict.fromkeys(named("movedim moveaxis", *BOTH), moved(moved_to)),
+    torch.Tensor.T.__get__: moved(turned),  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
+    **dict.fromkeys(named("permute", *BOTH), moved(permuted)),
+}
 _RULES: dict[object, Callable[..., int | None]] = {
+    **_MOVED,
     **dict.fromkeys(
         [
             *ELEMENTWISE,
@@ -355,8 +353,8 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("roll", *BOTH), _rolled),
     **dict.fromkeys(named("flip", *BOTH), _flipped),
     **dict.fromkeys([torch.Tensor.expand, *named("broadcast_to", *BOTH)], _expanded),
-    **dict.fromkeys(named("tril triu", *BOTH), _triangle),
-    **dict.fromkeys(named("view_as_complex view_as_real", torch), _as_complex),
+    **dict.fromkeys(named("tril triu", *BOTH), triangle),
+    **dict.fromkeys(named("viewas_complex view_as_real", torch), as_complex),
     F.prelu: _by_slope,
     torch.linalg.vector_norm: _at(2, None),
     F.pad: _padded,
@@ -366,11 +364,6 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
     **dict.fromkeys(named("repeat_interleave", *BOTH), _repeated),
-    **dict.fromkeys(named("transpose swapaxes swapdims t", *BOTH), moved(exchanged)),
-    **dict.fromkeys(named("movedim moveaxis", *BOTH), moved(moved_to)),
-    torch.Tensor.T.__get__: moved(turned),  # type: ignore[attr-defined]
-    torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
-    **dict.fromkeys(named("permute", *BOTH), moved(permuted)),
     **dict.fromkeys(named("unsqueeze", *BOTH), unsqueezed),
     **dict.fromkeys(named("cat concat concatenate", torch), _joined),
     torch.stack: _stacked,
@@ -392,3 +385,15 @@ _PARTS: dict[object, Callable[..., Cut | list[Cut]]] = {
     **dict.fromkeys(named("split", *BOTH), functools.partial(taken_apart, by_size=True)),
     F.glu: gated,
 }
+# of what all ranks have alike these make what they have alike: no number that is given may be a rank's own
+_ALIKE = {
+    *(_along, _total, _last, _applied, _product, _attended, _joined, _stacked, _expanded, triangle, _kept, _same),
+    *(_like_another, as_complex, unsqueezed, squeezed, reshaped, flattened),
+}
+
+
+def keeps_alike(func: Function, args: Operands, kwargs: Given) -> bool:
+    """Tells whether ranks that give the same to a function get the same, if a number among it may be the rank's."""
+    if func in ELEMENTWISE:
+        return not any(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
+    return func in _MOVED or _RULES.get(func, _PARTS.get(func)) in _ALIKE

@@ -144,3 +144,15 @@ def squeezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
     if dim in gone or given is None:  # of one feature, or a number of them that depends on the ranks
         raise Mixed
     return dim + sum(each > dim for each in gone)
+
+
+def triangle(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """tril(x)"""
+    dim = dim_of(input_of(args, kwargs))
+    return None if dim in (-1, -2) else dim
+
+
+def as_complex(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """viewas_complex(x): pairs of the last dim are one number; view_as_real(x)"""
+    dim = dim_of(input_of(args, kwargs))
+    return None if dim is None or (dim == -1 and out.is_complex()) else dim + (1 if out.is_complex() else -1)

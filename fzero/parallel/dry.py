@@ -217,7 +217,7 @@ class _Call:
                     raise AxisTypeError(self._refusal(axis, own, "replicated, the same on all ranks"), self.place)
         if self.part.sizes is not None:
             self.run.note_sizes(self.ax, self.part.sizes)
-        with torch.no_grad():
+        with torch.no_grad(), private.under_function_modes(()):
             out = self.part.make(x)
         messages, sent = self.part.traffic(self.ax, x)
         told, self.told = self.told if self.ax.size > 1 else [], []

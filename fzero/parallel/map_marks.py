@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from fzero.base import private
-from fzero.capture.notes import Cut, Mark, notes
+from fzero.capture.notes import Cut, Mark, noting
 from fzero.comm.axis import Axis
 from fzero.parallel.partial import PARTIAL
-from fzero.parallel.varying import running_mode
+from fzero.parallel.watched import watcher
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
@@ -26,7 +26,7 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
     Args:
         cut: how it cuts the result, where it does.
     """
-    known = notes.get()
+    known = noting()
     if known is None:
         return out
     after = known.of(x)
@@ -43,7 +43,7 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
     Args:
         dim: along which the map joins what ranks have, where it does.
     """
-    known = notes.get()
+    known = noting()
     mark = None if known is None else known.of(x)
     if known is None or mark is None or not _covers(ax, known.axis):
         return
@@ -54,7 +54,7 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
             "that is the same on all, as its cotangents are put together. Leave the map out, or put the ranks' tensors "
             "together first (fz.parallel.sum, gather)."
         )
-    mode = running_mode.get()
+    mode = watcher()
     if mode is not None and mark.cut is not None:
         summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
         elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim

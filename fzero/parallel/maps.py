@@ -23,7 +23,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.engine.compiled import leave_out
-from fzero.parallel import varying
+from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
 from fzero.parallel.map_marks import GATHER_OWN, mapped, need_mappable
 from fzero.parallel.types import running
@@ -229,7 +229,7 @@ def _map(
     need_mappable(name, ax, x, joins)
     if (run := running.get()) is not None:
         there, back = run.typed(name, ax, there, back)
-    with varying.unseen():
+    with unseen():
         out = linear(there, back, x) if pytree.is_real(x) or private.is_wrapper(x) else there(x)
     return mapped(name, ax, x, out, cuts)
 

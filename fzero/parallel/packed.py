@@ -15,7 +15,8 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
-from fzero.parallel import maps, varying
+from fzero.parallel import maps
+from fzero.parallel.acting import unseen
 from fzero.parallel.map_marks import mapped
 from fzero.parallel.types import running
 
@@ -167,7 +168,7 @@ def _exchanged(way: _Heads, tensors: Sequence[torch.Tensor]) -> Sequence[torch.T
         sizes = [[[own[place]] for own in way.sizes] for place in range(len(tensors))]
         ways = [type(way)(way.ax, way.lengths, each) for each in sizes]
         return [_exchanged(each, [x])[0] for each, x in zip(ways, tensors, strict=True)]
-    with varying.unseen():
+    with unseen():
         outs = _exchange(way, *tensors)
     return [mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]
 

@@ -19,7 +19,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.parallel import loss as losses
-from fzero.parallel import varying
+from fzero.parallel import watched
 from fzero.parallel.axis import need_dim
 from fzero.parallel.maps import shared
 
@@ -63,7 +63,7 @@ def tiled(fn: Fn, x: Any, *args: Any, tiles: int, dim: int = 1) -> Any:
         raise wrong("parallel.tiled", "fn", fn, "a function fn(x, *args)")
     tiles = need_int(tiles, "parallel.tiled", "tiles", "a number of tiles", least=1)
     dim = need_int(dim, "parallel.tiled", "dim", "a dim of the tensors")
-    varying.need_whole(tiled, x, *args)
+    watched.need_whole(tiled, x, *args)
     return call_unit(_tiled, (fn, tiles, dim, x, *args), {})
 
 

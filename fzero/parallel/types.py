@@ -24,6 +24,7 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import pytree
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, is_library, place_in
+from fzero.capture.handle import Function, Operands, name_of, writes
 from fzero.comm.axis import Axis
 from fzero.parallel.forms import CONSTANT, REPLICATED, Clash, Form, form_made
 
@@ -144,25 +145,34 @@ class Watch(dispatch.TorchDispatchMode):
         if made or _writing(func):
             joined.source = self._where()
             memory = {_memory(tensor): type_of(tensor) for tensor in operands} if _aliases(func) else {}
-            forms = {axis: self._form(func, args, kwargs, axis, out) for axis in joined.varying - self._ignored}
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
                 own.writes += 1
                 own.varying, own.constant = own.varying | joined.varying, own.constant and joined.constant
                 set_type(tensor, own)
             for tensor in made:
-                set_forms(set_type(tensor, memory.get(_memory(tensor)) or joined), forms)
+                set_type(tensor, memory.get(_memory(tensor)) or joined)
         return out
 
-    def _form(self, func: Any, args: Sequence[object], kwargs: dict[str, Any], axis: str, out: object) -> Form:
-        """What an operator makes on an axis."""
+    def formed(self, func: Function, args: Operands, kwargs: Mapping[str, object], out: object) -> None:
+        """Notes the forms of what a function has made."""
+        operands = tensors_in((args, dict(kwargs)))
+        axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
+        if axes:
+            forms = {axis: self._form(func, args, kwargs, axis, out) for axis in axes}
+            for tensor in tensors_in(out):
+                if writes(func, kwargs) or not any(tensor is x for x in operands):
+                    set_forms(tensor, forms)
+
+    def _form(self, func: Function, args: Operands, kwargs: Mapping[str, object], axis: str, out: object) -> Form:
+        """What a function makes on an axis."""
         made = form_made(func, args, kwargs, lambda tensor: form_of(tensor, axis), out)
         if not isinstance(made, Clash):
             return made
         if pulls_back():  # cotangents of what is unknown
             return None
         where, own = self._where(), type_of(made.partial)
-        begin = f"parallel.check: {where}: {_plain(str(func))}"
+        begin = f"parallel.check: {where}: {name_of(func)}"
         known = f"a value that is partial on axis {axis!r}, a summand on each rank (of {own.source})"
         end = "A conversion is missing: fz.parallel.sum, or reduce_scatter, of the partial value comes first."
         if made.other is None:

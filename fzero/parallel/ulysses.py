@@ -15,7 +15,7 @@ from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
-from fzero.parallel import blocks, varying
+from fzero.parallel import blocks, watched
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, told_if_wrong
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
@@ -306,9 +306,9 @@ def _called(
     plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
     dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
-    attend = functools.partial(of._attended, varying.seen(of.attention, (q, k, v)), options)
+    attend = functools.partial(of._attended, watched.seen(of.attention, (q, k, v)), options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
-    return varying.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
+    return watched.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
 
 
 leave_out(__name__, "_called")

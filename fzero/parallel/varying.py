@@ -1,4 +1,4 @@
-"""What varies between the ranks of a tensor axis in a module, while it runs: what a column gives, and what comes of it.
+"""What varies between the ranks of a tensor axis in a module's first run: what a column gives, and what comes of it.
 
 Such a value is each rank's slice along a dim of features or heads, or each rank's own copy. It goes with others: what
 is the same on all ranks is made each rank's own where the two meet, so that cotangents are summed. What mixes the
@@ -6,30 +6,30 @@ elements along a dim that is cut is refused, and what is not known to leave it a
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
-out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`). Not looked at is
-what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates inside
-of a module must not be a slice.
+out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`), others in the
+first run under a signature. Later runs repeat what had to be done there (`parallel/acting.py`); mostly nothing, and
+then nothing looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`).
+What torch.func maps or differentiates inside of a module must not be a slice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private, pytree
-from fzero.base.context import during, variable
+from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
-from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
-from fzero.capture.notes import Cut, Following, Mark, Notes, notes
-from fzero.comm.axis import Axis
+from fzero.capture.handle import READABLE, Function, Named, Operands, name_of, writes
+from fzero.capture.notes import Action, Actions, Cut, Mark, Notes, notes, reads
+from fzero.parallel.acting import ATTENTION, Copy, as_own, note_help, running_mode, unseen
 from fzero.parallel.cut_dims import cut_behind
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.elementwise import BOTH, named
@@ -61,19 +61,45 @@ _RANDOM = {
 class Varying(TorchFunctionMode):
     """Inside, what varies is known."""
 
-    def __init__(self, known: Notes, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> None:
+    of_slices = True
+
+    def __init__(self, known: Notes, copy: Copy) -> None:
         super().__init__()
         self.axis, self._copy, self.known = known.axis, copy, known
         self.note, self.mark_of, self._level = known.note, known.of, private.level()
+        self._calls: dict[object, int] = {}
+        self._done: dict[object, dict[int, Action]] = {}
+
+    @property
+    def actions(self) -> Actions:
+        """What was done for slices."""
+        return {func: (by_call, self._calls[func]) for func, by_call in self._done.items()}
+
+    def called(self, what: object) -> None:
+        self._calls[what] = self._calls.get(what, 0) + 1
+
+    def did(self, what: object, places: Sequence[int] = (), draws: bool = False) -> None:
+        """Notes what was done for slices where something was called last."""
+        by_call = self._done.setdefault(what, {})
+        number = self._calls[what]
+        before = by_call.get(number, Action())
+        by_call[number] = Action(before.places or tuple(places), before.draws or draws)
+        name = repr(what if isinstance(what, str) else name_of(what))
+        note_help(f"{name} draws for slices" if draws else f"what is whole meets slices in {name}")
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         kwargs, spec = dict(kwargs or {}), None
-        if not self.known or running_mode.get() is not self:  # a map sees to it
+        if running_mode.get() is not self:  # a map sees to it
             return func(*args, **kwargs)
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         if func in READABLE or func in SIZES:
             return self._read(func, args, kwargs, str(sys._getframe(1).f_globals.get("__name__")))
+        self.called(func)
+        if reads(func, args):
+            self.known.first.unsure = True
+        if not self.known:
+            return func(*args, **kwargs)
         flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
             flat, spec = pytree.flatten((args, kwargs))
@@ -89,6 +115,7 @@ class Varying(TorchFunctionMode):
             source = next((mark.source for mark in marks if mark and mark.source), "a copy")
             raise self.refused(func, Mark(source))
         if func == torch.Tensor.register_hook and marks[0]:
+            self.known.first.unsure = True  # what it does is followed in each pullback
             return func(args[0], functools.partial(self._hooked, args[1], marks[0]))
         into = writes(func, kwargs)
         if into:
@@ -97,8 +124,8 @@ class Varying(TorchFunctionMode):
         if not all(marks):
             own = [x if mark else self._own(x) for x, mark in zip(flat, marks, strict=True)]
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
-            if any(x is not y for x, y in zip(flat, own, strict=True)):
-                note_help(f"what is whole meets slices in {name_of(func)!r}")
+            if places := [place for place, (x, y) in enumerate(zip(flat, own, strict=True)) if x is not y]:
+                self.did(func, places)
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         out = self._ran(func, given, changed, cut)
@@ -131,7 +158,7 @@ class Varying(TorchFunctionMode):
         if cut and func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             if any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[-3] for x in leaves((args, kwargs))):
                 raise self.refused(func, cut[0])  # torch 2.11 divides by how many heads of keys there are
-        draws = bool(cut) and func in _RANDOM
+        draws = bool(cut) and func in _RANDOM and _may_draw(func, args, kwargs)
         if draws and hooks.in_checkpoint():
             raise ValueError(
                 f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose "
@@ -139,7 +166,7 @@ class Varying(TorchFunctionMode):
                 "others when it runs again. Use fz.remat(step) instead, or move the random numbers out of it."
             )
         if draws:
-            note_help(f"{name_of(func)!r} draws for slices")
+            self.did(func, draws=True)
         with during(running_mode, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)
@@ -191,9 +218,12 @@ class Varying(TorchFunctionMode):
         if dim is None:
             raise size.refusal(repr(name_of(func)))
         given = (self._own(args[0]), *args[1:]) if func is torch.Tensor.expand else args
+        if given[0] is not args[0]:
+            self.did(func, [0])
         out = self._ran(func, given, kwargs, [Mark(size.source)])
         assert isinstance(out, torch.Tensor)
-        return note(out, Mark(size.source, size.cut._replace(dim=dim)))
+        self.note(out, Mark(size.source, size.cut._replace(dim=dim)))
+        return out
 
     def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
@@ -240,12 +270,15 @@ class Varying(TorchFunctionMode):
 
     def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """What attention gives of q, k and v: heads that are slices, where these are."""
+        self.called(ATTENTION)
         marks = [self.mark_of(x) for x in tensors]
         if private.level() > self._level:
             self.need_level(tensors, "attention")
         if not any(marks):
             return attend(*tensors)
         own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
+        if places := [place for place, (x, y) in enumerate(zip(tensors, own, strict=True)) if x is not y]:
+            self.did(ATTENTION, places)
         with unseen():
             out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
@@ -255,14 +288,7 @@ class Varying(TorchFunctionMode):
         return out
 
     def _own(self, x: object) -> object:
-        """What is the same on all ranks, as each rank's own."""
-        if not isinstance(x, torch.Tensor):
-            return x
-        if isinstance(x, Handle) and (read := reading.get()) is not None:
-            x = read(x)
-        if isinstance(x, Spread):
-            return x.own()
-        return self._copy(x, self.axis) if private.is_differentiated(x) else x
+        return as_own(x, self.axis, self._copy)
 
     def need_level(self, values: Sequence[object], what: str, path: str = "") -> None:
         """Refuses slices where a map or derivative of torch.func goes on that began within the module.
@@ -299,98 +325,13 @@ def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
 
 
-# takes what was done in modules for what varies there, in words, where somebody asks
-helped: contextvars.ContextVar[list[str] | None] = variable("helped", None)
-running_mode: contextvars.ContextVar[Varying | None] = variable("varying", None)
-
-
-def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> Function:
-    """`run`, a function of a module or of one of its units, in which what varies is known.
-
-    Args:
-        copy: `maps.shared`.
-    """
-
-    @functools.wraps(run)
-    def call(*args: object, **kwargs: object) -> object:
-        known = notes.get()
-        if known is None or known.axis != axis:
-            known = Notes(axis)
-        mode = Varying(known, copy)
-        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
-        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
-            return run(*args, **kwargs)
-
-    return call
-
-
-def around(call: Callable[..., object], *given: object) -> object:
-    """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
-    with unseen(notes.get()):
-        return call(*given)
-
-
-@contextlib.contextmanager
-def unseen(known: Notes | None = None) -> Iterator[None]:
-    """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
-    on_top = isinstance(private.function_mode(), (Varying, Following))
-    off = private.without_function_mode() if on_top else contextlib.nullcontext()
-    with during(running_mode, None), during(notes, known), off:
-        yield
-
-
-def mark_of(x: object) -> Mark | None:
-    """How a tensor varies, where that is known."""
-    mode = running_mode.get()
-    return None if mode is None else mode.mark_of(x)
-
-
-def need_level(path: str) -> None:
-    """Refuses a module whose leaves are cut within a map or derivative of torch.func that began in a module."""
-    mode = running_mode.get()
-    if mode is not None:
-        mode.need_level((), "its forward", path)
-
-
-def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
-    mode = running_mode.get()
-    return attend(*tensors) if mode is None else mode.attended(attend, tensors)
-
-
-def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A user's function of tensors that vary as these do, where other code runs unseen."""
-    mode = running_mode.get()
-    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
-    if mode is None or all(mark == Mark("") for mark in marks):
-        return run
-
-    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
-        for x, mark in zip(given, marks, strict=True):
-            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        with during(running_mode, mode), during(notes, mode.known), mode:
-            return run(*given, **options)
-
-    return call
-
-
-def need_whole(func: Callable[..., object], *values: object) -> None:
-    """Refuses slices where nothing is known of what a function does with them."""
-    mode = running_mode.get()
-    for x in pytree.flatten(values)[0] if mode is not None else ():
-        if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
-            raise mode.refused(func, mark)
-
-
-def note_help(what: str) -> None:
-    """Notes that something was done which code that is not watched does without."""
-    told = helped.get()
-    if told is not None:
-        told.append(what)
-
-
-def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
-    mode = running_mode.get()
-    if mode is not None:
-        mode.note(x, mark)
-    return x
+def _may_draw(func: Function, args: Operands, kwargs: Named) -> bool:
+    """Tells whether a function that may draw random numbers does."""
+    if func is F.scaled_dot_product_attention:
+        given = dict(zip(("q", "k", "v", "attn_mask", "dropout_p"), args, strict=False)) | dict(kwargs or {})
+        return bool(given.get("dropout_p"))
+    if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+        given = {"p": 0.5, "training": func is not F.alpha_dropout and func is not F.feature_alpha_dropout}
+        given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs or {})
+        return bool(given["p"] and given["training"])
+    return True

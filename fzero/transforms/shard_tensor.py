@@ -19,7 +19,8 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
     - A module of `fz.functional` needs no change. Linear layers, embeddings and convolutions exchange values by
       themselves, as their weight is cut: along an output dim (`"column"`) or an input dim (`"row"`).
     - What follows a `"column"` stays cut until a `"row"`. In between, code that mixes features or heads, or uses the
-      size of a slice as a number, is refused.
+      size of a slice as a number, is refused. This is looked at in the first run with inputs of a structure, of shapes
+      and dtypes, and in each run of a function that reads a tensor's value.
     - A pure function computes with the slices, and exchanges values by the maps of `fz.parallel`. Its outputs must be
       the same on all ranks of the axis. A scalar output that was computed from slices, without such a map behind, is
       refused.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
-from fzero.capture.notes import Cut, Mark, notes
+from fzero.capture.notes import Cut, Mark, noting
 from fzero.components.remote.specs import axes_of, dims_by_leaf
 
 
@@ -31,7 +31,7 @@ class OwnSlices:
     axis: str
 
     def __call__(self, params: object, *inputs: object) -> object:
-        known, leaves = notes.get(), pytree.flatten(inputs)[0]
+        known, leaves = noting(), pytree.flatten(inputs)[0]
         dims = dims_by_leaf(self.in_specs, inputs, "in_specs", "inputs") if known is not None else ()
         for x, own in zip(leaves, dims, strict=False):
             place = next((place for place, names in enumerate(own) if self.axis in names), None)

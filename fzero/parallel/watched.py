@@ -1,0 +1,137 @@
+"""A module that is cut: its first run is looked at operation by operation, later ones do what that one has shown.
+
+And what others ask while it runs: how a tensor varies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.context import during
+from fzero.capture.handle import Function
+from fzero.capture.notes import Following, Mark, Notes, Straight, notes
+from fzero.comm.axis import Axis
+from fzero.parallel.acting import ATTENTION, Acting, Copy, running_mode, unseen
+from fzero.parallel.varying import Varying
+
+
+def watcher() -> Varying | None:
+    """What looks at the module that is running, in its first run."""
+    mode = running_mode.get()
+    return mode if isinstance(mode, Varying) else None
+
+
+def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
+    """`run`, a function of a module or of one of its units, in which what varies is known.
+
+    Args:
+        copy: `maps.shared`.
+        module: what it is known by in later runs.
+    """
+
+    @functools.wraps(run)
+    def call(*args: object, **kwargs: object) -> object:
+        known = notes.get()
+        if isinstance(known, Straight) and known.axis == axis:
+            actions = known.first.of(module, (args, kwargs))
+            if not actions and running_mode.get() is None:
+                return run(*args, **kwargs)
+            mode: Acting | Varying = Acting(axis, copy, actions)
+            with during(running_mode, mode), mode:
+                out = run(*args, **kwargs)
+            mode.need_all()
+            return out
+        if known is None or known.axis != axis:
+            known = Notes(axis)
+        mode = Varying(known, copy)
+        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
+        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
+            out = run(*args, **kwargs)
+        known.first.note(module, (args, kwargs), mode.actions)
+        return out
+
+    return call
+
+
+def around(call: Callable[..., object], *given: object) -> object:
+    """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
+    with unseen(notes.get()):
+        return call(*given)
+
+
+def mark_of(x: object) -> Mark | None:
+    """How a tensor varies, where that is known."""
+    mode = watcher()
+    return None if mode is None else mode.mark_of(x)
+
+
+def need_level(path: str) -> None:
+    """Refuses a module whose leaves are cut within a map or derivative of torch.func that began in a module."""
+    mode = watcher()
+    if mode is not None:
+        mode.need_level((), "its forward", path)
+
+
+def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
+    mode = running_mode.get()
+    if isinstance(mode, Acting):
+        own = mode.owned(tensors, mode.next(ATTENTION))
+        with unseen():
+            return attend(*own)
+    return mode.attended(attend, tensors) if isinstance(mode, Varying) else attend(*tensors)
+
+
+def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A user's function of tensors that vary as these do, where other code runs unseen."""
+    mode = watcher()
+    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
+    if mode is None or all(mark == Mark("") for mark in marks):
+        return run
+
+    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
+        for x, mark in zip(given, marks, strict=True):
+            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
+        before = mode.actions
+        with during(running_mode, mode), during(notes, mode.known), mode:
+            out = run(*given, **options)
+        mode.known.first.unsure = mode.known.first.unsure or mode.actions != before
+        return out
+
+    return call
+
+
+def need_whole(func: Callable[..., object], *values: object) -> None:
+    """Refuses slices where nothing is known of what a function does with them."""
+    mode = watcher()
+    for x in pytree.flatten(values)[0] if mode is not None else ():
+        if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
+            raise mode.refused(func, mark)
+
+
+def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
+    mode = watcher()
+    if mode is not None:
+        mode.note(x, mark)
+    return x
+
+
+def taken(module: str, marks: Sequence[Mark], on_one_rank: bool) -> Mark | None:
+    """How what a module is given varies: of the first that does, or as it did in the first run.
+
+    Args:
+        on_one_rank: one rank has all of its leaf, so that following alone tells a slice from what is whole.
+    """
+    mode = running_mode.get()
+    if isinstance(mode, Acting):
+        return Mark("") if mode.next(module).places else None
+    if isinstance(mode, Varying):
+        mode.called(module)
+        mode.known.first.unsure = mode.known.first.unsure or (bool(marks) and on_one_rank)
+        if marks and not marks[0].source:
+            mode.did(module, [0])
+    return marks[0] if marks else None
