@@ -12,7 +12,7 @@ import torch
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
-from fzero.optim.base import call_update, kept, taken, values, write_values
+from fzero.optim.base import Elementwise, call_update, kept, taken, values, write_values
 from fzero.state.moments import apart, begun
 from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
@@ -78,6 +78,34 @@ def members_and_states(optimizer: GradientTransformation, state: object) -> list
     if isinstance(own, _Partition) and isinstance(state, dict):
         return [each for pattern, m in own.table.items() for each in members_and_states(m, state[pattern])]
     return [(optimizer, state)]
+
+
+def need_states(optimizer: GradientTransformation, state: object) -> None:
+    """Refuses a state that the same optimizer has begun in another chain, or alone: its labels are the same."""
+    own, got = getattr(optimizer.update, "__self__", None), _begun_by(state)
+    if isinstance(own, _Partition) and isinstance(state, dict):
+        for pattern, member in own.table.items():
+            need_states(member, state.get(pattern))
+    elif isinstance(own, _Chain):
+        expected = _begun_by(own.members)
+        if got != expected:
+            raise _other_states(got, expected)
+        assert isinstance(state, tuple)
+        for member, part in zip(own.members, state, strict=True):
+            need_states(member, part)
+    elif isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
+        raise _other_states(got, f"{own.name!r} by itself")
+
+
+def _begun_by(state: object) -> str:
+    return f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
+
+
+def _other_states(got: str, expected: str) -> ValueError:
+    return ValueError(
+        f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's init, "
+        "or use the optimizer that it was made with."
+    )
 
 
 def members_with(optimizer: GradientTransformation, params: Sharded) -> list[tuple[GradientTransformation, Sharded]]:

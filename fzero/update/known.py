@@ -6,13 +6,19 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import as_float64
+from fzero.optim._join import need_states
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 
 def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
-    """The metrics of an update that do not depend on its gradients: "lr", the loss scale."""
+    """The metrics of an update that do not depend on its gradients: "lr", the loss scale.
+
+    Raises:
+        ValueError: the moments are of the same optimizer in another chain.
+    """
+    need_states(step.optimizer, state.moments)
     known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
     scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
     return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}

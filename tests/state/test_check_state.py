@@ -29,6 +29,25 @@ def test_a_state_of_another_optimizer_or_of_none() -> None:
         mine(PARAMS)  # type: ignore[arg-type]
 
 
+def test_a_state_of_the_same_optimizer_in_another_chain() -> None:
+    adamw, clip = fz.adamw(0.1), fz.clip_by_global_norm(1.0)
+    alone, clipped, twice = [
+        step(optimizer) for optimizer in (adamw, fz.chain(clip, adamw), fz.chain(clip, clip, adamw))
+    ]
+    what_to_do = r"\. Make the state with this step's init, or use the optimizer that it was made with"
+    with pytest.raises(
+        ValueError, match=r"moments of an optimizer by itself, expected those of a chain of 2" + what_to_do
+    ):
+        clipped(alone.init(PARAMS))
+    with pytest.raises(ValueError, match=r"moments of a chain of 2, expected those of 'adamw' by itself"):
+        alone(clipped.init(PARAMS))
+    with pytest.raises(ValueError, match=r"moments of a chain of 3, expected those of a chain of 2"):
+        clipped(twice.init(PARAMS))
+    own, other = [step(fz.partition({"*": optimizer})) for optimizer in (adamw, fz.chain(clip, adamw))]
+    with pytest.raises(ValueError, match=r"moments of an optimizer by itself, expected those of a chain of 2"):
+        other(own.init(PARAMS))
+
+
 def test_grads_that_are_no_grads() -> None:
     mine = step(fz.sgd(0.1))
     state = mine.init(PARAMS)
