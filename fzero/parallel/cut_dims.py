@@ -354,7 +354,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("flip", *BOTH), _flipped),
     **dict.fromkeys([torch.Tensor.expand, *named("broadcast_to", *BOTH)], _expanded),
     **dict.fromkeys(named("tril triu", *BOTH), triangle),
-    **dict.fromkeys(named("viewas_complex view_as_real", torch), as_complex),
+    **dict.fromkeys(named("view_as_complex view_as_real", torch), as_complex),
     F.prelu: _by_slope,
     torch.linalg.vector_norm: _at(2, None),
     F.pad: _padded,
