@@ -90,7 +90,8 @@ _RERUN = frozenset("checkpoint checkpoint_sequential saved_tensors_hooks registe
 def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memory: Memory, result: object) -> None:
     """Notes the form of a call that has run, if it was pure; of one that is recomputed once it was so then, too."""
     flat, spec = pytree.flatten((call.args, call.kwargs))
-    if level_here() is None or call.compiles or not is_pure(call, flat) or notes.get() is not None:
+    reruns = remat and call.reach.names(_RERUN)  # a hook or a checkpoint may do something else in each run
+    if reruns or level_here() is None or call.compiles or not is_pure(call, flat) or notes.get() is not None:
         return
     opaque = [x for x in pytree.flatten(result)[0] if not isinstance(x, (torch.Tensor, *VALUES))]
     if any(True for x in opaque for _ in tensors_in(x, lambda _: False)):
