@@ -96,7 +96,7 @@ def from_torch(
     if kept is None:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
     own = dataclasses.replace(own, names=kept[0], others=kept[1], counting=kept[2])
-    return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True)
+    return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True, elementwise=True)
 
 
 @dataclass(frozen=True)

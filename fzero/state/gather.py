@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
+from fzero.base.context import of_one_leaf
 from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
 from fzero.base.norms import norms_of
@@ -208,6 +209,12 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
+    if of_one_leaf.get():
+        raise ValueError(
+            f"global_norm: got leaf {of_one_leaf.get()!r} alone, in the update of an optimizer on whole leaves, expected "
+            "all leaves. Clip before it, fz.chain(fz.clip_by_global_norm(limit), optimizer), take the keyword grad_norm "
+            "of its update, or write g.norm() for the norm of the leaf."
+        )
     for node in [node for tree in trees for node in _nodes(tree)]:
         if isinstance(node, Distant):
             return node.norm_with(trees)
