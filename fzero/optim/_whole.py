@@ -12,13 +12,12 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.base.context import during, of_one_leaf
 from fzero.base.follow import is_transformed
 from fzero.base.random import Seeds, seeded
 from fzero.base.rebound import is_others
 from fzero.comm.axis import Axis
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._begun import Beginning
+from fzero.optim._begun import Beginning, of_leaf
 from fzero.optim._leaf_states import (
     Place,
     changed,
@@ -210,7 +209,7 @@ class _Whole:
         before = private.version(private.unwrapped(p))
         run, draw = self.optimizer.update, draw or Draw(0, 0)
         # so that whoever updates this leaf draws the same
-        with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), during(of_one_leaf, path):
+        with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), of_leaf("update", path):
             found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **taken(run, extra))
         if private.version(private.unwrapped(p)) != before:
             raise ValueError(
@@ -250,7 +249,7 @@ class _Whole:
             own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to
             run, found = self.optimizer.update, dict[str, tuple[Any, object]]()
             for n, g, p in own:
-                with during(of_one_leaf, n):
+                with of_leaf("update", n):
                     found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **taken(run, extra))
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), _counted(old, {name: found[name][1] for name in names}))
@@ -325,10 +324,6 @@ class _Whole:
             try:
                 update, own[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, params.draw, extra)
             except Exception as error:  # the others wait for what would have come of it
-                error.add_note(
-                    f"This was in the update of leaf {slot.path!r}, by fz.whole, which gives it {{path: leaf}} alone. One "
-                    "that takes a step's trees and treats each element by itself is declared elementwise=True."
-                )
                 errors.append(error)
                 update, new = torch.zeros_like(p), state
             for leaves, x in zip(made, (update, *new), strict=True):

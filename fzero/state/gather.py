@@ -211,9 +211,9 @@ def global_norm(*trees: object) -> torch.Tensor:
     """
     if of_one_leaf.get():
         raise ValueError(
-            f"global_norm: got leaf {of_one_leaf.get()!r} alone, in the update of an optimizer on whole leaves, expected "
-            "all leaves. Clip before it, fz.chain(fz.clip_by_global_norm(limit), optimizer), take the keyword grad_norm "
-            "of its update, or write g.norm() for the norm of the leaf."
+            f"global_norm: got leaf {of_one_leaf.get()!r} alone, by an optimizer on whole leaves; expected "
+            "all leaves. Clip before it, fz.chain(fz.clip_by_global_norm(limit), optimizer), or take the keyword "
+            "grad_norm of its update. For the norm of the leaf write g.norm()."
         )
     for node in [node for tree in trees for node in _nodes(tree)]:
         if isinstance(node, Distant):
