@@ -139,3 +139,100 @@ def test_on_real_processes() -> None:
     want = by_hand("polar", torch.inf, drawn(SHAPES, 2), batches, loss)
     for found in run_ranks(functools.partial(on_process, "polar"), 2, backend="processes"):
         assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+
+
+# ---- what it is given, and what is refused
+
+
+def stateless(update: Callable[..., Any], **more: Any) -> fz.GradientTransformation:
+    return fz.GradientTransformation(lambda params: (), lambda g, s, p, **own: (update(g, **own), s), **more)
+
+
+W = {"a": torch.full((2, 2), 2.0, dtype=F64), "b": torch.ones(3, dtype=F64)}
+
+
+def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (p["a"].sum() * 3 + p["b"].sum()) * x
+
+
+def by_norm_of_all(g: Any, grad_norm: torch.Tensor) -> Any:
+    return {path: -x / grad_norm for path, x in g.items()}
+
+
+def clipped_inside(g: Any, **norms: Any) -> Any:
+    g, _ = fz.clip_by_global_norm(1e-3).update(g, (), None, **norms)
+    return {path: -x for path, x in g.items()}
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.donate])
+@pytest.mark.parametrize("update", [by_norm_of_all, clipped_inside])
+def test_the_norm_of_all_gradients_is_a_keyword(update: Any, wrap: Any) -> None:
+    named = fz.GradientTransformation(lambda p: (), lambda g, s, p, grad_norm: (update(g, grad_norm=grad_norm), s))
+    norm, factor = 39**0.5, 1.0 if update is by_norm_of_all else 1e-3
+
+    def on(own: fz.GradientTransformation, rank: int) -> Any:
+        step = wrap(fz.shard_zero3(fz.train_step(linear, own)))
+        return fz.gather(step(step.init(W), torch.ones((), dtype=F64))[0].params)
+
+    want = {"a": W["a"] - 3 * factor / norm, "b": W["b"] - factor / norm}
+    for own in (named, stateless(update), fz.chain(fz.clip_by_value(9.0), stateless(update))):
+        if wrap is fz.fuse_update or own.needs == "norm":
+            for found in run_ranks(functools.partial(on, own), 2):
+                assert_trees_close(found, want, rtol=1e-10)
+
+
+def test_a_norm_of_all_leaves_of_one_is_refused() -> None:
+    def on(rank: int) -> None:
+        step = fz.shard_zero3(
+            fz.train_step(linear, stateless(lambda g: {k: x / fz.global_norm(g) for k, x in g.items()}))
+        )
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"global_norm: got leaf '.' alone, by an optimizer on whole"
+        ):
+            step(step.init(W), torch.ones((), dtype=F64))
+
+    run_ranks(on, 2)
+    assert float(fz.global_norm(W)) == pytest.approx(19**0.5)  # and nowhere else
+
+
+def test_one_that_takes_a_steps_trees_is_told_to_declare_it() -> None:
+    step = fz.train_step(linear, stateless(lambda g: g.map(torch.neg)))
+    with pytest.raises(AttributeError, match="'dict' object has no attribute 'map'") as info:
+        step(step.init(W), torch.ones((), dtype=F64))
+    assert "leaf 'a', by fz.whole" in info.value.__notes__[0] and "elementwise=True" in info.value.__notes__[0]
+    declared = fz.train_step(linear, stateless(lambda g: g.map(torch.neg), elementwise=True))
+    assert_trees_close(fz.gather(declared(declared.init(W), torch.ones((), dtype=F64))[0].params)["b"], W["b"] - 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda own: fz.train_step(linear, own), fz.chain, lambda own: fz.partition({"*": own})]
+)
+def test_what_gets_slices_is_refused_of_one_that_is_not_declared(make: Any) -> None:
+    own = stateless(lambda g: g, fused=lambda params, grads, state: state)
+    with pytest.raises(ValueError, match=r"\.fused, which is given flat buffers .*Say elementwise=True"):
+        make(own)
+    make(own._replace(elementwise=True))
+
+
+def test_its_metrics_are_of_the_first_leaf() -> None:
+    counted = lambda g, s, p: (
+        {k: -0.1 * x for k, x in g.items()},
+        {"n": s["n"] + 1, "m": {k: x for k, x in g.items()}},
+    )
+    zeros = lambda p: {"n": 0, "m": {k: torch.zeros_like(x) for k, x in p.items()}}
+    step = fz.train_step(linear, fz.GradientTransformation(zeros, counted, metrics=lambda s: {"rate": 0.5 ** s["n"]}))
+    state, seen = step.init(W), []
+    for _ in range(3):
+        state, metrics = step(state, torch.ones((), dtype=F64))
+        seen.append(float(metrics["rate"]))
+    assert seen == [1.0, 0.5, 0.25]
+
+
+def test_ours_are_declared() -> None:
+    ours = [fz.adamw(1.0), fz.sgd(1.0), fz.lion(1.0), fz.lamb(1.0), fz.muon(1.0), fz.adafactor(), fz.adam(1.0)]
+    ours += [fz.clip_by_global_norm(1.0), fz.clip_by_value(1.0), fz.clip_by_block_norm(1.0), fz.adaptive_clip()]
+    ours += [fz.gradient_noise(), fz.from_torch(torch.optim.NAdam, 0.1), fz.from_torch(torch.optim.Adafactor, 0.1)]
+    own = stateless(lambda g: g)
+    joined = [fz.chain(own, fz.sgd(0.1)), fz.partition({"*": own}), fz.whole(own)]
+    assert all(each.elementwise for each in [*ours, *joined]) and not own.elementwise
+    assert fz.train_step(linear, ours[0]).optimizer is ours[0]
