@@ -256,7 +256,7 @@ class _Whole:
         if not is_transformed():
             own = WholeState(tuple([tree.map(torch.clone) for tree in old.trees]), old.rest)  # as they are written
             updates, parts = finished(self.paused_update(grads, own, params, **extra))
-            return updates, self.combine(params, own, [parts])
+            return updates, self.combine(params, own, [parts])  # type: ignore[list-item]
         rest = {path: old.rest[path] for path in grads}
 
         def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,10 +12,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
-from fzero.base.context import of_one_leaf
 from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
-from fzero.base.norms import norms_of
+from fzero.base.norms import need_all_leaves, norms_of
 from fzero.base.patterns import matches
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -209,12 +208,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    if of_one_leaf.get():
-        raise ValueError(
-            f"global_norm: got leaf {of_one_leaf.get()!r} alone, by an optimizer on whole leaves; expected "
-            "all leaves. Clip before it, fz.chain(fz.clip_by_global_norm(limit), optimizer), or take the keyword "
-            "grad_norm of its update. For the norm of the leaf write g.norm()."
-        )
+    need_all_leaves()
     for node in [node for tree in trees for node in _nodes(tree)]:
         if isinstance(node, Distant):
             return node.norm_with(trees)

@@ -48,7 +48,7 @@ class GradientTransformation(NamedTuple):
     Attributes:
         init: `init(params) -> state`.
         update: `update(updates, state, params) -> (updates, state)`. It may take keywords too, such as `grad_norm`, the
-            norm of all gradients.
+            norm of all gradients, if it stands first in a chain.
         elementwise: True if both may be given flat buffers with slices of leaves, as they compute each element from the
             same element of what they are given. fzero's own have it, also where they bring whole leaves themselves.
         fused: `fused(params, grads, state) -> state`: update and apply at once, in place.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nightly import by_day
 
 import fzero as fz
-from fzero.testing import assert_trees_close, hazards, run_ranks, strategies
+from fzero.testing import RankError, assert_trees_close, hazards, run_ranks, strategies
 
 F64 = torch.float64
 SHAPES = [(5, 4), (4,), (), (2, 3, 4), (1, 6), (9, 2)]
@@ -56,8 +56,7 @@ def own(kind: str, declared: bool = False) -> fz.GradientTransformation:
     def update(grads: Any, state: Any, params: Any) -> Any:
         count, moment = state
         moment = optree.tree_map(lambda m, g: 0.8 * m + g, moment, grads)
-        one = functools.partial(leaf, n=count)
-        return optree.tree_map(lambda g, m, p: one(g, m, p), grads, moment, params), (count + 1, moment)
+        return optree.tree_map(lambda g, m, p: leaf(g, m, p, count), grads, moment, params), (count + 1, moment)
 
     return fz.GradientTransformation(init, update, elementwise=declared)
 
@@ -126,33 +125,18 @@ def test_as_plain_torch_does(
                 assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
 
 
-def on_process(kind: str, rank: int) -> Any:
-    step = fz.shard_zero3(fz.train_step(loss, own(kind)))
-    state = step.init(drawn(SHAPES, 2))
-    for i in range(2):
-        state, _ = step(state, torch.tensor([0.1 * i, rank], dtype=F64))
-    return fz.gather(state.params)
-
-
-def test_on_real_processes() -> None:
-    batches = [[torch.tensor([0.1 * i, rank], dtype=F64) for rank in range(2)] for i in range(2)]
-    want = by_hand("polar", torch.inf, drawn(SHAPES, 2), batches, loss)
-    for found in run_ranks(functools.partial(on_process, "polar"), 2, backend="processes"):
-        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
-
-
 # ---- what it is given, and what is refused
 
 
 def stateless(update: Callable[..., Any], **more: Any) -> fz.GradientTransformation:
-    return fz.GradientTransformation(lambda params: (), lambda g, s, p, **own: (update(g, **own), s), **more)
+    return fz.GradientTransformation(lambda params: (), lambda g, s, p: (update(g), s), **more)
 
 
 W = {"a": torch.full((2, 2), 2.0, dtype=F64), "b": torch.ones(3, dtype=F64)}
 
 
 def linear(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (p["a"].sum() * 3 + p["b"].sum()) * x
+    return (p["a"].sum() * 2 + p["b"].sum()) * x
 
 
 def by_norm_of_all(g: Any, grad_norm: torch.Tensor) -> Any:
@@ -168,17 +152,19 @@ def clipped_inside(g: Any, **norms: Any) -> Any:
 @pytest.mark.parametrize("update", [by_norm_of_all, clipped_inside])
 def test_the_norm_of_all_gradients_is_a_keyword(update: Any, wrap: Any) -> None:
     named = fz.GradientTransformation(lambda p: (), lambda g, s, p, grad_norm: (update(g, grad_norm=grad_norm), s))
-    norm, factor = 39**0.5, 1.0 if update is by_norm_of_all else 1e-3
+    any_ = fz.GradientTransformation(lambda p: (), lambda g, s, p, **norms: (update(g, **norms), s))
+    factor = (1.0 if update is by_norm_of_all else 1e-3) / 19**0.5
 
     def on(own: fz.GradientTransformation, rank: int) -> Any:
         step = wrap(fz.shard_zero3(fz.train_step(linear, own)))
         return fz.gather(step(step.init(W), torch.ones((), dtype=F64))[0].params)
 
-    want = {"a": W["a"] - 3 * factor / norm, "b": W["b"] - factor / norm}
-    for own in (named, stateless(update), fz.chain(fz.clip_by_value(9.0), stateless(update))):
-        if wrap is fz.fuse_update or own.needs == "norm":
-            for found in run_ranks(functools.partial(on, own), 2):
-                assert_trees_close(found, want, rtol=1e-10)
+    want = {"a": W["a"] - 2 * factor, "b": W["b"] - factor}
+    for own in (named, any_, fz.chain(named, fz.sgd(-1.0))):
+        for found in run_ranks(functools.partial(on, own), 2):
+            assert_trees_close(found, want, rtol=1e-10)
+    with pytest.raises(RankError, match=r"grad_norm|global_norm: got leaf"):  # it is that of what a chain is given
+        run_ranks(functools.partial(on, fz.chain(fz.clip_by_value(9.0), any_)), 2)
 
 
 def test_a_norm_of_all_leaves_of_one_is_refused() -> None:

@@ -100,7 +100,8 @@ FUSED = [how for how in SHARDS if how.startswith("fused")]
 def on_rank(how: str, most: float, shapes: Any, units: int, rank: int) -> Any:
     """Clipped by a norm, for which a fused update pulls back twice or waits, or by none."""
     before = [fz.clip_by_global_norm(most)] if most < torch.inf else []
-    step = SHARDS[how](fz.train_step(loss, fz.chain(*before, fz.whole(MOVED))))
+    own = MOVED if "zero" in how else fz.whole(MOVED)  # the same
+    step = SHARDS[how](fz.train_step(loss, fz.chain(*before, own)))
     state = step.init(drawn(shapes, units))
     for i in range(3):
         state, _ = step(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
