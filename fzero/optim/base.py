@@ -309,7 +309,7 @@ def call_update(
 
     A user's own may write in place to what it is given of updates and of its state, which are then copies.
     """
-    given, had = (updates, state), params
+    given = updates, state
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
     if not is_others(member.update):
@@ -317,8 +317,7 @@ def call_update(
     updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
     before = versions(params)
     found = member.update(updates, state, params, **taken(member.update, extra))
-    if not is_transformed():
-        need_params(params, had, before)
+    need_params(params, before)
     return returned(found, updates, state)
 
 

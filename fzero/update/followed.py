@@ -55,8 +55,6 @@ def followed_update(
     if applied is not False:
         own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
         given = values(own)
-        if any(is_others(each.update) for each in members_of(step.optimizer)):  # which may write to them
-            given = copied(given)
         before = trained_moments(moments)
         updates, new = _called(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))

@@ -204,14 +204,9 @@ CHANGES = fz.Extra("mine", "mine", lambda p: p.map(torch.clone), lambda v, p, on
 
 
 @pytest.mark.parametrize("transformed", [False, True])
-@pytest.mark.parametrize("kind", ["changes", "params"])
-def test_what_is_written_in_place_beside_moments(kind: str, transformed: bool) -> None:
-    own = fz.sgd(0.1) if kind == "changes" else elementwise(lambda p: (), written_params)
-    step = fz.train_step(loss, own)
-    step = step.with_state(CHANGES) if kind == "changes" else step
-    want = plain(1)
-    if kind == "changes":
-        want = {k: 0.5 * p + 0.5 * want[k] for k, p in PARAMS.items()}
+def test_what_is_written_in_place_beside_moments(transformed: bool) -> None:
+    step = fz.train_step(loss, fz.sgd(0.1)).with_state(CHANGES)
+    want = {k: 0.5 * p + 0.5 * new for (k, p), new in zip(PARAMS.items(), plain(1).values(), strict=True)}
 
     def after(shift: torch.Tensor) -> Any:
         first, out = step.init({k: p + shift for k, p in PARAMS.items()}), []
@@ -225,12 +220,26 @@ def test_what_is_written_in_place_beside_moments(kind: str, transformed: bool) -
         assert_trees_close(found, want, rtol=1e-12)
 
 
-def test_writes_to_decoded_params_are_refused() -> None:
-    own = fz.chain(elementwise(lambda p: (), written_params), fz.sgd(0.1))
-    step = fz.train_step(loss, own, fz.Policy.bf16_states())
-    state = step.init({k: p.float() for k, p in PARAMS.items()})
-    with pytest.raises(ValueError, match=r"step.update: .* writes in place to the params of leaf 'b', 'w'"):
-        step(state, X.float())
+@pytest.mark.parametrize("policy", [None, fz.Policy.bf16_states()])
+@pytest.mark.parametrize("around", [lambda own: own, lambda own: fz.chain(own, fz.sgd(0.1))])
+def test_writes_to_params_are_refused(around: Any, policy: Any) -> None:
+    step = fz.train_step(loss, around(elementwise(lambda p: (), written_params)), policy)
+    said = r"step.update: .* writes in place to the params of leaf 'b', 'w'"
+
+    def after(shift: torch.Tensor) -> Any:
+        return step.forward(step(step.init({k: p.float() + shift for k, p in PARAMS.items()}), X.float())[0], X.float())
+
+    with pytest.raises(ValueError, match=said):
+        after(torch.zeros(()))
+    if policy is None:
+        with pytest.raises(ValueError, match=said):
+            torch.func.grad(after)(torch.zeros(()))
+        donated = fz.donate(step)
+        state = donated.init(PARAMS)
+        with pytest.raises(ValueError, match=said):
+            donated(state, X)
+        with pytest.raises(RuntimeError, match="was donated to update 1"):  # and is not what it was
+            donated(state, X)
 
 
 @pytest.mark.parametrize("policy", [fz.Policy(gather="8-bit"), fz.Policy(moment="8-bit"), fz.Policy.compact16()])
@@ -318,5 +327,3 @@ def test_what_is_no_pair_of_trees_is_refused() -> None:
     step = fz.train_step(loss, whole)
     with pytest.raises(ValueError, match=r"whole: the update of leaf 'b' is .*complex128, expected a tensor like"):
         step(step.init(PARAMS), X)
-
-
