@@ -261,6 +261,16 @@ def my_transform() -> None:
     own.legend(frameon=False, fontsize=7, labelcolor=INK)
 
 
+def my_optimizer() -> None:
+    import my_optimizer as example
+
+    own = plot("update", "loss")
+    made = {"spectral": example.spectral(0.1), "signum": example.signum(0.01)}
+    for color, (name, optimizer) in zip((BLUE, ORANGE), made.items(), strict=True):
+        own.plot(example.train(optimizer, 0, 1, 60), color=color, lw=1.5, label=name)
+    own.legend(frameon=False, fontsize=7, labelcolor=INK)
+
+
 def bytes_per_parameter() -> None:
     like = {"w": torch.empty(1024, 1024, device="meta")}
     policies = {"fp32": fz.Policy(), "exact": fz.Policy.exact(), "compact16": fz.Policy.compact16()}
@@ -313,7 +323,7 @@ GALLERY: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
         *(train_lm, read_text, multimodal, bigger_than_memory, long_context, lora, maml, ensemble, my_transform),
-        *(bytes_per_parameter, components, step_is_a_function),
+        *(my_optimizer, bytes_per_parameter, components, step_is_a_function),
     )
 } | {"axes": mesh_axes}
 

@@ -15,7 +15,7 @@ from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.optim._late import need_own_counts
-from fzero.optim._tried import need_elements
+from fzero.state.check_state import check_same_optimizer
 from fzero.state.checks import check_buffers, constants
 from fzero.state.checksums import checksum
 from fzero.state.init import check_tables
@@ -92,7 +92,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
                 "They come from states of several components; start from one's fz.gather(state.params), with "
                 "step.init(params, sync=True).",
             )
-        need_elements("convert", step.optimizer, params)
+        check_same_optimizer("convert", step.optimizer, params)
         moments, extra = move.begun(params, overwritten=True)
         extra = move.extra(extra)
         if CARRY in extra:  # of which each rank has its own

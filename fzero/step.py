@@ -20,9 +20,9 @@ from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.engine.weighing import counted
 from fzero.optim._late import need_own_counts
-from fzero.optim._tried import need_elements
+from fzero.optim._whole import of_slices
 from fzero.state.beyond import here
-from fzero.state.check_state import check_optimizer, check_state, taken_grads
+from fzero.state.check_state import check_optimizer, check_same_optimizer, check_state, taken_grads
 from fzero.state.checks import (
     can_follow_here,
     constants,
@@ -38,7 +38,7 @@ from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
-from fzero.table.needs import need_function, need_optimizer
+from fzero.table.needs import need_function
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.spec import LEAF_NORMS, Spec, need_step
@@ -104,7 +104,7 @@ class Step(Spec):
         (params,) = (params,) if goes_on(params) else constants("step.init", params=params)
         with as_found(), private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
-            need_elements("step.init", self.optimizer, state.params)
+            check_same_optimizer("step.init", self.optimizer, state.params)
             need_own_counts("step.init", self.optimizer, state.moments, state.layout)
             warn_where_slow(state)
             return state
@@ -214,7 +214,7 @@ class Step(Spec):
         """
         check_state(self, state)
         check_optimizer(self, state)
-        need_elements("step", self.optimizer, state.params)
+        check_same_optimizer("step", self.optimizer, state.params)
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
         inputs, cotangent = here((inputs, cotangent))
@@ -267,7 +267,7 @@ class Step(Spec):
         """
         own = taken_grads(self, state, grads, "step.update")
         check_optimizer(self, state)
-        need_elements("step.update", self.optimizer, state.params)
+        check_same_optimizer("step.update", self.optimizer, state.params)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
         if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
@@ -348,7 +348,7 @@ def train_step(
         (tensor(1.), 1)
     """
     need_function(fn, "train_step")
-    need_optimizer(optimizer, "train_step")
+    optimizer = of_slices(optimizer, "train_step")
     need_bool(has_aux, "train_step", "has_aux")
     if policy is not None and not isinstance(policy, (Policy, ByPath)):
         raise wrong("train_step", "policy", policy, "fz.Policy or fz.Policy.by_path")

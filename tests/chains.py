@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,11 @@ class Plain(NamedTuple):
 
 # ---- a user's own members: optax-shaped, with no extras
 
+elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
+
 
 def my_scale(factor: float) -> fz.GradientTransformation:
-    return fz.GradientTransformation(
+    return elementwise(
         lambda params: (), lambda u, state, params: (optree.tree_map(lambda x: x * factor, u), state)
     )
 
@@ -39,12 +42,12 @@ def my_trace(decay: float) -> fz.GradientTransformation:
         state = optree.tree_map(lambda s, x: decay * s + x, state, u)
         return state, state
 
-    return fz.GradientTransformation(lambda params: optree.tree_map(torch.zeros_like, params), update)
+    return elementwise(lambda params: optree.tree_map(torch.zeros_like, params), update)
 
 
 def my_delay() -> fz.GradientTransformation:
     """Passes on what came in last time: its old state, at first ones, but for the gaps between leaves."""
-    return fz.GradientTransformation(
+    return elementwise(
         lambda params: optree.tree_map(lambda x: x.ne(0).to(x.dtype), params), lambda u, state, params: (state, u)
     )
 
@@ -55,37 +58,34 @@ def my_momentum(decay: float) -> fz.GradientTransformation:
     def update(u: Any, old: Any, params: Any) -> Any:
         return optree.tree_map(lambda x, p, o: x + decay * (p - o), u, params, old), params
 
-    return fz.GradientTransformation(lambda params: optree.tree_map(torch.clone, params), update)
+    return elementwise(lambda params: optree.tree_map(torch.clone, params), update)
 
 
 def my_params() -> fz.GradientTransformation:
     """Passes on the params themselves, which the update must not overwrite before it is done with them."""
-    return fz.GradientTransformation(lambda params: (), lambda u, state, params: (params, state))
+    return elementwise(lambda params: (), lambda u, state, params: (params, state))
 
 
 def my_lars(factor: float) -> fz.GradientTransformation:
-    """Looks at all leaves at once: divides by the sum of all absolute values."""
+    """Looks at whole leaves: divides each by the sum of its absolute values."""
 
     def update(u: Any, state: Any, params: Any) -> Any:
-        total = sum(x.abs().sum() for x in optree.tree_leaves(u))
-        total = torch.as_tensor(total, dtype=torch.float64)
-        return optree.tree_map(lambda x: factor * x / total, u), state
+        return optree.tree_map(lambda x: factor * x / (x.abs().sum() + 1e-3), u), state
 
     return fz.GradientTransformation(lambda params: (), update)
 
 
-OWN = {
+OWN = {  # declared elementwise
     "scale": my_scale,
     "trace": my_trace,
     "delay": my_delay,
     "momentum": my_momentum,
     "params": my_params,
-    "lars": my_lars,
 }
 
 
 def my_rows(decay: float) -> fz.GradientTransformation:
-    """Divides moments by the norms of rows, of each leaf by itself: on slices it takes fz.whole."""
+    """Divides moments by the norms of rows, of each leaf by itself."""
 
     def init(params: Any) -> Any:
         rows = optree.tree_map(lambda x: x.new_zeros((*x.shape[:-1], 1)), params)
@@ -126,7 +126,8 @@ def build(spec: Spec) -> fz.GradientTransformation:
         "sgd": fz.sgd,
         "adamw": fz.adamw,
         "lion": fz.lion,
-        "rows": lambda decay: fz.whole(my_rows(decay)),
+        "rows": my_rows,
+        "lars": my_lars,
         "muon": fz.muon,
         **OWN,
     }
@@ -248,7 +249,7 @@ def _trace(decay: float) -> Plain:
 
 
 def _lars(factor: float) -> Plain:
-    return _stateless(lambda u: _each(lambda x: factor * x / sum(y.abs().sum() for y in u.values()), u))
+    return _stateless(lambda u: _each(lambda x: factor * x / (x.abs().sum() + 1e-3), u))
 
 
 _PLAIN: dict[str, Callable[..., Plain]] = {
@@ -279,9 +280,9 @@ def specs(draw: st.DrawFn, paths: Sequence[str], depth: int = 3, own: bool = Tru
     """A member over the leaves at these paths.
 
     Args:
-        own: whether users' own members are drawn too.
+        own: whether users' own members that are declared elementwise are drawn too.
     """
-    kinds = ["by_value", "by_norm", "by_norm", "sgd", "adamw", "lion", "rows"]
+    kinds = ["by_value", "by_norm", "by_norm", "sgd", "adamw", "lion", "rows", "lars"]
     kinds += list(OWN) if own else []
     kinds += ["muon"] * 3 if all(path.endswith("w") for path in paths) else []
     kinds += ["chain"] * 6 if depth else []

@@ -76,6 +76,50 @@ def test_ema_is_the_average_of_the_gathered_params(data: Any, chosen: Any, world
     run_ranks(rank_main, world)
 
 
+# ---- my_optimizer.py
+
+
+@settings(max_examples=10)
+@given(kind=st.sampled_from(["spectral", "signum"]), stage=st.integers(0, 3), world=st.integers(1, 4))
+def test_optimizers_of_ones_own_are_what_they_are_in_plain_torch(kind: str, stage: int, world: int) -> None:
+    module, (loss, params) = example("my_optimizer"), scenarios.stack()
+    world = world if stage else 1
+    shard = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3][stage]
+
+    def rank_main(rank: int) -> Any:
+        step = shard(fz.train_step(loss, getattr(module, kind)(0.1)))
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, *scenarios.vector_batches(world)[rank])
+        return fz.gather(state.params)
+
+    leaves, spec = optree.tree_flatten(params)
+    momentum = [torch.zeros_like(p) for p in leaves]
+    whole = [torch.cat(parts) for parts in zip(*scenarios.vector_batches(world), strict=True)]
+    for count in range(3):
+        grads = optree.tree_leaves(torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), *whole))
+        momentum = [0.9 * m + g for m, g in zip(momentum, grads, strict=True)]
+        for i, m in enumerate(momentum):
+            if kind == "signum" or m.ndim != 2:
+                way = m.sign() if kind == "signum" else m.sign() / (1 + count) ** 0.5
+            else:
+                u, _, v = torch.linalg.svd(m, full_matrices=False)
+                way = u @ v / (1 + count) ** 0.5
+            leaves[i] = leaves[i] - 0.1 * way
+    for found in run_ranks(rank_main, world):
+        assert_trees_close(found, optree.tree_unflatten(spec, leaves), rtol=1e-10, atol=1e-10)
+
+
+def test_the_losses_of_optimizers_of_ones_own_are_those_of_any_number_of_ranks() -> None:
+    module = example("my_optimizer")
+    for optimizer in (module.spectral(0.1), module.signum(0.01)):
+        losses = [
+            run_ranks(functools.partial(module.train, optimizer, ranks=ranks, steps=20), ranks)[0] for ranks in (1, 2)
+        ]
+        assert losses[0][-1] < 0.8 * losses[0][0]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 # ---- bigger_than_memory.py
 
 

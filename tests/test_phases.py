@@ -282,7 +282,7 @@ REFUSED = r"leaf 'head.w' {} and the optimizer.* keeps one number for all leaves
 
 def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:
     loss, params = phases.loss_and_params()
-    own, batch = fz.GradientTransformation(counting, momentum), phases.batch(0)
+    own, batch = fz.GradientTransformation(counting, momentum, elementwise=True), phases.batch(0)
     plain = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(1.0), own))
     frozen, kept = fz.freeze(plain, "head.w"), fz.freeze(plain, "head.w", keep_moments=True)
     with pytest.raises(ValueError, match="step.init: " + REFUSED.format("keeps its moments frozen,")):
@@ -304,7 +304,7 @@ def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:
 def test_ones_own_without_counts(tmp_path: Any) -> None:
     """Trees alone: each leaf's moments are all that there is."""
     sgd, _ = begun(fz.sgd(0.01, 0.9), *LATE)
-    own, _ = begun(fz.GradientTransformation(not_counting, momentum), *LATE)
+    own, _ = begun(fz.GradientTransformation(not_counting, momentum, elementwise=True), *LATE)
     assert_trees_close(fz.gather(own.params), fz.gather(sgd.params), rtol=1e-10)
 
 

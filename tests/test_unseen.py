@@ -20,6 +20,7 @@ MADE = torch.Generator().manual_seed(0)
 X = torch.randn(4, 3, generator=MADE, dtype=F64)
 W = torch.randn(3, 2, generator=MADE, dtype=F64)
 T = torch.tensor(1.3, dtype=F64)
+elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
 CONFIG: Any = types.ModuleType("config")
 VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale")
 GRADS: dict[str, Callable[..., Any]] = {
@@ -156,7 +157,6 @@ def test_a_forward_on_ranks_is_refused_too() -> None:
         run_ranks(rank_main, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 def test_a_learned_optimizer_on_ranks_is_refused_however_it_holds_its_weights() -> None:
     def rank_main(rank: int) -> None:
         def loss_of(rate: torch.Tensor) -> Any:
@@ -167,7 +167,7 @@ def test_a_learned_optimizer_on_ranks_is_refused_however_it_holds_its_weights() 
 
             step = fz.shard_zero1(
                 fz.train_step(
-                    lambda p, x: (x @ p["w"]).square().mean(), fz.GradientTransformation(lambda p: (), update)
+                    lambda p, x: (x @ p["w"]).square().mean(), elementwise(lambda p: (), update)
                 )
             )
             return step.forward(step(step.init({"w": W}), X)[0], X)
@@ -275,14 +275,13 @@ def by_what_it_began_with(grads: Any, state: Any, params: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "methods": fz.GradientTransformation(Methods().init, Methods().update),
-    "a callable object": fz.GradientTransformation(lambda params: (), Calls()),
-    "a wrapped function": fz.GradientTransformation(lambda params: (), wrapped),
-    "what it begins with": fz.GradientTransformation(begun_with, by_what_it_began_with),
+    "methods": elementwise(Methods().init, Methods().update),
+    "a callable object": elementwise(lambda params: (), Calls()),
+    "a wrapped function": elementwise(lambda params: (), wrapped),
+    "what it begins with": elementwise(begun_with, by_what_it_began_with),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*optimizer of your own could not be tried")
 @pytest.mark.parametrize("kind", sorted(GRADS))
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_an_optimizer_of_any_make(optimizer: str, kind: str) -> None:

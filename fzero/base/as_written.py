@@ -7,11 +7,9 @@ asks any more it is the stance that it was put over: whoever puts it back later,
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 
 _lock = threading.RLock()  # a collection inside may end another watch
 _threads: dict[int, int] = {}  # id of what asks -> its thread
@@ -54,17 +52,6 @@ def begin(owner: object) -> None:
                 ) from error
         _threads[id(owner)] = threading.get_ident()
     weakref.finalize(owner, _end, id(owner))  # an interrupt takes modes off without their end
-
-
-@contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """Inside, nothing compiled runs on this thread, and torch notes nothing of what it would not compile there."""
-    owner = threading.Event()  # anything that can be referred to weakly
-    begin(owner)
-    try:
-        yield
-    finally:
-        end(owner)
 
 
 def end(owner: object) -> None:

@@ -1,4 +1,4 @@
-"""Euclidean norms in float64 of tensors of less precision, without converting them."""
+"""Euclidean norms in float64 of tensors of less precision, without converting them; and of which leaves one is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import private
+from fzero.base.context import of_one_leaf
 
 ROW = 2048  # elements
 ROWS = 64  # from which on a norm by rows is the quicker one
@@ -35,3 +36,13 @@ def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:
     norm = torch.linalg.vector_norm(norms, dtype=torch.float64)
     in_range = 1e-12 < norm < 1e12  # squares of much less vanish in float32, of much more are infinite
     return norm if in_range else torch.linalg.vector_norm(piece, dtype=torch.float64)
+
+
+def need_all_leaves() -> None:
+    """Refuses a norm of all leaves where an optimizer on whole leaves has one."""
+    if path := of_one_leaf.get():
+        raise ValueError(
+            f"global_norm: got leaf {path!r} alone, by an optimizer on whole leaves; expected all leaves. Clip before "
+            "it, fz.chain(fz.clip_by_global_norm(limit), optimizer), or take the keyword grad_norm of its update. For "
+            "the norm of the leaf write g.norm()."
+        )

@@ -6,7 +6,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -22,7 +21,6 @@ Lift = Callable[[torch.Tensor], object]
 
 _OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
 _LIBRARIES = sys.stdlib_module_names | _OURS | {"einops"}
-_CONTAINERS = {"builtins", "collections", "functools", "types", "argparse"}  # of classes whose objects hold a user's
 _EMPTY = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator})
 _OF_TORCH = torch.nn.Module, torch.optim.Optimizer, torch.distributions.Distribution, torch.utils.data.Dataset
 
@@ -122,59 +120,8 @@ def tensors_inside(value: object) -> list[torch.Tensor]:
     return _tensors(_walked(value, lambda each: iter(()) if callable(each) else _reached(each))[0])
 
 
-def reached(value: object, most: int | None = None) -> list[object]:
-    """All that functions among a value hold and come to in their author's code: classes and generators too.
-
-    Objects of libraries are found, and not looked into; so are those of packages that are installed, but for their own.
-
-    Args:
-        most: how many objects are looked at.
-
-    Raises:
-        OverflowError: they are more than that.
-    """
-    functions = [x for x in _walked(value, parts_of, most)[0] if isinstance(x, (types.FunctionType, types.MethodType))]
-    roots = {_root(x.__module__) for x in functions} | {_root(type(value).__module__)}
-    children = lambda x: _reached(x) if _is_own(x, roots) else iter(())
-    kinds = list[type]()
-    while True:
-        found = _walked([value, kinds], children, most)[0]
-        every = {kind for x in found for kind in type(x).__mro__}
-        more = {kind for kind in every if _is_own(kind, roots) and kind.__module__ != "builtins"} - {*kinds}
-        if not more:
-            break
-        kinds += more
-    return [*found, *{id(x): x for each in found for x in children(each) if isinstance(x, torch.Generator)}.values()]
-
-
-def _is_own(x: object, roots: Set[str]) -> bool:
-    """Tells whether something is of an author's code, or holds what may be."""
-    if isinstance(x, (types.FunctionType, type)):
-        return _is_written(x.__module__, roots)
-    if isinstance(x, types.ModuleType):
-        return _is_written(x.__name__, roots)
-    kind = type(x).__module__
-    return kind in _CONTAINERS or isinstance(x, _OF_TORCH) or _is_written(kind, roots)
-
-
-def _is_written(module: object, roots: Set[str]) -> bool:
-    root = _root(module)
-    return root not in _LIBRARIES and (root in roots or not _is_installed(root))
-
-
-@functools.cache
-def _is_installed(root: str) -> bool:
-    parts = str(getattr(sys.modules.get(root), "__file__", "")).split(os.sep)
-    return "site-packages" in parts or "dist-packages" in parts
-
-
 def _root(module: object) -> str:
     return str(module).partition(".")[0]
-
-
-def names_of(fn: types.FunctionType) -> set[str]:
-    """The names that a function, and those made in it, take from elsewhere."""
-    return set(_names(fn.__code__))
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:
@@ -214,17 +161,12 @@ def _library_of(fn: object) -> str | None:
     return name if name in ("torch", "fzero", "builtins", "functools") else None
 
 
-def _walked(
-    value: object, children: Callable[[object], Iterator[object]], most: int | None = None
-) -> tuple[list[object], dict[int, list[int]]]:
+def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:
     """All that a value leads to, each once, and for each one's id those of what leads to it."""
     parents: dict[int, list[int]] = {}
-    todo, seen, count = [value], {id(value): value}, 0
+    todo, seen = [value], {id(value): value}
     for each in todo:  # which grows
         for child in children(each) if not isinstance(each, torch.Tensor) else ():
-            count += 1
-            if most is not None and count > most:
-                raise OverflowError(f"it comes to more than {most:,} objects, which are not looked at")
             if type(child) in _EMPTY:
                 continue
             parents.setdefault(id(child), []).append(id(each))

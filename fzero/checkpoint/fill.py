@@ -16,7 +16,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
 from fzero.optim._late import need_own_counts
-from fzero.optim._tried import need_elements
+from fzero.state.check_state import check_same_optimizer
 from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin
 from fzero.state.sharded import Sharded
@@ -70,7 +70,7 @@ def filled(
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base))
     params = move.held(params)
-    need_elements("load", step.optimizer, params)
+    check_same_optimizer("load", step.optimizer, params)
     moments, extra = move.begun(params, overwritten=count is not None and not choice.partial)
     grads = None
     if count is not None:

@@ -15,10 +15,9 @@ from fzero.components.remote.component import RemoteComponent, fetch
 from fzero.components.remote.handle import RemoteState, RemoteTree, Value
 from fzero.engine.carry import refuse_carry
 from fzero.engine.passes import Passes
-from fzero.optim._tried import need_elements
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
-from fzero.state.check_state import check_grads, check_optimizer, check_state
+from fzero.state.check_state import check_grads, check_optimizer, check_same_optimizer, check_state
 from fzero.state.checks import can_follow_here, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.microbatch import Microbatches
@@ -122,7 +121,7 @@ class LocalStage:
 
     def check_step(self, state: State) -> None:
         check_optimizer(self.step, state)
-        need_elements("pipeline", self.step.optimizer, state.params)
+        check_same_optimizer("pipeline", self.step.optimizer, state.params)
 
     def check_captured(self, who: str) -> None:
         refuse_captured(who, self.step.fn)

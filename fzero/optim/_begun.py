@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import of_one_leaf
 from fzero.base.random import Seeds, seeded
 from fzero.optim._leaf_states import flat
 from fzero.table.layout import Slot
 from fzero.table.optimizer import GradientTransformation
 
 Begun = tuple[list[object], pytree.Spec]
+
+
+@contextlib.contextmanager
+def of_leaf(what: str, path: str) -> Iterator[None]:
+    """Around a function of an optimizer on whole leaves: what it raises tells what it was given."""
+    token = of_one_leaf.set(path)
+    try:
+        yield
+    except Exception as error:
+        of_trees = " It is given {path: leaf}: one that takes a step's trees is declared elementwise=True."
+        error.add_note(
+            f"This was in the {what} of leaf {path!r}, by fz.whole.{of_trees * isinstance(error, AttributeError)}"
+        )
+        raise
+    finally:
+        of_one_leaf.reset(token)
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class Beginning:
         return list(entries), spec
 
     def _begun(self, slot: Slot, leaf: torch.Tensor) -> Begun:
-        with seeded(Seeds(0, slot.leaf).next()):  # the same on every rank
+        with seeded(Seeds(0, slot.leaf).next()), of_leaf("init", slot.path):  # the same on every rank
             return flat(self.optimizer.init({slot.path: leaf}))
 
     def _begun_of_zeros(self, slot: Slot, leaf: torch.Tensor, without: Exception) -> Begun:

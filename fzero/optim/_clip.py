@@ -37,7 +37,13 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_clip_by_global_norm, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
+        _nothing,
+        functools.partial(_clip_by_global_norm, max_norm),
+        by_leaf=True,
+        needs="norm",
+        scales=True,
+        blank=True,
+        elementwise=True,
     )
 
 
@@ -86,7 +92,12 @@ def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_clip_by_block_norm, max_norm), by_leaf=True, needs="all", blank=True
+        _nothing,
+        functools.partial(_clip_by_block_norm, max_norm),
+        by_leaf=True,
+        needs="all",
+        blank=True,
+        elementwise=True,
     )
 
 
@@ -153,7 +164,9 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    return GradientTransformation(_nothing, functools.partial(_clip_by_value, max_value), by_leaf=True, blank=True)
+    return GradientTransformation(
+        _nothing, functools.partial(_clip_by_value, max_value), by_leaf=True, blank=True, elementwise=True
+    )
 
 
 def _clip_by_value(

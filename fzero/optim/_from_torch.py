@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ _TRIES = (
     (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
 )
 _NOTHING = object()
+# of torch's classes those that treat each element by itself
+_OF_ELEMENTS = {*"Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()}
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
 Leaves = Sequence[torch.Tensor]
 
@@ -63,15 +66,15 @@ def from_torch(
     It computes as in torch, in float32 or float64. Its state has torch's names, and is sharded, saved and offloaded as
     any other.
 
-    - Optimizers of torch that treat each element by itself update slices where they are. All others get whole leaves,
-      as with `fz.whole`.
+    - Optimizers of torch that treat each element by itself, as Adam does, update slices where they are. All others get
+      whole leaves, as with `fz.whole`.
     - A param that the function does not use has a gradient of zeros, so weight decay or momentum may move it. torch
       skips a param whose `grad` is None. Use `fz.freeze(step, pattern)` to keep it.
     - With `fz.fuse_update` write `fz.whole(fz.from_torch(...))`.
 
     Args:
         optimizer: the class. It steps without a closure, treats each leaf by itself, and keeps all that it needs in
-            `state[param]` from its first step on. A few steps on small leaves check this at once.
+            `state[param]` from its first step on. Of one that is not torch's, a few steps on small leaves check this.
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
         options: other arguments of the class, the same for all leaves. Use `fz.partition` for groups of leaves.
 
@@ -91,12 +94,10 @@ def from_torch(
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(sorted(options.items())))
     with private.below_transforms():
-        own = own.tried()
-        kept = own.of_elements() if _is_torchs(optimizer) else None
-    if kept is None:
+        own = own.with_first_step() if own.is_torchs else own.tried()
+    if not own.is_torchs or optimizer.__name__ not in _OF_ELEMENTS:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
-    own = dataclasses.replace(own, names=kept[0], others=kept[1], counting=kept[2])
-    return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True)
+    return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True, elementwise=True)
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,16 @@ class _Torch:
     options: tuple[tuple[str, object], ...]
     names: tuple[str, ...] = ()  # of what it keeps of each element
     others: tuple[tuple[str, object], ...] = ()  # what else it keeps: a dtype for a 0-d tensor, or a number
-    counting: bool = False  # whether all of that counts the steps
     flags: tuple[tuple[str, bool], ...] = ()  # what a first step sets, and no later one changes
+
+    @property
+    def is_torchs(self) -> bool:
+        return self.kind.__module__.startswith("torch.")
+
+    @property
+    def counting(self) -> bool:
+        """Tells whether all that it keeps besides counts the steps."""
+        return all(name == "step" for name, _ in self.others)
 
     def label(self, path: str) -> str:
         return self.kind.__name__.lower()
@@ -131,9 +140,12 @@ class _Torch:
             optimizer = self.kind([param], lr=now, **dict(self.options))  # type: ignore[call-arg]
             if state is not None:
                 optimizer.state[param] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in state.items()}
-            before = _held(optimizer)
+            before = {} if self.is_torchs else _held(optimizer)
             optimizer.step()
-            after, kept = _held(optimizer), dict(optimizer.state[param])
+            kept = dict(optimizer.state[param])
+        if self.is_torchs:  # whose classes keep what they need in state[param]
+            return param.detach(), kept
+        after = _held(optimizer)
         flags = {name for name, x in self.flags if after.get(name) is x}
         lost = [k for k, x in after.items() if k not in flags and not _is_same(before.get(k, _NOTHING), x)]
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
@@ -150,7 +162,7 @@ class _Torch:
         return param.detach(), kept
 
     def _name(self) -> str:
-        if _is_torchs(self.kind):
+        if self.is_torchs:
             return f"torch.optim.{self.kind.__name__}"
         return f"{self.kind.__module__}.{self.kind.__qualname__}"
 
@@ -173,17 +185,10 @@ class _Torch:
             drawn = [draw(steps + 1, *next(taken)) for _ in range(count)]
             leaves = [p for p, *_ in drawn]
             grads = [[g * _SIZES[(i + j) % 3] for i, g in enumerate(x[1:])] for j, x in enumerate(drawn)]
-            try:
+            with self._updating():
                 once, flags = self._once(leaves, grads)
                 own = dataclasses.replace(self, flags=flags) if own is self else own
                 anew = [p for p, _ in own._anew(leaves, grads)]
-            except _KeptElsewhere:
-                raise
-            except Exception as error:
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                    f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected "
-                    "one that needs no closure, and options that it takes."
-                ) from error
             pairs = zip(anew, once, strict=True)
             if not all(torch.allclose(x, y, rtol=1e-10, atol=1e-12, equal_nan=True) for x, y in pairs):
                 raise ValueError(
@@ -191,6 +196,29 @@ class _Torch:
                     "keeps what it needs in state[param]."
                 )
         return own
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around updates of a matrix: says what a class and its options must be that fail there."""
+        try:
+            yield
+        except _KeptElsewhere:
+            raise
+        except Exception as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
+                "that needs no closure, and options that it takes."
+            ) from error
+
+    def with_first_step(self) -> _Torch:
+        """The same with the names of what it keeps: of elements, in tensors like the leaf, and otherwise."""
+        p = torch.ones(4, 6, dtype=torch.float64, device="cpu")
+        with self._updating():
+            ((_, state),) = self._anew([p], [[p]])
+        kept = dict(state or {})
+        names = tuple([name for name, x in kept.items() if isinstance(x, torch.Tensor) and x.shape == p.shape])
+        others = [(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in kept.items() if n not in names]
+        return dataclasses.replace(self, names=names, others=tuple(others))
 
     def _takes(self, shape: tuple[int, ...]) -> bool:
         try:
@@ -222,26 +250,6 @@ class _Torch:
             for each in zip(*grads, strict=True):
                 found[:] = [self.step(_RATE, p, g, state) for (p, state), g in zip(found, each, strict=True)]
         return found
-
-    def of_elements(self) -> tuple[tuple[str, ...], tuple[tuple[str, object], ...], bool] | None:
-        """What it keeps of each element and otherwise, and whether that counts; None if it does not treat elements."""
-        made = torch.Generator(device="cpu").manual_seed(0)
-        p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
-        ((together, kept),) = self._anew([p], [grads])
-        state = kept or {}
-        try:
-            rows = self._anew(p.unbind(), [g.unbind() for g in torch.stack(grads, 1).unbind()])
-        except (TypeError, ValueError, RuntimeError):  # as it takes matrices only
-            return None
-        apart = torch.stack([row for row, _ in rows])
-        tensors = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
-        names = tuple([name for name, x in tensors.items() if x.shape == p.shape and x.dtype == p.dtype])
-        others = {name: x for name, x in state.items() if name not in names}
-        if not torch.allclose(together, apart, rtol=1e-12, atol=1e-14) or not all(map(_is_number, others.values())):
-            return None
-        ((_, first),) = self._anew([p], [grads[:1]])
-        counting = all(x == 2 and (first or {}).get(name) == 1 for name, x in others.items())
-        return names, tuple([(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in others.items()]), counting
 
     # ---- whole leaves
 
@@ -317,10 +325,6 @@ def counts_alone(optimizer: GradientTransformation) -> bool:
     return not isinstance(own, _Torch) or own.counting or not own.others
 
 
-def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:
-    return kind.__module__.startswith("torch.")
-
-
 def _held(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What an optimizer holds besides its state, by where."""
     groups = {f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items() if k != "params"}
@@ -343,7 +347,3 @@ def _is_same(x: object, y: object) -> bool:
         return x is y or bool(x == y)
     except (TypeError, ValueError, RuntimeError):  # of objects that do not compare
         return False
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) or (isinstance(x, torch.Tensor) and not x.ndim)

@@ -12,12 +12,12 @@ import torch
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
+from fzero.optim._whole import of_slices
 from fzero.optim.base import Elementwise, call_update, kept, taken, values, write_values
 from fzero.state.moments import apart, begun
 from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
-from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole
+from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused, PausedUpdate, Whole
 
 States = tuple[object, ...]
 
@@ -39,8 +39,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     """
     if not members:
         raise ValueError("chain: got no members; give at least one GradientTransformation.")
-    for place, member in enumerate(members):
-        need_optimizer(member, "chain", f"member {place}")
+    members = tuple([of_slices(member, "chain", f"member {place}") for place, member in enumerate(members)])
     own, before, last = _Chain(members), members[:-1], members[-1]
     return GradientTransformation(
         own.init,
@@ -60,14 +59,8 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         last.measures and all(member.scales for member in before),
         own.combine if any(member.combine for member in members) else None,
         own.paused_update if _pause_in_front(members) else None,
+        elementwise=True,
     )
-
-
-def members_of(optimizer: GradientTransformation) -> list[GradientTransformation]:
-    """Those that an optimizer is joined of, itself where it is not."""
-    own = getattr(optimizer.update, "__self__", None)
-    joined = own.members if isinstance(own, _Chain) else own.table.values() if isinstance(own, _Partition) else None
-    return [optimizer] if joined is None else [each for member in joined for each in members_of(member)]
 
 
 def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
@@ -108,20 +101,14 @@ def _other_states(got: str, expected: str) -> ValueError:
     )
 
 
-def members_with(optimizer: GradientTransformation, params: Sharded) -> list[tuple[GradientTransformation, Sharded]]:
-    """Those, each with the params that it is given."""
-    own = getattr(optimizer.update, "__self__", None)
-    if isinstance(own, _Chain):
-        return [each for member in own.members for each in members_with(member, params)]
-    if isinstance(own, _Partition):
-        parts = [(member, own._part(params, pattern)) for pattern, member in own.table.items()]
-        return [each for member, part in parts for each in members_with(member, part)]
-    return [(optimizer, params)]
-
-
 @dataclass(frozen=True)
-class _Chain:
+class _Chain(Joined):
     members: tuple[GradientTransformation, ...]
+    kind = "chain"
+
+    @property
+    def joined(self) -> Iterable[GradientTransformation]:
+        return self.members
 
     def init(self, params: object) -> States:
         return tuple(begun(member, params) for member in self.members)
@@ -253,13 +240,13 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     """
     if not isinstance(optimizers, Mapping):
         raise wrong("partition", "optimizers", optimizers, "a dict of patterns to optimizers")
-    table = dict(optimizers)
-    if not table:
+    if not optimizers:
         raise ValueError("partition: got optimizers={}, expected at least {'*': fz.adamw(1e-3)}.")
-    for pattern, member in table.items():
+    table = dict[str, GradientTransformation]()
+    for pattern, member in optimizers.items():
         if not isinstance(pattern, str):
             raise wrong("partition", "a key of optimizers", pattern, "a pattern over leaf paths, such as '*bias'")
-        need_optimizer(member, "partition", f"optimizers[{pattern!r}]")
+        table[pattern] = of_slices(member, "partition", f"optimizers[{pattern!r}]")
 
     own, members = _Partition(table), table.values()
     return GradientTransformation(
@@ -278,12 +265,18 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         measures=all(member.measures for member in members),
         combine=own.combine if any(member.combine for member in members) else None,
         paused_update=own.paused_update if _pause_in_front(members) else None,
+        elementwise=True,
     )
 
 
 @dataclass(frozen=True)
-class _Partition:
+class _Partition(Joined):
     table: dict[str, GradientTransformation]
+    kind = "partition"
+
+    @property
+    def joined(self) -> Iterable[GradientTransformation]:
+        return self.table.values()
 
     def _chosen(self, path: str) -> str:
         for pattern in self.table:

@@ -45,7 +45,9 @@ def lamb(
     need_hypers("lamb", b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
     need_rate(lr, "lamb")
     own = _Lamb(lr, adamw(1.0, b1, b2, eps, weight_decay))
-    return GradientTransformation(_begun, own.update, None, _label, own.metrics, needs="all", blank=True)
+    return GradientTransformation(
+        _begun, own.update, None, _label, own.metrics, needs="all", blank=True, elementwise=True
+    )
 
 
 def _label(path: str) -> str:

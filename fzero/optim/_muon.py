@@ -112,6 +112,7 @@ def muon(
         measures=True,
         combine=own.combine,
         paused_update=own.paused_update,
+        elementwise=True,
     )
 
 

@@ -45,21 +45,18 @@ def returned(found: object, updates: object, state: object) -> tuple[object, obj
     return map_trees(_without_gaps, (new, after))
 
 
-def need_params(given: object, had: object, before: Sequence[int]) -> None:
-    """Refuses writes to params that were decoded for an update, and would be lost.
+def need_params(given: object, before: Sequence[int]) -> None:
+    """Refuses writes to the params that an update was given: they would be lost, or be in the old state.
 
     Args:
-        given: the params that the update was given, and `had` the state's own.
         before: the versions of what was given.
     """
-    if not isinstance(given, Sharded) or not isinstance(had, Sharded):
-        return
-    for key, version, now in zip(given.groups, before, versions(given), strict=True):
-        if now != version and given.local(key).data_ptr() != had.local(key).data_ptr():
-            leaves = ", ".join(repr(slot.path) for slot in given.layout.groups[key].slots)
+    for key, version, now in zip(given.groups if before else (), before, versions(given), strict=True):  # type: ignore[attr-defined]
+        if now != version:
+            leaves = ", ".join(repr(slot.path) for slot in given.layout.groups[key].slots)  # type: ignore[attr-defined]
             raise ValueError(
-                f"step.update: the optimizer's update writes in place to the params of leaf {leaves}. They are "
-                "copies, so the write is lost. Return what is to be added to them as its updates."
+                f"step.update: the optimizer's update writes in place to the params of leaf {leaves}. Return what is "
+                "to be added to them as its updates."
             )
 
 

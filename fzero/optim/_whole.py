@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from fzero.base.random import Seeds, seeded
 from fzero.base.rebound import is_others
 from fzero.comm.axis import Axis
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._begun import Beginning
-from fzero.optim._join import members_of
+from fzero.optim._begun import Beginning, of_leaf
 from fzero.optim._leaf_states import (
     Place,
     changed,
@@ -30,16 +29,17 @@ from fzero.optim._leaf_states import (
     tensors_of,
     with_others,
 )
-from fzero.optim._paused import Steps, fused_of, run_all, together
-from fzero.optim.base import values, write_values
+from fzero.optim._paused import Steps, finished, fused_of, together
+from fzero.optim.base import taken, takes, values, write_values
 from fzero.state.entered import slice_in
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole, members_of
 
+Extra = Mapping[str, object]  # the keywords of an update
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
 
 
@@ -66,17 +66,18 @@ class _Part:
 def whole(optimizer: GradientTransformation) -> GradientTransformation:
     """Runs an optimizer on whole leaves, one leaf at a time, also where leaves are sharded.
 
-    For optimizers that need more than elements: norms of rows, factors, preconditioners, learned optimizers. Under ZeRO
-    each leaf is sent to one rank, updated there, and sent back in slices, while other leaves are on their way. State
-    with the shape of the leaf is sharded as moments are; the rest of it is on every rank.
+    For optimizers that need more than elements: norms of rows, factors, preconditioners, learned optimizers. One of
+    your own runs like this by itself, unless you declare it elementwise (`fz.GradientTransformation`). Under ZeRO each
+    leaf is sent to one rank, updated there, and sent back in slices, while other leaves are on their way. State with
+    the shape of the leaf is sharded as moments are; the rest of it is on every rank.
 
     Args:
         optimizer: gets `{path: leaf}` dicts of one leaf, in float32, or in float64 where the params are. A leaf's
-            update may not depend on other leaves. `update` keeps the structure, shapes and dtypes of the state that
-            `init` made. `metrics` of an optimizer of your own are left out.
+            update may not depend on other leaves; it may take the norm of all gradients, as a keyword `grad_norm`.
+            `update` keeps the structure, shapes and dtypes of the state that `init` made.
 
     Raises:
-        ValueError: the optimizer clips by the norm of all leaves. Clip before it:
+        ValueError: the optimizer is made of one that clips by the norm of all leaves. Clip before it:
             `fz.chain(fz.clip_by_global_norm(1.0), fz.whole(optimizer))`.
 
     Example:
@@ -90,9 +91,19 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
                 [ 0.0000, -0.1000]])
     """
     need_optimizer(optimizer, "whole")
+    return _whole(optimizer)
+
+
+def of_slices(optimizer: GradientTransformation, who: str, argument: str = "optimizer") -> GradientTransformation:
+    """One that may be given slices of leaves: itself if it is declared elementwise, else on whole leaves."""
+    need_optimizer(optimizer, who, argument)
+    return optimizer if optimizer.elementwise else _whole(optimizer)
+
+
+def _whole(optimizer: GradientTransformation) -> GradientTransformation:
     if any(member.needs == "norm" for member in members_of(optimizer)):
         raise ValueError(
-            "whole: got an optimizer that clips by the norm of all leaves, expected one that treats each by itself. "
+            "whole: got an optimizer that needs the norm of all leaves, expected one that treats each by itself. "
             "Clip before: fz.chain(fz.clip_by_global_norm(1.0), fz.whole(...))."
         )
     own = _Whole(optimizer, Beginning(optimizer))
@@ -101,20 +112,16 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
         own.update,
         own.fused,
         own.label,
-        own.metrics if optimizer.metrics and not is_others(optimizer.metrics) else None,
+        own.metrics if optimizer.metrics else None,
         by_leaf=True,
+        needs="norm" if is_others(optimizer.update) and takes(optimizer.update, "grad_norm") else "",
         exchanges=2,
         paused=own.paused,
         sends=own.sends,
         combine=own.combine,
         paused_update=own.paused_update,
+        elementwise=True,
     )
-
-
-def inside(optimizer: GradientTransformation) -> GradientTransformation | None:
-    """The optimizer that one of `whole` runs; None for another."""
-    own = getattr(optimizer.update, "__self__", None)
-    return own.optimizer if isinstance(own, _Whole) else None
 
 
 @dataclass(frozen=True)
@@ -184,13 +191,13 @@ class _Whole:
         g: torch.Tensor,
         p: torch.Tensor,
         own: Sequence[torch.Tensor],
-        seed: tuple[int, ...],
+        draw: Draw | None,
+        extra: Extra,
     ) -> tuple[torch.Tensor, object, list[torch.Tensor]]:
         """The update of a leaf, and its next state: what every rank has, and what the trees have.
 
         Args:
             own: what the trees have, in the order of their numbers.
-            seed: of everything random in this update.
         """
         path, (had, spec) = slot.path, flat(rest)
         places = {i: x.dtype for i, x in enumerate(had) if isinstance(x, Place)}
@@ -200,8 +207,10 @@ class _Whole:
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
         before = private.version(private.unwrapped(p))
-        with seeded(Seeds(*seed, slot.leaf).next()):  # so that whoever updates this leaf draws the same
-            found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
+        run, draw = self.optimizer.update, draw or Draw(0, 0)
+        # so that whoever updates this leaf draws the same
+        with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), of_leaf("update", path):
+            found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **taken(run, extra))
         if private.version(private.unwrapped(p)) != before:
             raise ValueError(
                 f"whole: the update of leaf {path!r} writes to its param in place. That is a copy, so the write is "
@@ -238,40 +247,35 @@ class _Whole:
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
             names, _, spec = pytree.named_leaves(grads)
             own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to
-            found = {n: self.optimizer.update({n: g}, copied(old.rest[n]), {n: p}) for n, g, p in own}
+            run, found = self.optimizer.update, dict[str, tuple[Any, object]]()
+            for n, g, p in own:
+                with of_leaf("update", n):
+                    found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **taken(run, extra))
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), _counted(old, {name: found[name][1] for name in names}))
         if not is_transformed():
-            made = run_all([self._slices(params, grads, old, key) for key in grads.groups], AHEAD)
-            buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
-            for key, (slices, _) in zip(grads.groups, made, strict=True):
-                for place, x in slices.items():
-                    buffers[place][key] = x
-            trees = [grads.with_buffers(each, 1.0) for each in buffers]
-            return trees[0], WholeState(tuple(trees[1:]), self._told(params, old, [part for _, part in made]))
-        return self._everywhere(grads, old, params)
-
-    def _everywhere(self, grads: Sharded, old: WholeState, params: Sharded) -> tuple[Sharded, WholeState]:
-        """The same on every rank, as a transform may go on through it."""
-        rest, seed = {path: old.rest[path] for path in grads}, _seed_of(params)
+            own = WholeState(tuple([tree.map(torch.clone) for tree in old.trees]), old.rest)  # as they are written
+            updates, parts = finished(self.paused_update(grads, own, params, **extra))
+            return updates, self.combine(params, own, [parts])  # type: ignore[list-item]
+        rest = {path: old.rest[path] for path in grads}
 
         def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             g, p, *state = leaves
-            update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, seed)
+            update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, params.draw, extra)
             return [update, *new]
 
-        updates, *trees = on_every_rank((grads, params, *old.trees), one)
+        updates, *trees = on_every_rank((grads, params, *old.trees), one)  # as a transform may go on through it
         return updates, WholeState(tuple(trees), _counted(old, rest))
 
-    def fused(self, params: object, grads: Sharded, old: WholeState) -> object:
-        return fused_of(self, params, grads, old)
+    def fused(self, params: object, grads: Sharded, old: WholeState, **extra: object) -> object:
+        return fused_of(self, params, grads, old, **extra)
 
-    def paused(self, params: Sharded, grads: Sharded, old: WholeState) -> Paused:
-        return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
+    def paused(self, params: Sharded, grads: Sharded, old: WholeState, **extra: object) -> Paused:
+        return together([self._group(params, grads, old, key, extra) for key in params.groups], AHEAD)
 
-    def paused_update(self, grads: Sharded, old: WholeState, params: Sharded) -> PausedUpdate:
+    def paused_update(self, grads: Sharded, old: WholeState, params: Sharded, **extra: object) -> PausedUpdate:
         keys, empty = list(params.groups), grads.with_buffers({}, 1.0)
-        run = together([self._moved(params, grads, old, key) for key in keys], AHEAD)
+        run = together([self._moved(params, grads, old, key, extra) for key in keys], AHEAD)
         del grads
         made = yield from run
         updates = {key: update for key, (update, _) in zip(keys, made, strict=True)}
@@ -282,47 +286,35 @@ class _Whole:
 
     # ---- one group
 
-    def _group(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[_Part]:
+    def _group(self, params: Sharded, grads: Sharded, old: WholeState, key: Key, extra: Extra) -> Steps[_Part]:
         """Updates one group."""
-        run = self._moved(params, grads, old, key)
+        run = self._moved(params, grads, old, key, extra)
         del grads  # or those of every group that waits would be kept
         update, part = yield from run
         update += params.local(key)
         write_values(params, key, update, params.draw or Draw(0, 0))
         return part
 
-    def _moved(self, params: Sharded, grads: Sharded, old: WholeState, key: Key) -> Steps[tuple[torch.Tensor, _Part]]:
-        """This rank's slice of the updates of a group, whose trees are written."""
-        run = self._slices(params, grads, old, key)
-        del grads
-        slices, part = yield from run
-        update = slices.pop(0)
-        for place, x in slices.items():
-            write_values(old.trees[place - 1], key, x, params.draw or Draw(0, 0))
-        return update, part
-
-    def _slices(
-        self, params: Sharded, grads: Sharded, old: WholeState, key: Key
-    ) -> Steps[tuple[dict[int, torch.Tensor], _Part]]:
-        """Computes with one group, over an exchange in and one out.
-
-        Returns:
-            This rank's slices: 0 -> of the updates, from 1 on -> of those trees that have the group; and the rest.
-        """
-        places = [0, *[i for i, tree in enumerate(old.trees, 1) if key in tree.groups]]
-        trees, dtype = [grads, *[(params, *old.trees)[place] for place in places]], math_dtype(params.format(key).dtype)
-        slices = [values(tree.only([key])).local(key).to(dtype) for tree in trees]
+    def _moved(
+        self, params: Sharded, grads: Sharded, old: WholeState, key: Key, extra: Extra
+    ) -> Steps[tuple[torch.Tensor, _Part]]:
+        """This rank's slice of the updates of a group, whose trees are written, over an exchange in and one out."""
+        own, dtype = [tree for tree in old.trees if key in tree.groups], math_dtype(params.format(key).dtype)
+        slices = [values(tree.only([key])).local(key).to(dtype) for tree in (grads, params, *own)]
         coming, like = start_whole(params, key, slices, "whole leaves"), slices[0].new_empty(0)
-        del grads, trees, slices
+        del grads, slices
         whole = yield coming
         del coming
-        made, part = self._computed(params, key, whole, old.rest)
+        made, part = self._computed(params, key, whole, old.rest, extra)
         del whole
         pieces = yield start_slices(params, key, made, like, "updates of leaves")
-        return {place: joined(params, key, own, like) for place, own in zip(places, pieces, strict=True)}, part
+        update, *new = [joined(params, key, each, like) for each in pieces]
+        for tree, x in zip(own, new, strict=True):
+            write_values(tree, key, x, params.draw or Draw(0, 0))
+        return update, part
 
     def _computed(
-        self, params: Sharded, key: Key, whole: Sequence[Leaves], rest: Mapping[str, object]
+        self, params: Sharded, key: Key, whole: Sequence[Leaves], rest: Mapping[str, object], extra: Extra
     ) -> tuple[list[Leaves], _Part]:
         """The updates of this rank's own leaves of a group, and what the trees and the rest have of them."""
         made: list[Leaves] = [{} for _ in whole[1:]]
@@ -330,9 +322,8 @@ class _Whole:
         for slot in owned(params, key):
             g, p, *state = [each[slot.leaf] for each in whole]
             try:
-                update, own[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, _seed_of(params))
+                update, own[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, params.draw, extra)
             except Exception as error:  # the others wait for what would have come of it
-                error.add_note(f"This was in the update of leaf {slot.path!r}, by fz.whole.")
                 errors.append(error)
                 update, new = torch.zeros_like(p), state
             for leaves, x in zip(made, (update, *new), strict=True):
@@ -390,8 +381,3 @@ def _too_wide(path: str, entry: torch.Tensor, leaf: torch.Tensor) -> ValueError:
         f"whole: the state of leaf {path!r} begins with {named(entry)}, expected at most {leaf.dtype}, which is what "
         "slices of this leaf are computed in. Make it so (torch.zeros_like(p)), or give params in torch.float64."
     )
-
-
-def _seed_of(params: Sharded) -> tuple[int, ...]:
-    draw = params.draw or Draw(0, 0)
-    return draw.seed, draw.count

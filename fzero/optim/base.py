@@ -137,8 +137,9 @@ class Elementwise:
     @property
     def transformation(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True, measures=True
-        )
+            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True,
+            measures=True, elementwise=True,
+        )  # fmt: skip
 
     def init(self, params: object) -> Kept:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
@@ -308,7 +309,7 @@ def call_update(
 
     A user's own may write in place to what it is given of updates and of its state, which are then copies.
     """
-    given, had = (updates, state), params
+    given = updates, state
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
     if not is_others(member.update):
@@ -316,8 +317,7 @@ def call_update(
     updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
     before = versions(params)
     found = member.update(updates, state, params, **taken(member.update, extra))
-    if not is_transformed():
-        need_params(params, had, before)
+    need_params(params, before)
     return returned(found, updates, state)
 
 
@@ -336,8 +336,12 @@ def call_fused(
 
 def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
     """Those keywords that a function takes."""
+    return {name: value for name, value in extra.items() if takes(fn, name)}
+
+
+def takes(fn: Callable[..., object], name: str) -> bool:
     known = _keywords(fn)
-    return extra if known is None else {name: value for name, value in extra.items() if name in known}
+    return known is None or name in known
 
 
 _known: weakref.WeakKeyDictionary[object, tuple[str, ...] | None] = weakref.WeakKeyDictionary()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fzero.base import private
 from fzero.base.arguments import named
+from fzero.base.made_with import made_with
 from fzero.state.checks import check_buffers, entries_of
 from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
+from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import FROZEN
 from fzero.table.spec import Spec, need_step
 
@@ -65,6 +68,22 @@ def check_optimizer(step: Spec, state: TrainState) -> None:
                 f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
                 f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."
             )
+
+
+def check_same_optimizer(who: str, optimizer: GradientTransformation, params: Sharded) -> None:
+    """Refuses an optimizer that ranks have made with other numbers, as each updates its slices by its own.
+
+    It is looked at once for a state and those that come of it, also where another one has begun it.
+    """
+    compared = params.layout.compared
+    if any(each is optimizer.update for each in compared) or any(map(private.is_fake, params.entries.values())):
+        return
+    params.axis.check_same(
+        f"one that was made with {made_with(optimizer)}",
+        f"{who}: The optimizers",
+        "Make it with the same numbers on every rank: each updates its slices by its own.",
+    )
+    compared.append(optimizer.update)
 
 
 def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "grads", who: str = "step") -> None:

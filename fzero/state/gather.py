@@ -14,7 +14,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
 from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
-from fzero.base.norms import norms_of
+from fzero.base.norms import need_all_leaves, norms_of
 from fzero.base.patterns import matches
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -208,6 +208,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
+    need_all_leaves()
     for node in [node for tree in trees for node in _nodes(tree)]:
         if isinstance(node, Distant):
             return node.norm_with(trees)

@@ -159,8 +159,8 @@ class Layout:
     tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
     # as far as asked for: name of an optimizer -> leaf -> the rank that has it whole in an update
     owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
-    # updates of the optimizers that were tried on such leaves, the last ones
-    tried: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
+    # updates of the optimizers that ranks have compared, the last ones
+    compared: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
     # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
     spans: dict[object, Sequence[tuple[slice, int, int, int]]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)

@@ -80,6 +80,11 @@ def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> 
             raise wrong(who, f"{argument}.{name}", getattr(optimizer, name), "a function")
     for name in _OF_UPDATE:
         fn = getattr(optimizer, name)
+        if fn is not None and not optimizer.elementwise:
+            raise ValueError(
+                f"{who}: got {argument}.{name}, which is given flat buffers with slices of leaves, expected none of an "
+                f"optimizer that is not declared elementwise. Say elementwise=True if it treats each element by itself."
+            )
         if fn is None or is_others(fn) or getattr(fn, "__self__", fn) is getattr(optimizer.update, "__self__", None):
             continue
         raise ValueError(

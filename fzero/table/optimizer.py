@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -34,20 +34,28 @@ class Whole(NamedTuple):
 class GradientTransformation(NamedTuple):
     """An optimizer, or a part of one: a pair of pure functions, `init` and `update`, in optax's shape.
 
-    For your own optimizer give these two. In a step both get pytrees of flat buffers, each with this rank's slices of
-    several leaves. So they must treat every element by itself, and `step.init` tries whether they do. If yours needs
-    whole leaves, use `fz.whole(optimizer)`. `update` may write in place to `updates` and `state`, which are copies.
+    For your own optimizer give these two. In a step both get whole leaves, one at a time, as `{path: leaf}`: see
+    `fz.whole`. So they may use the shape, the norm or the name of a leaf.
 
-    The further fields make fzero's own optimizers fast. You need none of them.
+    If yours treats every element by itself, say `elementwise=True`. Then both get pytrees of flat buffers, each with
+    this rank's slices of several leaves, and nothing is gathered. The declaration is not checked: if it is false,
+    updates are wrong as soon as leaves share a buffer or ranks have slices.
+
+    `update` may write in place to `updates` and `state`, which are copies.
+
+    The other fields make fzero's own optimizers fast. You need none of them but `metrics`.
 
     Attributes:
         init: `init(params) -> state`.
-        update: `update(updates, state, params) -> (updates, state)`. It may take keywords too, such as `grad_norm`.
+        update: `update(updates, state, params) -> (updates, state)`. It may take keywords too, such as `grad_norm`, the
+            norm of all gradients, if it stands first in a chain.
+        elementwise: True if both may be given flat buffers with slices of leaves, as they compute each element from the
+            same element of what they are given. fzero's own have it, also where they bring whole leaves themselves.
         fused: `fused(params, grads, state) -> state`: update and apply at once, in place.
         label: `label(path) -> str`: the optimizer of a leaf, for the table.
-        metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
-        by_leaf: True if it treats every element by itself, but for a norm that it is given. Then groups of leaves may
-            be updated one by one, and moments may be in any format.
+        metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate. If `elementwise` is
+            False, it gets the state of the first leaf.
+        by_leaf: True if groups of leaves may be updated one by one, and moments may be in any format.
         needs: `"norm"` if it wants the norm of its gradients as `grad_norm`. `"all"` if it wants another norm, and so
             all leaves at once. `""` if none.
         scales: True if it only multiplies all that it gets by a number. Then `update` gets trees as they are stored,
@@ -66,12 +74,12 @@ class GradientTransformation(NamedTuple):
     Example:
         >>> def init(params):
         ...     return ()
-        >>> def update(grads, state, params):
-        ...     return grads.map(lambda g: -0.1 * g.sign()), state
+        >>> def update(grads, state, params):  # of one leaf
+        ...     return {path: -g / g.norm() for path, g in grads.items()}, state
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.GradientTransformation(init, update))
-        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
+        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([3.0, -4.0]))
         >>> fz.gather(state.params)["w"]
-        tensor([0.9000, 1.1000])
+        tensor([0.4000, 1.8000])
     """
 
     init: Callable[..., Any]
@@ -93,6 +101,7 @@ class GradientTransformation(NamedTuple):
     # of the old state; the trees of `parts` are empty. Without it, the last part is the state of all groups
     combine: Callable[..., object] | None = None
     paused_update: Callable[..., PausedUpdate] | None = None  # writes its trees in place, and no params
+    elementwise: bool = False
 
     @property
     def by_group(self) -> bool:
@@ -103,11 +112,27 @@ class GradientTransformation(NamedTuple):
         return f"GradientTransformation({_words(self)})"
 
 
+class Joined:
+    """What makes one optimizer of several, whose methods its functions are."""
+
+    kind: ClassVar[str]
+
+    @property
+    def joined(self) -> Iterable[GradientTransformation]:
+        raise NotImplementedError
+
+
+def members_of(optimizer: GradientTransformation) -> list[GradientTransformation]:
+    """Those that an optimizer is joined of, itself where it is not."""
+    own = getattr(optimizer.update, "__self__", None)
+    return [each for member in own.joined for each in members_of(member)] if isinstance(own, Joined) else [optimizer]
+
+
 def _words(optimizer: GradientTransformation) -> str:
     """What it is joined of, or its name."""
     own = getattr(optimizer.update, "__self__", None)
-    if joined := getattr(own, "members", ()):
-        return f"chain({', '.join(map(_words, joined))})"
+    if isinstance(own, Joined):
+        return f"{own.kind}({', '.join(map(_words, own.joined))})"
     if optimizer.label is not None:
         return optimizer.label("*")
     made = getattr(optimizer.update, "func", optimizer.update)  # functools.partial's

@@ -12,7 +12,6 @@ from fzero.base.arguments import as_float64
 from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
 from fzero.engine.hidden import Hidden, in_a_level
-from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
@@ -24,7 +23,7 @@ from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
 from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
-from fzero.table.optimizer import GradientTransformation
+from fzero.table.optimizer import GradientTransformation, members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.changed import changed, draw_of, due
 from fzero.update.leaf_norms import followed_metric
@@ -56,8 +55,6 @@ def followed_update(
     if applied is not False:
         own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
         given = values(own)
-        if any(is_others(each.update) for each in members_of(step.optimizer)):  # which may write to them
-            given = copied(given)
         before = trained_moments(moments)
         updates, new = _called(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))

@@ -17,6 +17,7 @@ from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim._paused import Running, call_paused, combined, finished
+from fzero.optim._returned import versions
 from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.counts import trained_moments, with_kept_moments
@@ -337,7 +338,13 @@ class Update:
         """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
         params = values(own)
         moments = trained_moments(self._state.moments)
-        updates, new = call_update(self.step.optimizer, grads, moments, params, extra)
+        before = versions(params)
+        try:
+            updates, new = call_update(self.step.optimizer, grads, moments, params, extra)
+        except BaseException:
+            if versions(params) != before:  # it has written to them
+                self._begin(own.groups)
+            raise
         updates, new = values(updates), apart(new, own)
         self._begin(own.groups)
         for key in own.groups:

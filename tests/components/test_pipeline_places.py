@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -378,9 +377,7 @@ def between_places(rank: int) -> None:
     assert first is None and second.shape == x.shape and second.device.type == ("cpu" if rank else "meta")
     bad = fz.GradientTransformation(fz.sgd(0.1).init, failing_update)
     own = pipe([fz.train_step(twice, bad), make(squares)])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*could not be tried")
-        state = own.init([eye, eye])
+    state = own.init([eye, eye])
     with pytest.raises(ArithmeticError, match="this optimizer fails"):
         own(state, x)
     own = pipe([make(twice), make(squares)])

@@ -370,7 +370,8 @@ def test_an_optimizer_that_cannot_carry_8_bit_moments_is_named() -> None:
     def init(params: Any) -> Any:
         return torch.utils._pytree.tree_map(torch.zeros_like, params)  # type: ignore[attr-defined]
 
-    mine = fz.GradientTransformation(init, lambda updates, state, params=None: (updates, state), label=lambda _: "mine")
+    same = lambda updates, state, params=None: (updates, state)
+    mine = fz.GradientTransformation(init, same, label=lambda _: "mine", elementwise=True)
     step = fz.train_step(lambda p: p, mine, fz.Policy.compact16())
     with pytest.raises(ValueError, match=r"params\['w'\]: .*'8-bit'.*\(mine\) cannot carry.*fz.adamw"):
         step.init({"w": torch.ones(3)})

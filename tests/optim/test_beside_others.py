@@ -38,7 +38,9 @@ OTHERS: dict[str, Any] = {
     "lamb": lambda: fz.lamb(0.01),
     "nadam": lambda: fz.from_torch(torch.optim.NAdam, 0.01),
     "own": lambda: fz.GradientTransformation(
-        lambda params: params.map(torch.zeros_like), lambda u, state, params: (u.map(lambda x: -0.1 * x), u)
+        lambda params: params.map(torch.zeros_like),
+        lambda u, state, params: (u.map(lambda x: -0.1 * x), u),
+        elementwise=True,
     ),
 }
 JOINED: dict[str, Any] = {
@@ -253,8 +255,9 @@ def test_who_cannot_carry_few_bits_is_said() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_state_of_another_structure_is_refused(stage: int) -> None:
-    grows = fz.GradientTransformation(lambda params: (), lambda u, state, params: (u, {"seen": u}))
-    becomes = fz.GradientTransformation(lambda params: torch.zeros(()), lambda u, state, params: (u, u))
+    elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
+    grows = elementwise(lambda params: (), lambda u, state, params: (u, {"seen": u}))
+    becomes = elementwise(lambda params: torch.zeros(()), lambda u, state, params: (u, u))
 
     def rank_main(rank: int) -> None:
         for optimizer in (grows, becomes, fz.chain(fz.sgd(0.1), becomes)):

@@ -493,7 +493,7 @@ def test_those_of_others_have_their_own_names_in_what_is_said() -> None:
     optimizer = fz.from_torch(TakesMatrices, 0.01)
     with pytest.raises(ValueError, match="expected a matrix") as info:
         fz.train_step(loss, optimizer).init(params())
-    assert info.value.__notes__ == [f"This was of leaf 'b', by fz.from_torch({own}, ...)."]
+    assert info.value.__notes__[0] == f"This was of leaf 'b', by fz.from_torch({own}, ...)."
     step = fz.train_step(lambda p, x: (x @ p["w"]).square().sum(), optimizer)
     with pytest.raises(TypeError, match=rf"step.update: got {re.escape(own)}, which writes in place"):
         torch.func.grad(lambda w: step(step.init({"w": w}), data()[0])[1]["loss"])(params()["w"])

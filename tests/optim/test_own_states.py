@@ -1,4 +1,4 @@
-"""States that an optimizer of the user's own begins with: what is kept as it is, and what is refused."""
+"""States that an optimizer of the user's own, declared elementwise, begins with: what is kept, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same(grads: Any, state: Any, params: Any) -> Any:
 
 
 def beginning(init: Callable[[Any], Any], update: Callable[..., Any] = same) -> fz.GradientTransformation:
-    return fz.GradientTransformation(init, update)
+    return fz.GradientTransformation(init, update, elementwise=True)
 
 
 def full(dtype: torch.dtype, p: torch.Tensor) -> torch.Tensor:
@@ -58,8 +58,10 @@ def test_what_the_policy_or_whole_leaves_hold_is_taken() -> None:
     def counted(grads: Any, state: Any, params: Any) -> Any:
         return {k: -g * (state[k] % 2) for k, g in grads.items()}, {k: s + 1 for k, s in state.items()}
 
-    counts = beginning(lambda p: {k: torch.full_like(x, 123456789, dtype=torch.int64) for k, x in p.items()}, counted)
-    step = fz.train_step(loss, fz.whole(counts))
+    counts = fz.GradientTransformation(
+        lambda p: {k: torch.full_like(x, 123456789, dtype=torch.int64) for k, x in p.items()}, counted
+    )
+    step = fz.train_step(loss, counts)
     state, _ = step(step.init(PARAMS), torch.ones(()))
     state, _ = step(state, torch.ones(()))
     assert torch.equal(fz.gather(state.params)["a"], torch.zeros(4, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 
@@ -39,14 +40,19 @@ def trained(optimizer: fz.GradientTransformation) -> Any:
     return fz.gather(state.params)
 
 
+@pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_a_wrapper_passes_on_all_that_it_is_given(kind: str) -> None:
+def test_a_wrapper_passes_on_all_that_it_is_given(kind: str, declared: bool) -> None:
     inner = OPTIMIZERS[kind]()
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return inner.update(grads, state, params, **{"joint_norm": None, "another": 1, **extra})
 
-    wrapped = fz.GradientTransformation(inner.init, update, label=inner.label)
+    wrapped = fz.GradientTransformation(inner.init, update, label=inner.label, elementwise=declared)
+    if kind == "partition" and not declared:
+        with pytest.raises(TypeError, match="partition: got a tree of type dict, expected the trees of a step"):
+            trained(wrapped)
+        return
     assert_trees_close(trained(wrapped), trained(inner), rtol=1e-5)
 
 
@@ -67,6 +73,6 @@ def test_another_update_with_what_a_step_runs_for_the_first_is_refused(kind: str
 
 def test_another_update_with_the_init_of_one() -> None:
     inner = fz.sgd(0.1)
-    signs = lambda g, s, p: (g.map(lambda x: -x.sign()), s)
+    signs = lambda g, s, p: (optree.tree_map(torch.Tensor.neg, optree.tree_map(torch.sign, g)), s)
     for own in (fz.GradientTransformation(inner.init, signs), inner._replace(update=signs, fused=None)):
         assert_trees_equal(trained(own), {k: x - 1 for k, x in PARAMS.items()})

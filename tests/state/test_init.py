@@ -80,7 +80,7 @@ def test_what_a_function_of_ones_own_holds_is_its_own() -> None:
             seen.append(rank)
             return grads.map(lambda g: -0.1 * g), state
 
-        own = fz.GradientTransformation(lambda p: (), update)
+        own = fz.GradientTransformation(lambda p: (), update, elementwise=True)
         step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.chain(own, fz.sgd(-1.0))))
         step(step.init({"w": torch.ones(3)}), torch.ones(3))
 

@@ -29,11 +29,10 @@ class Holder:
         return self.value * (count + 1)
 
 
-def scaling(value: torch.Tensor) -> fz.GradientTransformation:
+def scaling(value: torch.Tensor, declared: bool) -> fz.GradientTransformation:
     """An optimizer of the user's own, in optax's shape, that closes over a tensor."""
-    return fz.GradientTransformation(
-        lambda params: (), lambda grads, state, params=None: (pytree.tree_map(lambda g: g * value, grads), state)
-    )
+    update = lambda grads, state, params=None: (pytree.tree_map(lambda g: g * value, grads), state)
+    return fz.GradientTransformation(lambda params: (), update, elementwise=declared)
 
 
 def run(step: Any, scanned: bool = False) -> torch.Tensor:
@@ -65,19 +64,26 @@ def test_a_schedule_that_is_an_object(ranks: int) -> None:
     run_ranks(rank_main, ranks)
 
 
-def test_an_optimizer_of_the_users_own() -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_optimizer_of_the_users_own(declared: bool) -> None:
+    """On ranks its tensor meets whole leaves, or slices, of which each rank would have a part of the derivative."""
+
     def own(rate: torch.Tensor) -> Any:
-        return fz.train_step(squared, fz.chain(scaling(rate), fz.sgd(0.1)))
+        return fz.train_step(squared, fz.chain(scaling(rate, declared), fz.sgd(0.1)))
 
     want = differences(lambda rate: run(own(rate)))
     assert_trees_close(torch.func.grad(lambda rate: run(own(rate)))(RATE), want, rtol=1e-7)
 
     def rank_main(rank: int) -> None:
+        sharded = lambda rate: run(fz.shard_zero3(own(rate)))
+        if not declared:
+            assert_trees_close(torch.func.grad(sharded)(RATE), want, rtol=1e-7)
+            return
         with pytest.raises(
             TypeError, match=r"step\.update: the optimizer holds a tensor of shape \(\) that torch\.func"
         ):
-            torch.func.grad(lambda rate: run(fz.shard_zero3(own(rate))))(RATE)
-        run(fz.shard_zero3(own(RATE)))
+            torch.func.grad(sharded)(RATE)
+        sharded(RATE)
 
     run_ranks(rank_main, 2)
 
@@ -128,7 +134,7 @@ def test_a_function_that_comes_to_a_tensor_by_an_object() -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("make", [fz.sgd, fz.adamw, lambda rate: fz.chain(scaling(rate), fz.sgd(rate))])
+@pytest.mark.parametrize("make", [fz.sgd, fz.adamw, lambda rate: fz.chain(scaling(rate, True), fz.sgd(rate))])
 def test_nothing_is_held_afterwards(make: Any) -> None:
     """An optimizer is made in every call, and its tensors lead to what they were computed of."""
     seen: list[weakref.ref[torch.Tensor]] = []

@@ -46,7 +46,7 @@ def users(fail_at: str = "") -> fz.GradientTransformation:
             params.local(key).sub_(0.1 * grads.local(key))
         return state
 
-    return fz.GradientTransformation(lambda params: (), update, fused)
+    return fz.GradientTransformation(lambda params: (), update, fused, elementwise=True)
 
 
 @pytest.mark.parametrize("policy", [None, fz.Policy.exact(), fz.Policy.compact24()])
