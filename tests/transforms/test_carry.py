@@ -741,3 +741,27 @@ def test_a_save_warns_where_it_keeps_one_of_several_carries(tmp_path: Any) -> No
     run_ranks(functools.partial(on, own=False), 2)
     with pytest.warns(UserWarning, match=r"carries \(fz.carry\) differ, and a checkpoint keeps rank 0's"):
         run_ranks(functools.partial(on, own=True), 2)
+
+
+def test_the_module_in_evaluation_beside_itself_over_microbatches() -> None:
+    """Each microbatch gets the buffers of the one before, in both modes."""
+    apply, params, buffers = fz.functional(
+        nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, 1)).double(), buffers=True
+    )
+
+    def fn(p: Any, b: Any, x: torch.Tensor) -> Any:
+        out, new = apply(p, b, x)
+        return (out - apply.eval(p, b, x).detach()).square().mean(), new
+
+    step = fz.accumulate(fz.carry(fz.train_step(fn, fz.sgd(0.1)), buffers), 2)
+    x = data()[0][0]
+    state, metrics = step(step.init(params), x)
+    own, carry, total = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}, buffers, 0.0
+    for part in x.tensor_split(2):
+        loss, carry = fn(own, carry, part)
+        total = total + loss * len(part) / len(x)
+    total.backward()
+    assert_trees_close(metrics["loss"], total.detach(), rtol=1e-12)
+    want = {name: leaf.detach() if leaf.grad is None else leaf.detach() - 0.1 * leaf.grad for name, leaf in own.items()}
+    assert_trees_close(dict(fz.gather(state.params)), want, rtol=1e-12)
+    assert_trees_close(state.extra["carry"], carry, rtol=1e-12)
