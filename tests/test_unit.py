@@ -30,3 +30,21 @@ def test_it_is_the_function_and_keeps_its_name() -> None:
 def test_only_functions_are_units() -> None:
     with pytest.raises(TypeError, match=r"unit: got fn="):
         fz.unit(3)  # type: ignore[arg-type]
+
+
+def test_inputs_of_inference_mode_in_steady_calls() -> None:
+    """They count no writes."""
+
+    def rank_main(rank: int) -> None:
+        block = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+        step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][0], x).sum(), fz.sgd(0.1)))
+        state = step.init({"blocks": [{"w": torch.eye(4)}]})
+        with torch.inference_mode():
+            x = torch.ones(2, 4)
+        for _ in range(3):
+            with torch.inference_mode():
+                torch.testing.assert_close(step.forward(state, x), torch.tanh(torch.ones(2, 4)).sum())
+            out, pullback = step.vjp(state, x)
+            pullback(torch.ones_like(out))
+
+    run_ranks(rank_main, 2)

@@ -381,4 +381,4 @@ _TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
-    return [x._version for x in (*inputs, *fulls)]
+    return [0 if x.is_inference() else x._version for x in (*inputs, *fulls)]
