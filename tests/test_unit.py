@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero.testing import run_ranks
 
 
 @fz.unit
