@@ -24,7 +24,7 @@ from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.capture.again import Again, Facts
 from fzero.capture.exports import Outlets, Slot, View, base_of
 from fzero.capture.second_run import variables_here
-from fzero.capture.watch import is_strict, leaf_of
+from fzero.capture.watch import elsewhere, is_strict, leaf_of
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.op import NESTED, Pull, UnitOp
 from fzero.engine.route import VALUES, Route, level_here
@@ -364,7 +364,9 @@ def call_straight(
     schedule.pure += 1
     traversal.users = traversal.users or route.traits.users
     try:
-        return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
+        # where some calls are not pure, a guard looks at what the function does around this one
+        with _NOTHING if schedule.record.pure else elsewhere():
+            return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
     except Again:  # it reads what it had not read before: it is looked at once more, as are later ones
         routes.clear()
         schedule.forget_call()
