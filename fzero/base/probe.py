@@ -44,7 +44,7 @@ NAMES: Mapping[str, str] = {
     "torch._VF": "_make_dual",
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
     "torch.autograd": """
-        Variable._execution_engine _unsafe_preserve_version_counter forward_ad._current_level
+        graph._engine_run_backward _unsafe_preserve_version_counter forward_ad._current_level
         forward_ad._set_fwd_grad_enabled function._SingleLevelFunction""",
     "torch.distributed.distributed_c10d": "_register_process_group _unregister_process_group _world",
     "torch.ops.aten": """

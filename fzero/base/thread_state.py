@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private
 
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_run_backward: Any = torch.autograd.graph._engine_run_backward  # which lets compiled code see this thread's settings
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 
@@ -44,7 +44,7 @@ def run_backward(
     retain_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     """`torch.autograd.grad` without its look at what it is given; None for an input that nothing depends on."""
-    found: Sequence[torch.Tensor | None] = _engine.run_backward(
+    found: Sequence[torch.Tensor | None] = _run_backward(
         tuple(outputs),
         tuple(cotangents),
         retain_graph,
