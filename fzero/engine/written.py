@@ -23,7 +23,8 @@ def memories_of(params: Sharded, key: Key) -> Memories:
     """The buffers of a group that lie on the device; others are read as copies."""
     group, full = params.layout.groups[key], params.held_entries.get(key)
     own, out = params.layout.shard_numel(key) * params.rank_of(key), list[tuple[torch.Tensor, LeafOf]]()
-    parts = (*params.placed(key).parts, full)
+    stored = params.names(key) if key in params.entries else ()  # otherwise the slice lies in the full one
+    parts = (*[params.entries[name] for name in stored], full)
     for part in [part for part in parts if isinstance(part, torch.Tensor)]:
         start = 0 if isinstance(full, torch.Tensor) and storage_of(part) == storage_of(full) else own
         out.append((part, leaf_of(group, start)))
