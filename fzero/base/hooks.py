@@ -91,17 +91,15 @@ _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a uni
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
-    if _C._saved_tensors_hooks_is_enabled():
-        yield
-        return
-    _C._saved_tensors_hooks_enable()
+    refused = allow()
     try:
         yield
     except BaseException as error:
-        end_checkpoints([error])
+        if refused:
+            end_checkpoints([error])
         raise
     finally:
-        _C._saved_tensors_hooks_disable(_OUTSIDE)
+        refuse_again(refused)
 
 
 def allow() -> bool:

@@ -109,10 +109,7 @@ def is_fake(tensor: object) -> bool:
 
 
 def single_level() -> int:
-    """The level, where exactly one functorch level is active, a vjp under no_grad, and no forward-mode AD; else 0.
-
-    Nothing but that vjp then differentiates what runs, and a Function may serve it directly.
-    """
+    """The level of a vjp that is alone all that differentiates what runs, so that a Function may serve it; else 0."""
     stack = _functorch.get_interpreter_stack()
     if stack is None or len(stack) != 1 or forward_mode():
         return 0
@@ -123,21 +120,15 @@ def single_level() -> int:
 
 
 def direct(function: Any) -> Any:
-    """`apply` of a torch.autograd.Function, quick under a single vjp.
+    """`apply` of a Function, quick under a single vjp: torch makes a class for each call, and here one serves all.
 
-    There torch makes a class for each call; here one serves all, which takes 0.03 ms a node instead of 0.27
-    (benchmarks/node.py). Its `needs_input_grad` has one more entry in front.
+    A node takes 0.03 ms instead of 0.27 (benchmarks/node.py). `needs_input_grad` has one more entry in front.
     """
 
     class Direct(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(level: int, *operands: object) -> object:  # type: ignore[override]
-            plain = []
-            for x in operands:
-                if isinstance(x, torch.Tensor):  # of a level that has ended it is a constant
-                    x = unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x
-                    x = _functorch._unwrap_for_grad(x, level)
-                plain.append(x)
+            plain = [below_level(x, level) if isinstance(x, torch.Tensor) else x for x in operands]
             saved = _functorch.pop_dynamic_layer_stack()
             try:
                 out = function.forward(*plain)
@@ -162,14 +153,24 @@ def direct(function: Any) -> Any:
         if not level:
             with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
                 return function.apply(*operands)
-        allowed = _functorch.get_single_level_autograd_function_allowed()
-        _functorch.set_single_level_autograd_function_allowed(True)
-        try:
-            return Direct.apply(level, *operands)  # type: ignore[attr-defined]
-        finally:
-            _functorch.set_single_level_autograd_function_allowed(allowed)
+        return apply_at_level(Direct, level, *operands)
 
     return apply
+
+
+def below_level(x: torch.Tensor, level: int) -> torch.Tensor:
+    """An operand below a level; one of a level that has ended is a constant."""
+    return _functorch._unwrap_for_grad(unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x, level)
+
+
+def apply_at_level(function: Any, level: int, *operands: object) -> Any:
+    """`function.apply(level, *operands)` of a Function that serves a single level."""
+    allowed = _functorch.get_single_level_autograd_function_allowed()
+    _functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        return function.apply(level, *operands)
+    finally:
+        _functorch.set_single_level_autograd_function_allowed(allowed)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

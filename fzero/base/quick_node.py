@@ -11,12 +11,6 @@ from fzero.base import private
 from fzero.base.node import Node, Op, Tensors, own_jointly
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
-_DEAD = -2  # the level of a wrapper whose level has ended
-
-
-def _below(x: torch.Tensor, level: int) -> torch.Tensor:
-    """An operand below a level; one of a level that has ended is a constant."""
-    return _functorch._unwrap_for_grad(private.unwrapped(x) if _functorch.maybe_get_level(x) == _DEAD else x, level)
 
 
 class _AtNoLevel:
@@ -46,7 +40,7 @@ class _AtLevel(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(level: int, op: QuickOp, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
-        plain = [_below(x, level) for x in tensors]
+        plain = [private.below_level(x, level) for x in tensors]
         with _AtNoLevel():
             out = op.run(tuple([x.detach() for x in plain]), op.wanted)  # or a graph inside would lead outside
         return tuple([_functorch._wrap_for_grad(x, level) for x in out])
@@ -68,11 +62,6 @@ class _AtLevel(torch.autograd.function._SingleLevelFunction):
 
 def apply_at(level: int, op: QuickOp, tensors: Sequence[torch.Tensor]) -> Tensors:
     """Applies an op under the vjp that is alone all that differentiates here (`private.single_level`)."""
-    allowed = _functorch.get_single_level_autograd_function_allowed()
-    _functorch.set_single_level_autograd_function_allowed(True)
-    try:
-        outs: Tensors = _AtLevel.apply(level, op, *tensors)  # type: ignore[assignment]
-    finally:
-        _functorch.set_single_level_autograd_function_allowed(allowed)
+    outs: Tensors = private.apply_at_level(_AtLevel, level, op, *tensors)
     own_jointly(outs)
     return outs

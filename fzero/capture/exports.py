@@ -178,6 +178,14 @@ def memory(tensor: torch.Tensor) -> int:
     return storage_of(tensor) or id(tensor)
 
 
+# how an output leaves the node
+TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda x: x,
+    "base": base_of,
+    "copy": lambda x: x.resolve_conj().resolve_neg().clone(),
+}
+
+
 class Outlets:
     """Which tensors leave the node, and which are views of those, or of inputs, outside.
 
@@ -200,7 +208,7 @@ class Outlets:
         leaves: Collection[int],
     ) -> None:
         self._leaves = leaves
-        self._chosen: list[tuple[str, int]] = []
+        self.chosen: list[tuple[str, int]] = []
         self.recipes: list[Any] = [None] * len(out)  # how each comes from what the node puts out
         self.returned: set[int] = set()  # places of inputs that are put out, or views of them
         if private.level() > 0 or any(map(private.is_wrapped, out)):
@@ -231,12 +239,11 @@ class Outlets:
 
     def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns what the node puts out, from the tensors of any of its runs."""
-        takes = {"as it is": lambda x: x, "base": base_of, "copy": lambda x: x.resolve_conj().resolve_neg().clone()}
-        return tuple(takes[how](out[i]) for how, i in self._chosen)
+        return tuple(TAKES[how](out[i]) for how, i in self.chosen)
 
     def _put_out(self, i: int, how: str, constant: bool) -> Slot:
-        self.recipes[i] = slot = Slot(len(self._chosen), constant)
-        self._chosen.append((how, i))
+        self.recipes[i] = slot = Slot(len(self.chosen), constant)
+        self.chosen.append((how, i))
         return slot
 
     def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from fzero.base.quick_node import QuickOp, apply_at
 from fzero.base.random import seeded
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.capture.again import Again, Facts
-from fzero.capture.exports import Outlets, Slot, View, base_of
+from fzero.capture.exports import TAKES, Outlets, Slot, View
 from fzero.capture.second_run import variables_here
 from fzero.capture.watch import elsewhere, is_strict, leaf_of
 from fzero.engine.activations import Inputs, Saved
@@ -85,7 +85,7 @@ class StraightOp(UnitOp, QuickOp):
         with torch.autograd.graph.disable_saved_tensors_hooks(NESTED):
             out = self._called(leaves, tensors[len(self.keys) :])
         assert self._puts_out is not None
-        return tuple(_TAKES[how](out[i]) for how, i in self._puts_out)
+        return tuple(TAKES[how](out[i]) for how, i in self._puts_out)
 
     def applied(self, level: int) -> object:
         """The call's result."""
@@ -273,7 +273,7 @@ class StraightOp(UnitOp, QuickOp):
         memory = {full.untyped_storage()._cdata for full in fulls}
         outlets = Outlets(tensors, len(tensors), inputs, outer, memory, moving, begin)
         if self._puts_out is None:
-            self._puts_out = [(how, own[i][0]) for how, i in outlets._chosen]
+            self._puts_out = [(how, own[i][0]) for how, i in outlets.chosen]
             self._recipes = []
             for x in out:
                 if not isinstance(x, torch.Tensor):
@@ -282,7 +282,7 @@ class StraightOp(UnitOp, QuickOp):
                     self._recipes.append(Same(self._flat[places[id(x)]]))
                 else:
                     self._recipes.append(outlets.recipes[index[id(x)]])
-        return [_TAKES[how](out[i]) for how, i in self._puts_out]
+        return [TAKES[how](out[i]) for how, i in self._puts_out]
 
     @contextlib.contextmanager
     def _refilled(self, leaves: Mapping[int, torch.Tensor]) -> Iterator[None]:
@@ -375,11 +375,6 @@ def call_straight(
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-_TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "as it is": lambda x: x,
-    "base": base_of,
-    "copy": lambda x: x.resolve_conj().resolve_neg().clone(),
-}
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
