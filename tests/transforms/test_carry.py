@@ -756,7 +756,8 @@ def test_the_module_in_evaluation_beside_itself_over_microbatches() -> None:
     step = fz.accumulate(fz.carry(fz.train_step(fn, fz.sgd(0.1)), buffers), 2)
     x = data()[0][0]
     state, metrics = step(step.init(params), x)
-    own, carry, total = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}, buffers, 0.0
+    own, carry = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}, buffers
+    total = torch.zeros(())
     for part in x.tensor_split(2):
         loss, carry = fn(own, carry, part)
         total = total + loss * len(part) / len(x)
