@@ -23,7 +23,7 @@ from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.route import note_route
-from fzero.engine.straight import call_straight
+from fzero.engine.straight import autocast_to, call_straight
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
@@ -110,11 +110,12 @@ def _call(
     place = number, moving, remat, names, _code_of(call.fn)
     call.knows(traversal, schedule.facts(place))
     showed: Facts | None = None
+    casts = _compute_dtype([*rows, *_full_rows(traversal, call)], traversal.table.outside)
     while True:
         if showed is not None:
             call.learn(showed)
         try:
-            with _autocast(traversal, [*rows, *_full_rows(traversal, call)]):
+            with autocast_to(traversal, casts):
                 refuse_leaks(call.reach.tensors)
                 result = UnitOp(traversal, call, remat, seed, number, memory, names).applied()
             break
@@ -124,7 +125,7 @@ def _call(
             happened(f"unit {units} began again, as {showed}")
     schedule.record.facts[place] = call.known
     if names == NO_NAMES:
-        note_route(call, traversal, number, remat, memory, result)
+        note_route(call, traversal, number, remat, memory, result, casts)
     return result
 
 
@@ -142,9 +143,9 @@ def _full_rows(traversal: Traversal, call: Call) -> list[Row]:
     return [traversal.table.units[unit] for unit in units if unit != ROOT]
 
 
-def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[object]:
-    """A unit runs under its caller's autocast, but where its rows say something else."""
-    wanted = {row.autocast for row in rows} or {traversal.table.outside}
+def _compute_dtype(rows: Sequence[Row], outside: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a call's autocast, which its rows say: `outside`, that of its caller, if there are none."""
+    wanted = {row.autocast for row in rows} or {outside}
     if len(wanted) > 1:
         raise noted(
             ValueError(
@@ -153,9 +154,7 @@ def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractC
             )
         )
     (dtype,) = wanted
-    if dtype == traversal.table.outside:
-        return contextlib.nullcontext()
-    return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    return dtype
 
 
 class _Undo:

@@ -32,6 +32,7 @@ class Route:
         tensors: the places of its tensors.
         wanted: the positions of what is differentiated, keys first and then tensors.
         opaque: the types of what it returns beside tensors, numbers and strings.
+        casts: the dtype of its autocast.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Route:
         remat: bool,
         memory: Memory,
         opaque: Collection[type],
+        casts: torch.dtype | None,
     ) -> None:
-        self.opaque = opaque
+        self.opaque, self.casts = opaque, casts
         self.reruns = call.reach.names(_RERUN)
         self.spec, self.keys, self.traits = spec, tuple(call.primals), call.facts
         self.unit, self.remat, self.memory = call.unit, remat, memory
@@ -87,7 +89,15 @@ _HANDLE, _TENSOR, _VALUE = range(3)
 _RERUN = frozenset("checkpoint checkpoint_sequential saved_tensors_hooks register_hook".split())
 
 
-def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memory: Memory, result: object) -> None:
+def note_route(
+    call: Call,
+    traversal: Traversal,
+    number: int,
+    remat: bool,
+    memory: Memory,
+    result: object,
+    casts: torch.dtype | None,
+) -> None:
     """Notes the form of a call that has run, if it was pure; of one that is recomputed once it was so then, too."""
     flat, spec = pytree.flatten((call.args, call.kwargs))
     reruns = remat and call.reach.names(_RERUN)  # a hook or a checkpoint may do something else in each run
@@ -96,7 +106,7 @@ def note_route(call: Call, traversal: Traversal, number: int, remat: bool, memor
     opaque = [x for x in pytree.flatten(result)[0] if not isinstance(x, (torch.Tensor, *VALUES))]
     if any(True for x in opaque for _ in tensors_in(x, lambda _: False)):
         return
-    route = Route(call, flat, spec, remat, memory, {type(x) for x in opaque})
+    route = Route(call, flat, spec, remat, memory, {type(x) for x in opaque}, casts)
 
     def note() -> None:
         routes = traversal.schedule.record.routes.setdefault(number, [])

@@ -365,13 +365,20 @@ def call_straight(
     traversal.users = traversal.users or route.traits.users
     try:
         # where some calls are not pure, a guard looks at what the function does around this one
-        with _NOTHING if schedule.record.pure else elsewhere():
+        with _NOTHING if schedule.record.pure else elsewhere(), autocast_to(traversal, route.casts):
             return (StraightOp(traversal, route, fn, flat, around, number).applied(level),)
     except Again:  # it reads what it had not read before: it is looked at once more, as are later ones
         routes.clear()
         schedule.forget_call()
         traversal.seeds.give_back()
         return None
+
+
+def autocast_to(traversal: Traversal, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """A unit's call runs under its caller's autocast, but where its rows say another dtype."""
+    if dtype == traversal.table.outside:
+        return _NOTHING
+    return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
