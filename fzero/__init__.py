@@ -45,6 +45,7 @@ from fzero.planning.fits import Proposal, fits
 from fzero.planning.plan import Plan, plan
 from fzero.planning.plot_plan import plot_plan
 from fzero.planning.plot_schedule import plot_schedule
+from fzero.purity.check import check_pure
 from fzero.remote import fetch, remote
 from fzero.scan import scan
 from fzero.state.gather import gather, global_norm
@@ -81,9 +82,9 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Bandwidth", "Checkpoints", "ComponentDied", "DamagedCheckpoint", "Disk", "Explanation", "Extra",
-    "GradientTransformation", "HandleError", "Layout", "Loop", "PartitionSpec", "PerStage", "Pipeline",
-    "PipelineState", "Plan", "Policy", "Proposal", "Pullback", "Ragged", "Saving", "Sharded", "Step", "TrainState",
-    "accumulate", "adafactor", "adam", "adamw", "adaptive_clip", "autocast", "carry", "chain", "clip_by_block_norm",
+    "GradientTransformation", "HandleError", "Layout", "Loop", "PartitionSpec", "PerStage", "Pipeline", "PipelineState",
+    "Plan", "Policy", "Proposal", "Pullback", "Ragged", "Saving", "Sharded", "Step", "TrainState", "accumulate",
+    "adafactor", "adam", "adamw", "adaptive_clip", "autocast", "carry", "chain", "check_pure", "clip_by_block_norm",
     "clip_by_global_norm", "clip_by_value", "compat", "compile", "constant", "convert", "donate", "ema", "explain",
     "fetch", "fits", "freeze", "from_torch", "functional", "fuse_update", "gather", "global_norm", "gradient_noise",
     "hvp", "lamb", "linear", "lion", "load", "load_extra", "load_safetensors", "lookahead", "loop", "loss_scale",

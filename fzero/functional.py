@@ -22,7 +22,6 @@ from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.handle import Function, Handle, reading
-from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
@@ -215,7 +214,7 @@ class Apply:
         if ROOT in units:  # the whole module is one unit
             root, given = own.root, (units[ROOT], args, kwargs)
             fast, around = own.fast(root, args, kwargs), root.places.installed
-            return own.whole(call_carrying(root.carried, root.call, given, None, fast, root.surroundings, around))
+            return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
         by_index: dict[int, dict[str, object]] = {}
         for name, leaf in outside.items():
@@ -246,7 +245,7 @@ class _Unit(NamedTuple):
 
     prefix: str  # of its params' names in the whole module
     places: Places
-    surroundings: Surroundings
+    module: nn.Module
     call: Function
     fast: Function
     shown: Shown
@@ -300,9 +299,9 @@ class _Copy:
         call = around(functools.partial(places.call, self._fresh(run, prefix)))
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
-        reach, fast = Surroundings(module), fast if self.pieces is None else call
-        carried = self.carried and (self.carried.reached(module, reach) if prefix else self.carried)
-        return _Unit(prefix, places, reach, call, fast, Shown(), carried)
+        fast = fast if self.pieces is None else call
+        carried = self.carried and (self.carried.of(module) if prefix else self.carried)
+        return _Unit(prefix, places, module, call, fast, Shown(), carried)
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
@@ -356,7 +355,7 @@ class _Copy:
             plain = functools.partial(run, *args, **kwargs)  # its params are in place already
             # a run that is given up leaves no buffer changed
             own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
-            return plain_call(own, node, (args, kwargs), unit.surroundings)
+            return plain_call(own, node, unit.module)
 
         own.forward = forward
         self._patched.add(id(own))
@@ -387,7 +386,7 @@ class _Copy:
                 return call(*given)
 
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
-        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, unit.surroundings, around)
+        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
 
 
 def _as_one(call: Function) -> Function:

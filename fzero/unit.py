@@ -11,7 +11,6 @@ import torch
 from fzero.base import program, pytree
 from fzero.base.arguments import need_str, wrong
 from fzero.capture.handle import Handle
-from fzero.capture.surroundings import Surroundings
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
@@ -126,11 +125,10 @@ def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torc
             total = total + value
         return total
 
-    reached = Surroundings(fn)
     parts = []
     for unit, numbers in groups.items():
         args = [leaves[number] for number in numbers], numbers
-        parts.append(summed(*args) if unit is None else call_unit(summed, args, {}, surroundings=reached))
+        parts.append(summed(*args) if unit is None else call_unit(summed, args, {}))
     return functools.reduce(torch.add, parts)
 
 

@@ -133,6 +133,11 @@ class refused:
             _C._saved_tensors_hooks_enable()
 
 
+def any_around() -> bool:
+    """Tells whether saved-tensor hooks surround what runs now."""
+    return _C._top_saved_tensors_default_hooks(True) is not None
+
+
 def in_checkpoint() -> bool:
     """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
     hooks = _C._top_saved_tensors_default_hooks(True)

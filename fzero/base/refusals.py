@@ -179,21 +179,9 @@ higher_order = (  # called with what calls it, and the error
     "own `if` and `while`, or torch.where."
 ).format
 # each is called with the unit's name
-another_run = (
-    "Unit {!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was called: "
-    "it read or put out other tensors. What decides that must be the same then: no clock, no file, no counter in an "
-    "object of another library, no id() of a tensor, no memory that nothing was written to (torch.empty). Take what "
-    "changes as an argument of the unit. Random numbers of Python's or numpy's own that a unit begins to draw in a "
-    "later step are replayed from the next call on: call the step again with the same state."
-).format
-unseen_write = (
-    "Unit {!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy(), a batch norm's "
-    "running statistics), and is run on a copy, so that its caller would not see it either. Write to x itself "
-    "(x.mul_(2)), or to a copy of it; statistics are buffers: fz.functional(module, buffers=True)."
-).format
-reshapes = (
-    "Unit {!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), which its "
-    "caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
+not_here = (  # and the place
+    "Unit {!r} closes over a tensor of a level of torch.func that does not run inside{}, which it did not do in its "
+    "first run. Give it to the call as an argument, or close over x.detach()."
 ).format
 writes_leaf = (
     "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "

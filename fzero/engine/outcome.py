@@ -14,7 +14,7 @@ from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
 from fzero.capture.contents import tensors_in
 from fzero.engine.masking import is_given
-from fzero.engine.op import used_up
+from fzero.engine.pullback import used_up
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask

@@ -93,7 +93,6 @@ class Traversal:
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
         self.users = False  # whether backwards of users' own are called where its units are pulled back
-        self.looked_at = False  # whether the run was, operation by operation
         self.seeds = Seeds(*seed)
         self.next_seed = self.seeds.next
 

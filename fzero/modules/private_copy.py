@@ -23,8 +23,8 @@ from fzero.base.texts import COMPRESSED
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.containers import Cell, slots_of
 from fzero.capture.contents import BOUND, container_of, names_of, referent
-from fzero.capture.exports import overlap
 from fzero.capture.handle import StandIn, storage_of
+from fzero.engine.outlets import overlap
 from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt
 
 

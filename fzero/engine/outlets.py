@@ -1,28 +1,23 @@
-"""The tensors that one run of a unit puts out, in its result and in what it changed, and how they share memory."""
+"""How the tensors that a unit returns leave its node: as they are, as views of one another, or as inputs of it."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import private, texts
-from fzero.capture.containers import Cell, Container, Content, has_attributes
-from fzero.capture.contents import ATOMS, apart, attributes_of, containers_of, is_tuple
+from fzero.base import private
 from fzero.capture.handle import Valueless, storage_of
 
 Reading = tuple[int, torch.dtype, bool, bool]
-_LAZY = (types.GeneratorType, map, filter)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """Gives what stands for a tensor inside its class, and the two one dict for what its user sets on either."""
-    if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
+    if not (private.is_dispatched(type(outer)) or private.is_dispatched(type(inner))):
         kind = torch.Tensor if type(outer) in _PLAIN else type(outer)
         if type(inner) is not kind and not (kind is torch.Tensor and type(inner) in _PLAIN):
             inner = inner.as_subclass(kind)  # below a level of torch.func the class is that of what it wraps
@@ -40,95 +35,13 @@ class Slot(NamedTuple):
         return out[self.index].detach() if self.constant else out[self.index]
 
 
-class Exports:
-    """The tensors that one run put out, and what they lie in."""
+class Same(NamedTuple):
+    """Stands in a result for what is no tensor that the call has made."""
 
-    def __init__(self, unit: str, knows: Callable[[object], bool], origins: Mapping[int, torch.Tensor]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._unit = unit
-        self._knows, self._origins = knows, origins
-        self._index: dict[int, int] = {}
-        self._objects: dict[int, object] = {}
-        self.returned: set[int] = set()  # ids of inputs that were put out as they are
-        self.dressed: dict[int, tuple[type, Content]] = {}
-        self.filled: list[tuple[Container, Content]] = []  # that the unit made
+    value: object
 
-    def of(self, value: object) -> object:
-        """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
-        if isinstance(value, torch.Tensor):
-            return value if isinstance(value, Valueless) else self._tensor(value)
-        if type(value) in ATOMS or self._knows(value):
-            return value
-        if isinstance(value, _LAZY):
-            raise TypeError(
-                f"Unit {self._unit!r} puts out a {type(value).__name__}, which would compute when the unit has ended, "
-                "expected what is computed. Return a list: list(...)."
-            )
-        if (own := apart(value)) is None:
-            return self._object(value)
-        parts, make = own
-        new = [self.of(part) for part in parts]
-        if is_tuple(type(value)) and (attributes := attributes_of(value)):
-            self.of(attributes)
-        return value if all(map(operator.is_, new, parts)) else _Made(make, new)
-
-    def _tensor(self, tensor: torch.Tensor) -> object:
-        if tensor.is_nested:
-            raise TypeError(
-                f"Unit {self._unit!r} puts out a nested tensor, expected ordinary ones, whose memory can be told. "
-                "Return its values and offsets, and make the nested tensor outside."
-            )
-        if tensor.layout in texts.COMPRESSED:
-            if self._knows(tensor):
-                return tensor
-            raise TypeError(
-                f"Unit {self._unit!r} puts out a sparse tensor in compressed form (CSR, CSC, BSR, BSC), expected COO "
-                "or dense ones. Return x.to_sparse() or its values, and make the compressed tensor where it is used."
-            )
-        origin = self._origins.get(id(tensor))
-        if origin is not None:
-            self.returned.add(id(origin))
-            return origin
-        if self._knows(tensor):  # a constant
-            return tensor
-        index = self._index.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-            if has_attributes(tensor) and (type(tensor) not in _PLAIN or vars(tensor)):
-                kind = torch.Tensor if type(tensor) in _PLAIN else type(tensor)
-                self.dressed[index] = kind, {name: self.of(value) for name, value in vars(tensor).items()}
-        return Slot(index)
-
-    def _object(self, value: object) -> object:
-        if id(value) in self._objects:
-            return value
-        self._objects[id(value)] = value
-        if isinstance(value, types.MethodType):
-            self.of(value.__self__)
-            return value
-        for container in containers_of(value):
-            if isinstance(container, Cell) and self._knows(container.of):
-                continue
-            count = len(self.tensors)
-            content = {key: self.of(item) for key, item in container.found.items()}
-            if len(self.tensors) > count or any(content[k] is not v for k, v in container.found.items()):
-                self.filled.append((container, content))
-        return value
-
-
-class _Made(NamedTuple):
-    """An immutable value, which is made of its parts when the tensors among them are known."""
-
-    make: Callable[[list[object]], object]
-    parts: list[object]
-
-
-def built(template: object, tensors: Sequence[torch.Tensor]) -> object:
-    if isinstance(template, Slot):
-        return tensors[template.index]
-    if isinstance(template, _Made):
-        return template.make([built(part, tensors) for part in template.parts])
-    return template
+    def outside(self, out: Sequence[torch.Tensor]) -> object:
+        return self.value
 
 
 class View:
@@ -190,7 +103,7 @@ class Outlets:
     """Which tensors leave the node, and which are views of those, or of inputs, outside.
 
     Args:
-        out: the tensors of one run: `count` that were put out, then inputs that were changed in place.
+        out: the tensors of one run that are put out.
         inputs: the tensors that the run was given; `outer` the same outside.
         own: memory of the gathered buffers.
         moving: places of the inputs that are differentiated.
@@ -200,7 +113,6 @@ class Outlets:
     def __init__(
         self,
         out: Sequence[torch.Tensor],
-        count: int,
         inputs: Sequence[torch.Tensor],
         outer: Sequence[torch.Tensor],
         own: Collection[int],
@@ -210,16 +122,14 @@ class Outlets:
         self._leaves = leaves
         self.chosen: list[tuple[str, int]] = []
         self.recipes: list[Any] = [None] * len(out)  # how each comes from what the node puts out
-        self.returned: set[int] = set()  # places of inputs that are put out, or views of them
         if private.level() > 0 or any(map(private.is_wrapped, out)):
             for i in range(len(out)):
                 self._put_out(i, "as it is", False)
             return
         places = {reading(x): i for i, x in enumerate(inputs)}
         families: dict[Reading, list[int]] = {}
-        for i, tensor in enumerate(out[:count]):
+        for i, tensor in enumerate(out):
             families.setdefault(reading(tensor), []).append(i)
-        self.returned = {places[family] for family in families if family in places}
         first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
         for family, members in families.items():
             place = places.get(family)
@@ -234,12 +144,6 @@ class Outlets:
                 continue
             for i in members:
                 self._put_out(i, "copy" if copied else "as it is", self._is_constant(out[i]))
-        for i in range(count, len(out)):
-            self._put_out(i, "as it is", False)
-
-    def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns what the node puts out, from the tensors of any of its runs."""
-        return tuple(TAKES[how](out[i]) for how, i in self.chosen)
 
     def _put_out(self, i: int, how: str, constant: bool) -> Slot:
         self.recipes[i] = slot = Slot(len(self.chosen), constant)
@@ -272,34 +176,86 @@ class Outlets:
         return not tensor.requires_grad or blind
 
 
-def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
-    """Tells whether a copy differs from what it was made of, although no operation wrote to it."""
-    outer = private.unwrapped(outer)
-    if inner.layout != torch.strided or inner.is_meta or private.version(inner):
-        return False
-    if inner.data_ptr() == outer.data_ptr():
-        return False
-    both = [x.detach().resolve_conj().resolve_neg() for x in (inner, outer)]
-    one, other = [torch.view_as_real(x) if x.is_complex() else x for x in both]
-    return not bool(((one == other) | ((one != one) & (other != other))).all())
+class Leaving(NamedTuple):
+    """What leaves a node, and how the call's result is made of that.
+
+    Attributes:
+        tensors: what the node puts out.
+        takes: how each is made of the flat result of the function, and of which place of it.
+        recipes: for each place of the flat result.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    takes: list[tuple[str, int]]
+    recipes: list[Slot | View | Same]
 
 
-def geometry(x: torch.Tensor) -> object:
-    return (x.shape, x.stride()) if x.layout == torch.strided else x.shape
-
-
-def refuse_aliases(unit: str, mutated: Collection[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses to change an input in place, in a copy, of which another one that shares its memory knows nothing.
+def leaving(
+    out: Sequence[object],
+    inputs: Sequence[torch.Tensor],
+    outer: Sequence[torch.Tensor],
+    leaves: Collection[torch.Tensor],
+    fulls: Sequence[torch.Tensor],
+    grad: bool,
+) -> Leaving:
+    """Chooses how the tensors of a function's flat result leave its node.
 
     Args:
-        mutated: places of the inputs that are changed.
-        tensors: the inputs, as the unit's caller has them.
+        inputs: the tensors that the function was given; `outer` the same outside.
+        leaves: the leaves that it was given, views of `fulls`.
+        grad: whether something may be differentiated.
     """
-    for i, own in enumerate(tensors):
-        for j, other in enumerate(tensors if i in mutated else ()):
-            if i != j and memory(private.unwrapped(other)) == memory(private.unwrapped(own)):
-                raise ValueError(
-                    f"Unit {unit!r} changes one of its inputs in place, of shape {tuple(own.shape)}, which shares its "
-                    f"memory with another one, of shape {tuple(other.shape)}. Give the unit one of them and take the "
-                    "other from it inside, or a clone of it."
-                )
+    places = {id(x): i for i, x in enumerate(inputs)}
+    memory = {x.untyped_storage()._cdata for x in (*inputs, *fulls) if x.layout == torch.strided} if fulls else set()
+    put: dict[int, int] = {}
+    order: list[torch.Tensor] = []
+    takes: list[tuple[str, int]] = []
+    recipes: list[Slot | View | Same] = []
+    plain = bool(fulls)
+    for i, x in enumerate(out):
+        if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
+            recipes.append(Same(x))
+        elif id(x) in places:
+            recipes.append(Same(outer[places[id(x)]]))
+        else:
+            k = put.get(id(x))
+            if k is None:
+                own = x.untyped_storage()._cdata if plain and x.layout == torch.strided else 0
+                if not plain or own in memory:
+                    return _leaving_views(out, inputs, outer, leaves, fulls)
+                if own:
+                    memory.add(own)
+                k = put[id(x)] = len(order)
+                order.append(x)
+                takes.append(("as it is", i))
+            recipes.append(Slot(k, grad and x.grad_fn is None))
+    return Leaving(order, takes, recipes)
+
+
+def _leaving_views(
+    out: Sequence[object],
+    inputs: Sequence[torch.Tensor],
+    outer: Sequence[torch.Tensor],
+    leaves: Collection[torch.Tensor],
+    fulls: Sequence[torch.Tensor],
+) -> Leaving:
+    """The same if outputs share memory with each other, with inputs or with leaves."""
+    places = {id(x): i for i, x in enumerate(inputs)}
+    index: dict[int, int] = {}
+    own: list[tuple[int, torch.Tensor]] = []
+    for i, x in enumerate(out):
+        if isinstance(x, torch.Tensor) and not isinstance(x, Valueless) and id(x) not in places and id(x) not in index:
+            index[id(x)] = len(own)
+            own.append((i, x))
+    tensors = [x for _, x in own]
+    moving = {i for i, x in enumerate(inputs) if x.requires_grad}
+    begin = {id(x) for x in (*inputs, *leaves)}
+    outlets = Outlets(tensors, inputs, outer, {storage_of(x) for x in fulls}, moving, begin)
+    recipes: list[Slot | View | Same] = []
+    for x in out:
+        if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
+            recipes.append(Same(x))
+        else:
+            recipes.append(Same(outer[places[id(x)]]) if id(x) in places else outlets.recipes[index[id(x)]])
+    takes = [(how, own[i][0]) for how, i in outlets.chosen]
+    return Leaving([TAKES[how](out[i]) for how, i in takes], takes, recipes)  # type: ignore[arg-type]

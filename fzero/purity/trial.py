@@ -1,0 +1,268 @@
+"""A trial of a function before its real run: both must be alike, and nothing of the trial may outlive it.
+
+The trial has a graph, as some operations ask for one (`h.register_hook`, `torch.autograd.grad`), draws the same random
+numbers, and is dropped. What differs in the real run (a clock, a counter, Python's generator) was decided outside of
+the arguments. What is still alive was put into something outside (a list, an attribute), where whoever reads it would
+take the trial's value for its own.
+
+Source:
+    `jax.checking_leaks` looks for tracers that are alive in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.places import Place
+from fzero.base.random import seeded
+from fzero.base.refusals import heard, noted
+from fzero.base.thread_state import without_dispatch_modes
+from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
+CLOSE = 1e-3  # of outputs where operators are not deterministic
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Trial:
+    """Runs a function once before its real run.
+
+    Args:
+        who: names it.
+        run: the function; `given` are the tensors that it is called with.
+        given: its leaves, which lie in `memories`, and other tensors.
+        memories: buffers, each with what names a tensor in it.
+        seed: of its random numbers; None: as they come.
+        inside: as of `Look`.
+
+    Attributes:
+        opaque: types of what it returns that is neither a tensor nor a number.
+
+    Raises:
+        ValueError: it writes to something, captures what is differentiated, or keeps what it has computed.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        run: Run,
+        given: Sequence[torch.Tensor],
+        memories: Sequence[tuple[torch.Tensor, NameOf]],
+        seed: int | None = None,
+        inside: bool = True,
+    ) -> None:
+        self._who, self._inside, self._given, self._seed = who, inside, given, seed
+        self._names = names_of(given, memories)
+        with _refusing(who):
+            with _beside():
+                before = _content(given)
+            own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if inside else [*given]
+            look = Look(self._names, inside)
+            look.made += [Made(weakref.ref(x), x.shape, None) for x in own if inside]
+            with seeded(seed), heard(), look:
+                out = run(own)
+            with _beside(), torch.no_grad():
+                self._kept = [private.unwrapped(x).detach().clone() for x in out if isinstance(x, torch.Tensor)]
+            opaque = [x for x in out if not isinstance(x, (torch.Tensor, *_VALUES))]
+            self.opaque = {type(x) for x in opaque}
+            del out
+            own.clear()
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                torch.clear_autocast_cache()
+            _need_gone(look, opaque)
+            with _beside():
+                _need_same(given, before, look, self._names)
+        self.look = look
+
+    def compared(self, run: Callable[[], Sequence[object]]) -> tuple[Sequence[object], Look]:
+        """The flat result of the real run, and what it showed.
+
+        Raises:
+            ValueError: it is not as the trial was.
+        """
+        real = Look(self._names, self._inside)
+        with _refusing(self._who):
+            with seeded(self._seed), heard(), real:
+                out = run()
+            with _beside():
+                _compare(self.look.operations, real.operations, self._kept, out)
+        return out, real
+
+
+def repeated(
+    who: str,
+    run: Callable[[], Sequence[object]],
+    given: Sequence[torch.Tensor],
+    memories: Sequence[tuple[torch.Tensor, NameOf]],
+    first: Sequence[Operation],
+    captured: Sequence[Captured],
+) -> Sequence[object]:
+    """The flat result of a second run, in a pullback, of what the first one has computed.
+
+    Args:
+        first: the operations of that; `captured` the constants.
+
+    Raises:
+        ValueError: it does something else.
+    """
+    look = Look(names_of(given, memories))
+    with _refusing(who):
+        with heard(), look:
+            out = run()
+        _compare(first, look.operations, None, out)
+        known = {each.memory: each for each in captured}
+        for each in look.captured.values():
+            was = known.get(each.memory)
+            if was is None or was.version != each.version:
+                raise Impure(
+                    "reads a tensor that it closes over when it runs again (fz.remat, a derivative of a derivative), "
+                    f"and that tensor {'has been written to' if was else 'is another one'} since its call",
+                    each.place,
+                    "Give it to the call as an argument.",
+                )
+    return out
+
+
+def names_of(given: Sequence[torch.Tensor], memories: Sequence[tuple[torch.Tensor, NameOf]]) -> dict[int, NameOf]:
+    """Memory -> what names a tensor in it."""
+    names: dict[int, NameOf] = dict.fromkeys([memory_of(private.unwrapped(x)) for x in given], lambda _: "an input")
+    return names | {memory_of(private.unwrapped(x)): name for x, name in memories}
+
+
+@contextlib.contextmanager
+def _refusing(who: str) -> Iterator[None]:
+    try:
+        yield
+    except Impure as error:
+        raise noted(refusal(who, error)) from None
+
+
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """Inside, nobody looks at what is computed, and no transform goes through it."""
+    with beside(), without_dispatch_modes(), private.below_transforms():
+        yield
+
+
+def _need_gone(look: Look, opaque: list[object]) -> None:
+    """Refuses what outlives the trial.
+
+    Args:
+        opaque: objects that it returned, which are let go of here.
+    """
+    alive = _alive(look)
+    types = " or ".join(sorted({type(x).__name__ for x in opaque}))
+    opaque.clear()
+    left = _alive(look) if alive else []
+    if alive and not left:
+        raise Impure(
+            f"returns an object of type {types} that holds tensors",
+            alive[0].place,
+            "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass that is registered by "
+            "optree.register_pytree_node), and no generator.",
+        )
+    if left:
+        made = next((each for each in left if each.place is not None), left[0])
+        raise Impure(
+            f"keeps a tensor of shape {tuple(made.shape)} that it computed or was given, in something that outlives it "
+            "(a list, a dict, an attribute, a global)",
+            made.place,
+            "Return it. A module's own state is a buffer: fz.functional(module, buffers=True).",
+        )
+
+
+def _alive(look: Look) -> list[Made]:
+    alive = [made for made in look.made if made.is_alive()]
+    if alive:
+        gc.collect()  # of cycles
+    return [made for made in alive if made.is_alive()]
+
+
+Content = tuple[int, int, bool, float]
+
+
+def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
+    """What shows a write that no operation tells of (x.numpy()[:] = 0, x.data = y)."""
+    found = []
+    for x in tensors:
+        plain = private.unwrapped(x).detach()
+        strided = plain.layout == torch.strided and not plain.is_meta and not private.is_fake(plain)
+        total = float(pytree.as_reals(plain).sum(dtype=torch.float64)) if strided else 0.0
+        found.append((plain.data_ptr() if strided else 0, private.version(plain), x.requires_grad, total))
+    return found
+
+
+def _need_same(
+    given: Sequence[torch.Tensor], before: Sequence[Content], look: Look, names: Mapping[int, NameOf]
+) -> None:
+    for x, was, now in zip(given, before, _content(given), strict=True):
+        if was != now and not (was[:3] == now[:3] and was[3] != was[3] and now[3] != now[3]):  # NaN
+            raise Impure(
+                f"changes {names[memory_of(private.unwrapped(x))](x)} in a way that autograd does not see (x.data, "
+                "x.numpy(), requires_grad_)",
+                look.operations[-1].place if look.operations else None,
+                "Compute with a copy: x = x.clone().",
+            )
+
+
+def _compare(
+    first: Sequence[Operation],
+    second: Sequence[Operation],
+    kept: Sequence[torch.Tensor] | None,
+    out: Sequence[object],
+) -> None:
+    """Refuses what was not the same in both runs."""
+    one, other = [x for x in first if x.depends], [x for x in second if x.depends]
+    for a, b in zip(one, other, strict=False):
+        if a.name != b.name or not _same(a.numbers, b.numbers):
+            what = f"calls {_called(a)} in one run and {_called(b)} in the next, with the same arguments"
+            raise _differs(what, b.place)
+    if len(one) != len(other):
+        longer = max(one, other, key=len)
+        extra = longer[min(len(one), len(other))]
+        raise _differs(f"calls {_called(extra)} in one of two runs with the same arguments", extra.place)
+    if kept is None:
+        return
+    tensors = [x for x in out if isinstance(x, torch.Tensor)]
+    if len(tensors) != len(kept):
+        raise _differs(f"returns {len(kept)} tensors in one run and {len(tensors)} in the next", None)
+    for x, was in zip(tensors, kept, strict=True):
+        now = private.unwrapped(x).detach()
+        if (now.shape, now.dtype) != (was.shape, was.dtype):
+            raise _differs(f"returns {tuple(was.shape)} in one run and {tuple(now.shape)} in the next", None)
+        if not _alike(now, was):
+            raise _differs("returns other values in a second run with the same arguments", None)
+
+
+def _differs(what: str, place: Place | None) -> Impure:
+    return Impure(
+        what,
+        place,
+        "A clock, a counter, a file, or a random generator that is not torch's decides something. Take what changes as "
+        "an argument, and draw random numbers by torch.",
+    )
+
+
+def _called(operation: Operation) -> str:
+    numbers = ", ".join(repr(x) for x in operation.numbers if x is not None)
+    return f"{operation.name.partition('::')[2]}({numbers})"
+
+
+def _same(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.is_meta or private.is_fake(x):
+        return True
+    if x.layout != torch.strided:
+        x, y = x.to_dense(), y.to_dense()
+    if torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())):
+        return True
+    return x.device.type != "cpu" and bool(torch.isclose(x, y, rtol=CLOSE, atol=CLOSE, equal_nan=True).all())
