@@ -134,8 +134,9 @@ class refused:
 
 
 def any_around() -> bool:
-    """Tells whether saved-tensor hooks surround what runs now."""
-    return _C._top_saved_tensors_default_hooks(True) is not None
+    """Tells whether somebody's own saved-tensor hooks surround what runs now."""
+    around = _C._top_saved_tensors_default_hooks(True)
+    return around is not None and around[0] not in _own
 
 
 def in_checkpoint() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import hooks, private, pytree, texts
+from fzero.base.carriers import changing, flatten, flatten_first
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
 from fzero.capture.handle import Handle, HandleError
@@ -50,10 +51,10 @@ def call_unit(
         assert traversal is not None
         if private.level() > 1 and acts:
             args, kwargs = leaves_below((args, dict(kwargs)))
-        flat, spec = pytree.flatten((args, kwargs))
+        flat, spec = flatten((args, kwargs))
         owner = next((x.owner for x in flat if isinstance(x, Handle)), None)
         if owner is not None or seed is not None:
-            return _as_node(owner or traversal, fn, flat, spec, seed, compilable, around)
+            return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around)
     node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around)
     return plain_call(lambda: fn(*args, **kwargs), lambda seed: node(seed=seed), fn)
 
@@ -61,6 +62,8 @@ def call_unit(
 def _as_node(
     traversal: Traversal,
     fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     flat: Sequence[Any],
     spec: pytree.Spec,
     seed: int | None,
@@ -74,15 +77,17 @@ def _as_node(
     if signature is None or first:
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))
+        flat, spec = flatten_first((args, kwargs))
         signature = Signature(traversal, fn, flat, spec, level)
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
+    carriers = changing((args, kwargs)) if signature.carriers else ()
     own_seed = traversal.next_seed() if seed is None else seed
     try:
         with beside() if look is not None else _NOTHING, autocast_to(traversal, signature.casts):
             while True:
                 try:
-                    result = UnitOp(traversal, signature, run, fn, flat, around, own_seed, number).applied()
+                    result = UnitOp(traversal, signature, run, fn, flat, around, own_seed, number).applied(carriers)
                     break
                 except Whole:
                     signature.whole, signature.proven = True, False

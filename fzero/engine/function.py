@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import collecting, private, pytree
 from fzero.base.context import during
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
@@ -275,6 +275,7 @@ def call_function(
                     during(notes, known),
                     follow,
                     _hidden(traversal, primals, inputs, fn),
+                    collecting.run(),
                 ):
                     out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
             finally:  # also what it wrote before an error

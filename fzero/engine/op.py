@@ -11,18 +11,20 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from fzero.base import hooks, private, pytree, refusals, texts
+from fzero.base import collecting, hooks, private, pytree, refusals, texts
 from fzero.base.ambient import functions_seen
+from fzero.base.carriers import changing, flatten, flatten_first, map_changing
 from fzero.base.context import averaged, in_function, values_here
 from fzero.base.edges import is_users
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, edges_to, joint_outputs
 from fzero.base.quick_node import apply_at
 from fzero.base.random import seeded
+from fzero.base.refusals import noted
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.capture.notes import hand_on, marks_of, notes
 from fzero.comm.axis import done
@@ -34,6 +36,7 @@ from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, inside, known
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
+from fzero.purity.look import Impure
 from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
 from fzero.purity.trial import Trial, repeated
@@ -43,6 +46,12 @@ from fzero.table.names import NO_NAMES
 
 NESTED = "saved tensor hooks in a derivative's derivative"
 Around = Callable[..., contextlib.AbstractContextManager[object]]
+
+
+class _Own(NamedTuple):
+    """Stands in a result for an object among the arguments, by its number."""
+
+    number: int
 
 
 class UnitOp(PulledOp):
@@ -111,8 +120,12 @@ class UnitOp(PulledOp):
     def _runs(self) -> Callable[..., object]:
         return self._eager if private.level() else self.unit_fn
 
-    def applied(self) -> object:
-        """The call's result."""
+    def applied(self, carriers: Sequence[Any]) -> object:
+        """The call's result.
+
+        Args:
+            carriers: objects among its arguments whose content the function may change.
+        """
         flat, signature = self._flat, self.signature
         level, known_marks = signature.level, notes.get()
         operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
@@ -140,7 +153,17 @@ class UnitOp(PulledOp):
             self._flat, self.stand_ins = held, {}
         if known_marks is not None:
             hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
-        return pytree.unflatten(self._spec_out, result)
+        made = pytree.unflatten(self._spec_out, result)
+        if signature.collects:
+            made, taken = made
+            if taken is not None:
+                collecting.put(taken)
+        if not carriers:
+            return made
+        for x, new in zip(carriers, made[1], strict=True):
+            vars(x).clear()
+            vars(x).update(vars(new))
+        return pytree.map_leaves(lambda x: carriers[x.number] if isinstance(x, _Own) else x, made[0])
 
     def _called(
         self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -165,9 +188,11 @@ class UnitOp(PulledOp):
                 numbers[id(x)] = own
             filled[place] = x
         args, kwargs = pytree.unflatten(signature.spec, filled)
+        inner = changing((args, kwargs)) if signature.carriers else []
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
         try:
-            result = fn(*args, **kwargs)
+            with collecting.inside(signature.collectors) as collector:
+                result = fn(*args, **kwargs)
         except RuntimeError as error:
             raise self._refused(error) from error
         finally:
@@ -175,7 +200,21 @@ class UnitOp(PulledOp):
             here.reset(tokens[1])
             known.reset(tokens[2])
             in_function.reset(tokens[3])
-        out, self._spec_out = pytree.flatten(result)
+        if signature.carriers:  # the caller's own are changed as these are
+            result = map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
+        taken = collector.taken()
+        if not signature.proven:
+            signature.collects = signature.collects or taken is not None
+        if signature.collects:
+            result = result, taken
+        elif taken is not None:
+            raise ValueError(
+                f"Unit {self.unit!r} collects {next(iter(taken[0] or taken[1]))!r}, which it did not do in its first "
+                "run. Decide that by an argument, or collect a zero."
+            )
+        out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
+        if not signature.proven and not signature.carriers:
+            _need_same_arguments((args, kwargs), filled, signature.spec)
         if known_marks is not None:
             self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
         return out
@@ -383,6 +422,20 @@ class UnitOp(PulledOp):
             return self._saved.hooks()
         self._saved = Recorded(self._names, self._memory, what, self.signature.kept)
         return self._saved.around(not self.signature.proven)
+
+
+def _need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Spec) -> None:
+    """Refuses a function that has changed a list or a dict among its arguments."""
+    now, own = flatten(given)
+    if own != spec or any(x is not y for x, y in zip(now, filled, strict=True)):
+        raise noted(
+            Impure(
+                "changes a list, a dict or another object among its arguments",
+                None,
+                "Return what is new. An object that is there to be changed, such as a cache, is registered: "
+                "fz.register_carrier.",
+            )
+        )
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:

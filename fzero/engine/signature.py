@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.carriers import changing
+from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
@@ -80,7 +82,10 @@ class Signature:
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
+        self.carriers = bool(changing(pytree.unflatten(spec, flat)))
+        self.collectors = open_here()
         # ---- what its first run shows
+        self.collects = False
         self.proven = self.repeats = self.reruns = self.wrapped = self.users = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: Collection[type] = ()
@@ -90,7 +95,7 @@ class Signature:
 
     def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None) -> bool:
         """Tells whether a call has this signature."""
-        if code_of(fn) is not self.code:
+        if code_of(fn) is not self.code or open_here() != self.collectors:
             return False
         if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
             return False

@@ -159,7 +159,8 @@ class Look:
             self._refuse_write(x, name, place)
         self.reruns = self.reruns or hooks.any_around()
         numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
-        self.operations.append(Operation(name, numbers, depends, place))
+        if name != "aten::detach":  # autograd does so, too, where hooks take what it saves
+            self.operations.append(Operation(name, numbers, depends, place))
         return depends
 
     def after(self, out: object, depends: bool) -> None:

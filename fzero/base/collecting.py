@@ -1,0 +1,151 @@
+"""Values that leave a run of a function by a name: `fz.collect`, and Hugging Face's collector of hidden states."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from fzero.base.arguments import need_str, wrong
+from fzero.base.context import in_function, variable
+
+T = TypeVar("T")
+Lists = dict[str, Any]  # name -> a list of what was collected; Hugging Face's has other values beside these
+# that of the run that goes on, or of its unit
+_collecting: contextvars.ContextVar[Lists | None] = variable("collecting", None)
+_in_unit: contextvars.ContextVar[bool] = variable("collecting_in_unit", False)
+_HUGGING_FACE = "transformers.utils.output_capturing"
+
+
+def collect(x: T, name: str) -> T:
+    """Lets a value leave the step's function, or a unit, by a name: an auxiliary loss, a statistic of a layer.
+
+    It is differentiable, under every transform. A unit that is recomputed collects it once. Outside of a step it does
+    nothing.
+
+    Args:
+        x: a tensor.
+        name: such as `"aux"`. Several values may have one name.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        TypeError: `x` is no tensor, or `name` is no string.
+
+    Example:
+        >>> @fz.unit
+        ... def block(p, x):
+        ...     h = torch.tanh(x @ p["w"])
+        ...     fz.collect(h.square().mean(), "aux")
+        ...     return h
+        >>> def loss(params, x):
+        ...     for p in params["blocks"]:
+        ...         x = block(p, x)
+        ...     return x.sum() + 0.1 * sum(fz.collected("aux"))
+        >>> step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        >>> state = step.init({"blocks": [{"w": torch.eye(2)}]})
+        >>> state, metrics = step(state, torch.zeros(1, 2))
+    """
+    if not isinstance(x, torch.Tensor):
+        raise wrong("collect", "x", x, "a tensor")
+    need_str(name, "collect", "name", "a name, such as 'aux'")
+    own = _collecting.get()
+    if own is not None:
+        own.setdefault(name, []).append(x)
+    return x
+
+
+def collected(name: str) -> list[torch.Tensor]:
+    """What was collected by a name so far in this run of the step's function, in order.
+
+    Args:
+        name: as of `fz.collect`.
+
+    Raises:
+        RuntimeError: no step's function is running, or one of its units is, which sees its own values only.
+
+    Example:
+        See `fz.collect`.
+    """
+    own = _collecting.get()
+    if own is None or not in_function.get():
+        raise RuntimeError("collected: no step's function is running here. Call it inside the function of a step.")
+    if _in_unit.get():
+        raise RuntimeError("collected: a unit is running, which sees nothing of others. Call it outside of units.")
+    return list(own.get(name, ()))
+
+
+def _hugging_face() -> contextvars.ContextVar[Lists | None] | None:
+    module = sys.modules.get(_HUGGING_FACE)
+    return getattr(module, "_active_collector", None)
+
+
+def open_here() -> tuple[str, ...]:
+    """What Hugging Face's collector takes here."""
+    variable = _hugging_face()
+    taken = variable.get() if variable is not None else None
+    return tuple(taken) if taken else ()
+
+
+@contextmanager
+def run() -> Iterator[Lists]:
+    """Around a run of a step's function."""
+    own: Lists = {}
+    token = _collecting.set(own)
+    try:
+        yield own
+    finally:
+        _collecting.reset(token)
+
+
+class inside:
+    """Around a unit's function, which collects in lists of its own: `taken`, once it has ended."""
+
+    def __init__(self, open_: Sequence[str]) -> None:
+        self._open = open_
+        self._own: Lists = {}
+        self._before: Mapping[str, Any] = {}
+
+    def __enter__(self) -> inside:
+        self._tokens = _collecting.set(self._own), _in_unit.set(True)
+        if self._open:
+            variable = _hugging_face()
+            assert variable is not None
+            self._before = variable.get() or {}
+            self._others = {k: list(v) if isinstance(v, list) else v for k, v in self._before.items()}
+            self._token = variable.set(self._others)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _collecting.reset(self._tokens[0])
+        _in_unit.reset(self._tokens[1])
+        if self._open:
+            variable = _hugging_face()
+            assert variable is not None
+            variable.reset(self._token)
+
+    def taken(self) -> tuple[Lists, Lists] | None:
+        """What was collected; None for nothing."""
+        others = {}
+        if self._open:
+            before = self._before
+            others = {k: v[len(before[k]) :] for k, v in self._others.items() if isinstance(v, list)}
+        return (self._own, others) if self._own or any(others.values()) else None
+
+
+def put(taken: tuple[Lists, Lists]) -> None:
+    """Adds what a unit has collected to what the function around it has."""
+    own = _collecting.get()
+    if own is not None:
+        for name, values in taken[0].items():
+            own.setdefault(name, []).extend(values)
+    variable = _hugging_face()
+    others = variable.get() if variable is not None else None
+    if others is not None:
+        for name, values in taken[1].items():
+            others[name].extend(values)
