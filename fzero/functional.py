@@ -355,7 +355,7 @@ class _Copy:
             plain = functools.partial(run, *args, **kwargs)  # its params are in place already
             # a run that is given up leaves no buffer changed
             own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
-            return plain_call(own, node, unit.module)
+            return plain_call(own, node, unit.module, (dict(leaves), args, kwargs))
 
         own.forward = forward
         self._patched.add(id(own))

@@ -12,7 +12,7 @@ import scenarios
 import torch
 
 import fzero as fz
-from fzero.testing import run_ranks, strict_capture
+from fzero.testing import run_ranks, strict
 
 
 def linear_step(**kwargs: Any) -> fz.Step:
@@ -122,14 +122,14 @@ def test_the_params_of_a_state_given_to_a_module() -> None:
     apply(fz.gather(state.params), torch.ones(1, 3))
 
 
-def test_strict_capture_finds_what_is_hidden() -> None:
+def test_strict_finds_what_is_hidden() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
         hide(p["root"] * 2)
         return fz.unit(lambda q, x: x @ q["w"] * hidden().value)(p["blocks"][0], x).mean()
 
     params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
     step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
-    with strict_capture(), pytest.raises(ValueError, match="closes over a tensor"):
+    with strict(), pytest.raises(ValueError, match="closes over a tensor"):
         step(step.init(params), torch.ones(1, 2))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -149,3 +149,10 @@ def put(taken: tuple[Lists, Lists]) -> None:
     if others is not None:
         for name, values in taken[1].items():
             others[name].extend(values)
+
+
+def own(note: Callable[[object], None]) -> None:
+    """Tells of what has been collected so far in the run that goes on."""
+    found = _collecting.get()
+    if found:
+        note(found)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from fzero.base import hooks, private, pytree, texts
+from fzero.base import collecting, hooks, private, pytree, texts
 from fzero.base.carriers import changing, flatten, flatten_first
+from fzero.base.collecting import open_here
+from fzero.base.context import proves
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
 from fzero.capture.handle import Handle, HandleError
@@ -18,10 +20,12 @@ from fzero.comm.divergence import happened
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
 from fzero.engine.recorded import Whole
-from fzero.engine.signature import KEPT, Signature, level_here
+from fzero.engine.signature import KEPT, Signature, level_here, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
-from fzero.purity.look import beside, looking
+from fzero.purity import check
+from fzero.purity.look import Look, beside, looking
 from fzero.purity.strict import is_strict
+from fzero.purity.trial import Trial
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "
@@ -56,7 +60,7 @@ def call_unit(
         if owner is not None or seed is not None:
             return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around)
     node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around)
-    return plain_call(lambda: fn(*args, **kwargs), lambda seed: node(seed=seed), fn)
+    return plain_call(lambda: fn(*args, **kwargs), lambda seed: node(seed=seed), fn, (args, kwargs))
 
 
 def _as_node(
@@ -98,6 +102,7 @@ def _as_node(
         raise
     if look is not None:
         look.own(result)
+        collecting.own(look.own)
     if first:
         schedule.note(number, signature, KEPT)
     return result
@@ -113,14 +118,15 @@ def autocast_to(traversal: Traversal, dtype: torch.dtype | None) -> contextlib.A
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: object) -> object:
+def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: object, arguments: object) -> object:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
-    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it
-    runs as a node, as it does when it is sharded: `node(seed)`.
+    If its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it runs
+    as a node, as it does when it is sharded: `node(seed)`.
 
     Args:
         of: the unit's function, or its module.
+        arguments: what it is given, its leaves too.
     """
     traversal = current.get()
     if traversal is None:
@@ -135,11 +141,35 @@ def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: obje
     if code not in record.as_nodes:
         # of a module torch.utils.checkpoint runs parts again in the pullback, when its params are not there
         refusing = hooks.refused() if isinstance(of, torch.nn.Module) else contextlib.nullcontext()
+        look = looking.get()
         try:
             with seeded(seed), inside(None), refusing:
-                return fn()
+                return fn() if look is None or not proves.get() else _proven(look, traversal, fn, arguments, seed)
         except (RuntimeError, KeyError) as error:
             if not texts.says(error, *texts.REFUSED):
                 raise
             record.as_nodes.add(code)
     return node(seed)
+
+
+def _proven(look: Look, traversal: Traversal, fn: Callable[[], object], arguments: object, seed: int) -> object:
+    """What a unit returns that is called plainly in a first run: it is proven to be pure, as it would be as a node."""
+    given, spec = [x for x in flatten_first(arguments)[0] if isinstance(x, torch.Tensor)], list[pytree.Spec]()
+    unit = unit_of(traversal, given)
+
+    def run() -> Sequence[object]:
+        with collecting.inside(open_here()) as collector:
+            out, own = flatten_first((fn(), collector.taken()))
+        spec[:] = [own]
+        return out
+
+    with beside():
+        trial = Trial(f"Unit {unit!r}", lambda _: run(), given, (), seed, passes=False)
+        out, own = trial.compared(run)
+    check.note(unit, len(own.captured))
+    result, taken = pytree.unflatten(spec[0], out)
+    look.own(result)
+    if taken is not None:
+        look.own(taken)
+        collecting.put(taken)
+    return result

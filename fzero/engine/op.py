@@ -11,32 +11,28 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
-from fzero.base import collecting, hooks, private, pytree, refusals, texts
-from fzero.base.ambient import functions_seen
-from fzero.base.carriers import changing, flatten, flatten_first, map_changing
-from fzero.base.context import averaged, in_function, values_here
+from fzero.base import hooks, private, pytree, refusals
+from fzero.base.ambient import ambient, functions_seen
+from fzero.base.context import averaged, proves, values_here
 from fzero.base.edges import is_users
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, edges_to, joint_outputs
 from fzero.base.quick_node import apply_at
 from fzero.base.random import seeded
-from fzero.base.refusals import noted
 from fzero.base.thread_state import SET_GRAD_ENABLED
-from fzero.capture.notes import hand_on, marks_of, notes
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
-from fzero.engine.outlets import TAKES, Leaving, alike, leaving
+from fzero.engine.outlets import Leaving
 from fzero.engine.pullback import Pull, PulledOp
 from fzero.engine.recorded import Recorded, Whole
 from fzero.engine.signature import Signature
-from fzero.engine.traversal import Traversal, current, here, inside, known
+from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
-from fzero.purity.look import Impure
 from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
 from fzero.purity.trial import Trial, repeated
@@ -46,12 +42,6 @@ from fzero.table.names import NO_NAMES
 
 NESTED = "saved tensor hooks in a derivative's derivative"
 Around = Callable[..., contextlib.AbstractContextManager[object]]
-
-
-class _Own(NamedTuple):
-    """Stands in a result for an object among the arguments, by its number."""
-
-    number: int
 
 
 class UnitOp(PulledOp):
@@ -101,7 +91,7 @@ class UnitOp(PulledOp):
         self.used = False
         self.wanted, self.real = signature.wanted, list[int]()
         self._leaving: Leaving | None = None  # of its first run
-        self._variables = values_here() if self.recompute else ()
+        self._variables, self._settings = (values_here(), ambient()) if self.recompute else ((), ())
         self.stand_ins: Mapping[int, torch.Tensor] = {}
         traversal.schedule.runs(self)
 
@@ -127,7 +117,7 @@ class UnitOp(PulledOp):
             carriers: objects among its arguments whose content the function may change.
         """
         flat, signature = self._flat, self.signature
-        level, known_marks = signature.level, notes.get()
+        level = signature.level
         operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
         operands += [cast(torch.Tensor, flat[place]) for place in signature.tensors]
         if level is None:
@@ -143,114 +133,21 @@ class UnitOp(PulledOp):
             out = self.run(tuple(operands), ())
         else:
             out = apply(self, self.wanted, *operands)
-        assert self._leaving is not None
-        result = [recipe.outside(out) for recipe in self._leaving.recipes]
-        self._leaving = self._leaving._replace(recipes=[], tensors=())
         if self.stand_ins:  # whose tensors lie elsewhere now
             held = list(flat)
             for i, own in self.stand_ins.items():
                 held[signature.tensors[i - len(self.keys)]] = own
             self._flat, self.stand_ins = held, {}
-        if known_marks is not None:
-            hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
-        made = pytree.unflatten(self._spec_out, result)
-        if signature.collects:
-            made, taken = made
-            if taken is not None:
-                collecting.put(taken)
-        if not carriers:
-            return made
-        for x, new in zip(carriers, made[1], strict=True):
-            vars(x).clear()
-            vars(x).update(vars(new))
-        return pytree.map_leaves(lambda x: carriers[x.number] if isinstance(x, _Own) else x, made[0])
-
-    def _called(
-        self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> Sequence[object]:
-        """The flat result of the function."""
-        traversal, signature, known_marks = self.traversal, self.signature, notes.get()
-        filled, numbers = list(self._flat), dict[int, int]()
-        present: dict[tuple[Traversal, int], torch.Tensor] = {}
-        if signature.dressed:
-            outer = [self._flat[place] for place in signature.tensors]
-            tensors = [alike(x, cast(torch.Tensor, y)) for x, y in zip(tensors, outer, strict=True)]
-        if known_marks is not None:
-            marks = marks_of(known_marks, [self._flat[place] for place in signature.tensors])
-            hand_on(known_marks, marks, tensors)
-            known_marks.note_cut(leaves, traversal.layout.rows)
-        for place, index in signature.handles:
-            filled[place] = x = leaves[index]
-            numbers[id(x)], present[traversal, index] = index, x
-        for place, x in zip(signature.tensors, tensors, strict=True):
-            own = traversal.origins.get(id(filled[place]))
-            if own is not None:
-                numbers[id(x)] = own
-            filled[place] = x
-        args, kwargs = pytree.unflatten(signature.spec, filled)
-        inner = changing((args, kwargs)) if signature.carriers else []
-        tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
-        try:
-            with collecting.inside(signature.collectors) as collector:
-                result = fn(*args, **kwargs)
-        except RuntimeError as error:
-            raise self._refused(error) from error
-        finally:
-            current.reset(tokens[0])
-            here.reset(tokens[1])
-            known.reset(tokens[2])
-            in_function.reset(tokens[3])
-        if signature.carriers:  # the caller's own are changed as these are
-            result = map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
-        taken = collector.taken()
-        if not signature.proven:
-            signature.collects = signature.collects or taken is not None
-        if signature.collects:
-            result = result, taken
-        elif taken is not None:
-            raise ValueError(
-                f"Unit {self.unit!r} collects {next(iter(taken[0] or taken[1]))!r}, which it did not do in its first "
-                "run. Decide that by an argument, or collect a zero."
-            )
-        out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
-        if not signature.proven and not signature.carriers:
-            _need_same_arguments((args, kwargs), filled, signature.spec)
-        if known_marks is not None:
-            self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
-        return out
-
-    def _refused(self, error: RuntimeError) -> Exception:
-        """What is said of an error of torch's."""
-        if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
-            return ValueError(refusals.not_here(self.unit, refusals.place_of(error)))
-        if texts.says(error, texts.WRITES_LEAF):
-            return ValueError(refusals.writes_leaf(self.unit))
-        if texts.says(error, *texts.FREED):
-            return ValueError(refusals.freed(f"{self.name}{refusals.place_of(error)}"))
-        if texts.says(error, *refusals.of_derivatives()):
-            return TypeError(refusals.twice(self.unit, error))
-        return error
-
-    def _let_out(
-        self,
-        out: Sequence[object],
-        leaves: Mapping[int, torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        fulls: Sequence[torch.Tensor],
-    ) -> Sequence[torch.Tensor]:
-        """The tensors that leave the node: as those of its first run did."""
-        if self._leaving is not None:
-            return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
-        outer = [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors]
-        self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
-        return self._leaving.tensors
+        return self._outside(out, carriers)
 
     # ---- forward
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
-        out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
+        # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
+        with _NOTHING if self.signature.level else functions_seen(self.functions):
+            out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
         if self.recompute:
             self._pull = None
         if not wanted:
@@ -301,11 +198,11 @@ class UnitOp(PulledOp):
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
-            trial = None if signature.proven else self._tried(leaves, tensors[count:], memories)
+            trial = None if signature.proven or not proves.get() else self._tried(leaves, tensors[count:], memories)
             with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), guard, one_level:
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
-                elif self._leaving is not None and not signature.repeats:
+                elif self._leaving is not None and signature.proven and not signature.repeats:
                     out = self._repeated(leaves, tensors[count:], memories)
                 else:
                     out = self._called(self.unit_fn, leaves, tensors[count:])
@@ -326,7 +223,7 @@ class UnitOp(PulledOp):
             signature.kept = self._saved.keeps_all
         elif signature.names != NO_NAMES:
             traversal.named.append(None)
-        if not signature.proven:
+        if trial is not None:
             self._note_first(put, wanted)
         traversal.users = traversal.users or signature.users
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
@@ -422,20 +319,6 @@ class UnitOp(PulledOp):
             return self._saved.hooks()
         self._saved = Recorded(self._names, self._memory, what, self.signature.kept)
         return self._saved.around(not self.signature.proven)
-
-
-def _need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Spec) -> None:
-    """Refuses a function that has changed a list or a dict among its arguments."""
-    now, own = flatten(given)
-    if own != spec or any(x is not y for x, y in zip(now, filled, strict=True)):
-        raise noted(
-            Impure(
-                "changes a list, a dict or another object among its arguments",
-                None,
-                "Return what is new. An object that is there to be changed, such as a cache, is registered: "
-                "fz.register_carrier.",
-            )
-        )
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
-from fzero.base.ambient import default_dtype, functions_seen
+from fzero.base.ambient import default_dtype, functions_seen, within
 from fzero.base.context import averaged, during
 from fzero.base.node import Tensors, gradients
-from fzero.base.quick_node import QuickOp
 from fzero.engine.activations import Inputs, Saved
+from fzero.engine.called import CalledOp
 from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
 from fzero.engine.recorded import Recorded
@@ -37,7 +37,7 @@ class Pull:
     surroundings: Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class PulledOp(QuickOp):
+class PulledOp(CalledOp):
     """A unit's call, as far as its pullback goes; `UnitOp` runs it."""
 
     traversal: Traversal
@@ -55,6 +55,7 @@ class PulledOp(QuickOp):
     _saved: Saved | Recorded | None  # what the graph saved, elsewhere or to be computed again
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
+    _settings: Sequence[object]  # of torch's, as it was called
     _variables: Sequence[tuple[contextvars.ContextVar[object], object]]
 
     def _forward(
@@ -148,6 +149,7 @@ class PulledOp(QuickOp):
         enabled, dtype = self.autocast
         casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
         with (
+            within(self._settings),
             functions_seen(self.functions),
             default_dtype(self.default_dtype),
             during(averaged, self.averaged),

@@ -76,7 +76,7 @@ class Signature:
                 self.forms.append((_VALUE, x))
         # ---- what the table says of its unit
         rows = [traversal.table.units[unit] for unit in dict.fromkeys(key.unit for key in keys)]
-        self.unit = self.keys[0].unit if keys else "of full params"
+        self.unit = self.keys[0].unit if keys else unit_of(traversal, flat)
         self.compiles = any(row.compile for row in rows)
         self.remat = any(row.remat for row in rows)
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
@@ -129,6 +129,12 @@ def level_here() -> int | None:
     """The level of torch.func that is alone all that differentiates here, 0 where nothing does; None for more."""
     level = private.single_level()
     return level or (0 if not (private.transforms() or torch.is_grad_enabled()) else None)
+
+
+def unit_of(traversal: Traversal, flat: Sequence[object]) -> str:
+    """Names the unit of a call that is given full leaves."""
+    index = next((own for x in flat if (own := traversal.origins.get(id(x))) is not None), None)
+    return "of full params" if index is None else traversal.layout.rows[index].unit
 
 
 def _full_rows(traversal: Traversal, flat: Sequence[object]) -> list[Row]:

@@ -81,7 +81,7 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
 
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
     with failing("check_pure"), during(proofs, found), strict():
-        Trial("step: the function", lambda _: forward(), given, (), inside=False).compared(forward)
+        Trial("step: the function", lambda _: forward(), given, (), None, False, False).compared(forward)
     return Report(found)
 
 

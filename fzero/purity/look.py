@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from fzero.base.operators import kind_of
 from fzero.base.places import Place, is_library, place_in
 from fzero.base.refusals import heard, noted
 from fzero.base.uncounted import Operator
-from fzero.capture.handle import READABLE, Function, Named, Operands, Valueless, name_of, writes
+from fzero.capture.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
 from fzero.purity.observer import current
 
 # which give no derivative on: x.shape, x.detach()
@@ -35,6 +35,8 @@ _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__g
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
 NameOf = Callable[[torch.Tensor], str]
+# which compute nothing: autograd and fake tensors do so by themselves, too
+_SILENT = ("aten::detach", "prim::device")
 _MADE_OF_NUMBERS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor
 
 
@@ -96,6 +98,7 @@ class Look:
         inside: whether it runs inside of what is differentiated, as a unit does: then it captures constants only.
 
     Attributes:
+        objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
         operations: all of them, in order.
         captured: by the memory of a tensor.
         made: what depends on something given.
@@ -109,6 +112,7 @@ class Look:
         self.made: list[Made] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = self.wrapped = False
+        self.objects: Collection[int] = ()
         self._inside, self._given = inside, dict(given)
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
         self._modes = _Operators(self), _Functions(self)
@@ -131,10 +135,15 @@ class Look:
         memory = memory_of(private.unwrapped(tensor))
         self._given[memory], self._own[memory] = name, True
 
+    def given_more(self, given: Mapping[int, NameOf]) -> None:
+        """Has more memory be what the function is given."""
+        self._given |= given
+        self._own |= dict.fromkeys(given, True)
+
     def own(self, tree: object) -> None:
         """Has tensors be made by the function: what a unit returns that it calls."""
         for x in pytree.tensors_in(tree, *pytree.flatten(tree)[0]):
-            if not isinstance(x, Valueless):
+            if not isinstance(x, StandIn):
                 self._own.setdefault(memory_of(private.unwrapped(x)), True)
 
     # ---- what the modes tell
@@ -159,7 +168,7 @@ class Look:
             self._refuse_write(x, name, place)
         self.reruns = self.reruns or hooks.any_around()
         numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
-        if name != "aten::detach":  # autograd does so, too, where hooks take what it saves
+        if name not in _SILENT:
             self.operations.append(Operation(name, numbers, depends, place))
         return depends
 
@@ -167,11 +176,11 @@ class Look:
         """Notes what an operation has made."""
         for x in pytree.tensors_in(out):
             memory = memory_of(x)
-            if memory not in self._own:
+            if memory not in self._own and memory not in self.captured:
                 self._own[memory] = depends
-            elif depends:
+            elif depends and memory in self._own:
                 self._own[memory] = True
-            if depends and not isinstance(x, Valueless):
+            if depends and not isinstance(x, StandIn):
                 own = memory not in self._given and _is_strided(x)
                 of = StorageWeakRef(x.untyped_storage()) if own else weakref.ref(x)
                 self.made.append(Made(of, x.shape, self.operations[-1].place if self.operations else None))
@@ -182,7 +191,7 @@ class Look:
             _refuse_parts(func, operands, kwargs or {})
         if func in _HOOKS:
             self.reruns = True
-            if self._inside and memory_of(private.unwrapped(operands[0])) in self._given:  # type: ignore[arg-type]
+            if id(operands[0]) in self.objects:
                 raise noted(
                     Impure(
                         f"calls {func.__name__!r} of a tensor that it is given",
@@ -196,15 +205,18 @@ class Look:
         if writes(func, kwargs) and operands and isinstance(operands[0], torch.Tensor):  # before autograd says it
             self._refuse_write(private.unwrapped(operands[0]), f"::{name_of(func)}", _place() or _NOWHERE)
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
-            if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
+            if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
             if memory_of(private.unwrapped(x)) in self._own:
                 continue
+            place = _place()
+            if place is None:  # this library's own
+                return
             if private.is_differentiated(x) or private.is_mapped(x):
                 raise noted(
                     Impure(
                         f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
-                        _place(),
+                        place,
                         "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
                     )
                 )
@@ -224,7 +236,7 @@ class Look:
                     "statistics are buffers: fz.functional(module, buffers=True).",
                 )
             )
-        if memory in self.captured:
+        if memory in self.captured or memory not in self._own:
             raise noted(
                 Impure(
                     f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
@@ -292,6 +304,11 @@ def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
     Raises:
         ValueError: it is not pure.
     """
+    look = looking.get()
+    if look is not None:  # at what runs this one
+        look.given_more(given)
+        yield look
+        return
     look = Look(given, inside=False)
     try:
         with heard(), look:
@@ -344,13 +361,16 @@ def _number(x: object) -> object:
     return bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x
 
 
+_PASS_ON = ("fzero.purity", "fzero.base.uncounted", "fzero.base.intercept")  # which call an operator for somebody else
+
+
 def _place() -> Place | None:
     """The innermost line of the user's that runs; None if this library calls an operation itself."""
     frame: FrameType | None = sys._getframe(3)
     direct = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        passes = module.startswith("fzero.purity") or frame.f_code.co_name == "__torch_function__"
+        passes = module.startswith(_PASS_ON) or frame.f_code.co_name == "__torch_function__"
         if direct and module.startswith("fzero.") and not passes:
             return None
         if not is_library(frame.f_code.co_filename):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,6 +28,7 @@ from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, b
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
 CLOSE = 1e-3  # of outputs where operators are not deterministic
+_WAITS = 0, 0.01, 0.05, 0.2
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -40,6 +42,7 @@ class Trial:
         memories: buffers, each with what names a tensor in it.
         seed: of its random numbers; None: as they come.
         inside: as of `Look`.
+        passes: whether `run` passes on the tensors that it is given.
 
     Attributes:
         opaque: types of what it returns that is neither a tensor nor a number.
@@ -56,15 +59,17 @@ class Trial:
         memories: Sequence[tuple[torch.Tensor, NameOf]],
         seed: int | None = None,
         inside: bool = True,
+        passes: bool = True,
     ) -> None:
         self._who, self._inside, self._given, self._seed = who, inside, given, seed
         self._names = names_of(given, memories)
         with _refusing(who):
             with _beside():
                 before = _content(given)
-            own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if inside else [*given]
+            own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
             look = Look(self._names, inside)
-            look.made += [Made(weakref.ref(x), x.shape, None) for x in own if inside]
+            look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
+            look.objects = {id(x) for x in own if inside}
             with seeded(seed), heard(), look:
                 out = run(own)
             with _beside(), torch.no_grad():
@@ -87,6 +92,7 @@ class Trial:
             ValueError: it is not as the trial was.
         """
         real = Look(self._names, self._inside)
+        real.objects = {id(x) for x in self._given if self._inside}
         with _refusing(self._who):
             with seeded(self._seed), heard(), real:
                 out = run()
@@ -179,9 +185,13 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
 
 def _alive(look: Look) -> list[Made]:
     alive = [made for made in look.made if made.is_alive()]
-    if alive:
+    for seconds in _WAITS if alive else ():
+        time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
         gc.collect()  # of cycles
-    return [made for made in alive if made.is_alive()]
+        alive = [made for made in alive if made.is_alive()]
+        if not alive:
+            break
+    return alive
 
 
 Content = tuple[int, int, bool, float]

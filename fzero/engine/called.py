@@ -1,0 +1,154 @@
+"""One run of a unit's function: its arguments are put together, and its result is taken apart and made outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from fzero.base import collecting, pytree, refusals, texts
+from fzero.base.carriers import changing, flatten, flatten_first, map_changing
+from fzero.base.context import in_function
+from fzero.base.quick_node import QuickOp
+from fzero.base.refusals import noted
+from fzero.capture.notes import Mark, hand_on, marks_of, notes
+from fzero.engine.outlets import TAKES, Leaving, alike, leaving
+from fzero.engine.signature import Signature
+from fzero.engine.traversal import Traversal, current, here, known
+from fzero.purity.look import Impure
+
+
+class _Own(NamedTuple):
+    """Stands in a result for an object among the arguments, by its number."""
+
+    number: int
+
+
+class CalledOp(QuickOp):
+    """A unit's call, as far as its function goes."""
+
+    traversal: Traversal
+    signature: Signature
+    unit: str
+    _flat: Sequence[object]  # its arguments, flat
+    _leaving: Leaving | None = None  # of its first run
+    _spec_out: pytree.Spec
+    _marks: Sequence[Mark | None] = ()  # how the tensors of its result vary
+
+    def _called(
+        self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> Sequence[object]:
+        """The flat result of the function."""
+        traversal, signature, known_marks = self.traversal, self.signature, notes.get()
+        filled, numbers = list(self._flat), dict[int, int]()
+        present: dict[tuple[Traversal, int], torch.Tensor] = {}
+        if signature.dressed:
+            outer = [self._flat[place] for place in signature.tensors]
+            tensors = [alike(x, cast(torch.Tensor, y)) for x, y in zip(tensors, outer, strict=True)]
+        if known_marks is not None:
+            marks = marks_of(known_marks, [self._flat[place] for place in signature.tensors])
+            hand_on(known_marks, marks, tensors)
+            known_marks.note_cut(leaves, traversal.layout.rows)
+        for place, index in signature.handles:
+            filled[place] = x = leaves[index]
+            numbers[id(x)], present[traversal, index] = index, x
+        for place, x in zip(signature.tensors, tensors, strict=True):
+            own = traversal.origins.get(id(filled[place]))
+            if own is not None:
+                numbers[id(x)] = own
+            filled[place] = x
+        args, kwargs = pytree.unflatten(signature.spec, filled)
+        inner = changing((args, kwargs)) if signature.carriers else []
+        tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
+        try:
+            with collecting.inside(signature.collectors) as collector:
+                result = fn(*args, **kwargs)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+        finally:
+            current.reset(tokens[0])
+            here.reset(tokens[1])
+            known.reset(tokens[2])
+            in_function.reset(tokens[3])
+        if signature.carriers:  # the caller's own are changed as these are
+            result = map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
+        taken = collector.taken()
+        if not signature.proven:
+            signature.collects = signature.collects or taken is not None
+        if signature.collects:
+            result = result, taken
+        elif taken is not None:
+            raise ValueError(
+                f"Unit {self.unit!r} collects {next(iter(taken[0] or taken[1]))!r}, which it did not do in its first "
+                "run. Decide that by an argument, or collect a zero."
+            )
+        out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
+        if not signature.proven and not signature.carriers:
+            _need_same_arguments((args, kwargs), filled, signature.spec)
+        if known_marks is not None:
+            self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
+        return out
+
+    def _refused(self, error: RuntimeError) -> Exception:
+        """What is said of an error of torch's."""
+        if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
+            return ValueError(refusals.not_here(self.unit, refusals.place_of(error)))
+        if texts.says(error, texts.WRITES_LEAF):
+            return ValueError(refusals.writes_leaf(self.unit))
+        if texts.says(error, *texts.FREED):
+            return ValueError(refusals.freed(f"{self.name}{refusals.place_of(error)}"))
+        if texts.says(error, *refusals.of_derivatives()):
+            return TypeError(refusals.twice(self.unit, error))
+        return error
+
+    def _let_out(
+        self,
+        out: Sequence[object],
+        leaves: Mapping[int, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        fulls: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        """The tensors that leave the node: as those of its first run did."""
+        if self._leaving is not None:
+            return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
+        outer = [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors]
+        self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
+        return self._leaving.tensors
+
+    def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[Any]) -> object:
+        """The call's result, of what its node has put out.
+
+        Args:
+            carriers: the objects among its arguments whose content the function may have changed.
+        """
+        assert self._leaving is not None
+        result = [recipe.outside(out) for recipe in self._leaving.recipes]
+        self._leaving = self._leaving._replace(recipes=[], tensors=())
+        if (known_marks := notes.get()) is not None:
+            hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
+        made = pytree.unflatten(self._spec_out, result)
+        if self.signature.collects:
+            made, taken = made
+            if taken is not None:
+                collecting.put(taken)
+        if not carriers:
+            return made
+        for x, new in zip(carriers, made[1], strict=True):
+            vars(x).clear()
+            vars(x).update(vars(new))
+        return pytree.map_leaves(lambda x: carriers[x.number] if isinstance(x, _Own) else x, made[0])
+
+
+def _need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Spec) -> None:
+    """Refuses a function that has changed a list or a dict among its arguments."""
+    now, own = flatten(given)
+    if own != spec or any(x is not y for x, y in zip(now, filled, strict=True)):
+        raise noted(
+            Impure(
+                "changes a list, a dict or another object among its arguments",
+                None,
+                "Return what is new. An object that is there to be changed, such as a cache, is registered: "
+                "fz.register_carrier.",
+            )
+        )
