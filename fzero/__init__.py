@@ -4,7 +4,6 @@ from fzero import compat, optim, parallel, schedules, testing, transforms
 from fzero.base.carriers import register_carrier
 from fzero.base.collecting import collect, collected
 from fzero.base.ragged import Ragged
-from fzero.capture.handle import HandleError
 from fzero.checkpoint.kept import Checkpoints
 from fzero.checkpoint.load import load, load_extra
 from fzero.checkpoint.manifest import DamagedCheckpoint
@@ -57,6 +56,7 @@ from fzero.state.stack import stack, unstack
 from fzero.state.train_state import TrainState
 from fzero.step import Step, train_step, with_fn
 from fzero.stores.disk import Disk
+from fzero.table.handle import HandleError
 from fzero.table.layout import Layout
 from fzero.table.policy import Policy
 from fzero.table.spec import Extra

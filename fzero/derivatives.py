@@ -15,7 +15,6 @@ from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
-from fzero.capture.notes import FirstRun, followed, has_run, notes
 from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
@@ -31,6 +30,7 @@ from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
+from fzero.table.placements import FirstRun, followed, has_run, notes
 from fzero.table.spec import Spec
 
 

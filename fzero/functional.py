@@ -21,7 +21,6 @@ from fzero.base.context import during, own_copies, variable
 from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.handle import Function, Handle, reading
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
@@ -37,6 +36,7 @@ from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
 from fzero.parallel import maps, watched
 from fzero.parallel.piece import Pieces
+from fzero.table.handle import Function, Handle, reading
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 

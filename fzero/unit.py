@@ -10,12 +10,12 @@ import torch
 
 from fzero.base import program, pytree
 from fzero.base.arguments import need_str, wrong
-from fzero.capture.handle import Handle
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
 from fzero.parallel import maps
 from fzero.state.sharded import is_sharded
+from fzero.table.handle import Handle
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 

@@ -12,11 +12,11 @@ from fzero.base.carriers import changing, flatten, flatten_first, map_changing
 from fzero.base.context import in_function
 from fzero.base.quick_node import QuickOp
 from fzero.base.refusals import noted
-from fzero.capture.notes import Mark, hand_on, marks_of, notes
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
 from fzero.purity.look import Impure
+from fzero.table.placements import Mark, hand_on, marks_of, notes
 
 
 class _Own(NamedTuple):

@@ -15,7 +15,6 @@ from fzero.base.collecting import open_here
 from fzero.base.context import proves
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
-from fzero.capture.handle import Handle, HandleError
 from fzero.comm.divergence import happened
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
@@ -26,6 +25,7 @@ from fzero.purity import check
 from fzero.purity.look import Look, beside, looking
 from fzero.purity.strict import is_strict
 from fzero.purity.trial import Trial
+from fzero.table.handle import Handle, HandleError
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "

@@ -16,8 +16,6 @@ from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, of_higher_order, place_of, refuse_outside
 from fzero.base.uncounted import look_for_more
-from fzero.capture.handle import Handle, StandIn, protecting, storage_of
-from fzero.capture.notes import followed, has_run, notes
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
@@ -38,8 +36,10 @@ from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
 from fzero.table.counting import Mask
+from fzero.table.handle import Handle, StandIn, protecting, storage_of
 from fzero.table.layout import Key
 from fzero.table.names import need_given
+from fzero.table.placements import followed, has_run, notes
 from fzero.table.spec import Spec
 
 

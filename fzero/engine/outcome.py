@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
-from fzero.capture.contents import tensors_in
+from fzero.base.rebound import tensors_inside
 from fzero.engine.masking import is_given
 from fzero.engine.pullback import used_up
 from fzero.state.train_state import TrainState
@@ -162,7 +162,7 @@ def is_differentiable(value: object) -> bool:
 
 def refuse_hidden(value: object) -> None:
     """Refuses an output that hides tensors, whose derivative nobody could ask for."""
-    if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
+    if not isinstance(value, torch.Tensor) and tensors_inside(value):
         raise TypeError(
             f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
             "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "

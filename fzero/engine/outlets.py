@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import private
-from fzero.capture.handle import Valueless, storage_of
+from fzero.table.handle import Valueless, storage_of
 
 Reading = tuple[int, torch.dtype, bool, bool]
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -19,7 +19,6 @@ from fzero.base import private, pytree, texts
 from fzero.base.edges import edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.base.node import edges_to
-from fzero.capture.handle import storage_of
 from fzero.comm.divergence import failing
 from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
@@ -35,6 +34,7 @@ from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
+from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 

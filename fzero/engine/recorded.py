@@ -19,9 +19,9 @@ from fzero.base.ambient import ambient, within
 from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.handle import storage_of
 from fzero.engine.activations import Activations, Kept, refuse_writes
 from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.table.handle import storage_of
 from fzero.table.names import Names
 
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from fzero.base import pages, private
-from fzero.capture.notes import FirstRun
 from fzero.comm import hazards
 from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key
+from fzero.table.placements import FirstRun
 
 Keys = tuple[Key, ...]
 

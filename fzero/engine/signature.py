@@ -15,10 +15,10 @@ from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
-from fzero.capture.handle import Handle
 from fzero.engine.traversal import Traversal
 from fzero.purity.look import Captured, Operation
 from fzero.stores.put import DEVICE
+from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
 from fzero.table.rows import Row
 

@@ -19,7 +19,6 @@ from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
-from fzero.capture.handle import Handle
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.later import Late
@@ -28,6 +27,7 @@ from fzero.engine.use import Use
 from fzero.purity.collectives import of_collectives
 from fzero.purity.observer import Observer
 from fzero.table.counting import Mask
+from fzero.table.handle import Handle
 from fzero.table.layout import Key, Layout, Slot
 from fzero.table.rows import Table
 

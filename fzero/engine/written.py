@@ -10,9 +10,9 @@ import torch
 from fzero.base import private
 from fzero.base.refusals import noted, of_higher_order, place_of
 from fzero.base.uncounted import STATISTICS, told
-from fzero.capture.handle import storage_of
 from fzero.state.sharded import Part, Sharded
 from fzero.state.train_state import TrainState
+from fzero.table.handle import storage_of
 from fzero.table.layout import Group, Key
 
 LeafOf = Callable[[torch.Tensor], str]

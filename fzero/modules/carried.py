@@ -13,13 +13,13 @@ from torch import nn
 from fzero.base import texts
 from fzero.base.arguments import named
 from fzero.base.refusals import noted
-from fzero.capture.handle import Function, storage_of
 from fzero.engine.dispatch import call_unit
 from fzero.engine.outlets import overlap
 from fzero.modules.holdings import Holdings
 from fzero.modules.moved_alike import need_moved_alike, others_in
 from fzero.modules.places import Place, Places
 from fzero.parallel.batch_norm import ranks_of_means
+from fzero.table.handle import Function, storage_of
 
 
 def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:

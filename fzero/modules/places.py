@@ -17,11 +17,11 @@ from torch import nn
 
 from fzero.base import private
 from fzero.base.refusals import noted
-from fzero.capture.contents import BOUND, apart, attributes_of
-from fzero.capture.handle import Function, Handle, Valueless, name_of
 from fzero.engine.traversal import current, here, read
+from fzero.modules.contents import BOUND, apart, attributes_of
 from fzero.modules.holdings import Holdings, rebuilt
 from fzero.state.sharded import Sharded
+from fzero.table.handle import Function, Handle, Valueless, name_of
 
 Leaves = Mapping[str, object]
 _FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)

@@ -27,8 +27,8 @@ from fzero.base.operators import kind_of
 from fzero.base.places import Place, is_library, place_in
 from fzero.base.refusals import heard, noted
 from fzero.base.uncounted import Operator
-from fzero.capture.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
 from fzero.purity.observer import current
+from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
 
 # which give no derivative on: x.shape, x.detach()
 _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch
 from fzero.base import as_written
 from fzero.base.places import is_library
 from fzero.base.refusals import noted, place_of
-from fzero.capture.handle import Function, Named, Operands, name_of
+from fzero.table.handle import Function, Named, Operands, name_of
 
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 

@@ -8,7 +8,7 @@ import torch
 from units import X, params_of
 
 import fzero as fz
-from fzero.capture.handle import Handle
+from fzero.table.handle import Handle
 from fzero.engine.traversal import Present, current, here, inside, origins_of
 from fzero.testing import run_ranks
 

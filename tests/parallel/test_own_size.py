@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fzero.base.context import during
-from fzero.capture.notes import Cut, Notes, notes
+from fzero.table.placements import Cut, Notes, notes
 from fzero.comm.axis import Axis
 from fzero.parallel.own_size import OwnSize
 
