@@ -352,10 +352,12 @@ class _Copy:
             node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
-            plain = functools.partial(run, *args, **kwargs)  # its params are in place already
+            # its params are in place already
+            if unit.carried is None:
+                return plain_call(run, node, unit.module, args, kwargs, [*leaves.values()])
             # a run that is given up leaves no buffer changed
-            own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
-            return plain_call(own, node, unit.module, (dict(leaves), args, kwargs))
+            own = functools.partial(unit.carried.alone, run)
+            return plain_call(own, node, unit.module, args, kwargs, [*leaves.values()], unit.carried.undo)
 
         own.forward = forward
         self._patched.add(id(own))

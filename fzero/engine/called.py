@@ -43,6 +43,8 @@ class CalledOp(QuickOp):
         traversal, signature, known_marks = self.traversal, self.signature, notes.get()
         filled, numbers = list(self._flat), dict[int, int]()
         present: dict[tuple[Traversal, int], torch.Tensor] = {}
+        if not signature.proven:  # below a level of torch.func a class may show that does not outside
+            signature.dressed = signature.dressed or any(type(x) is not torch.Tensor for x in tensors)
         if signature.dressed:
             outer = [self._flat[place] for place in signature.tensors]
             tensors = [alike(x, cast(torch.Tensor, y)) for x, y in zip(tensors, outer, strict=True)]
@@ -72,7 +74,7 @@ class CalledOp(QuickOp):
             known.reset(tokens[2])
             in_function.reset(tokens[3])
         if signature.carriers:  # the caller's own are changed as these are
-            result = map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
+            result = taken_apart(result, inner)
         taken = collector.taken()
         if not signature.proven:
             signature.collects = signature.collects or taken is not None
@@ -85,7 +87,7 @@ class CalledOp(QuickOp):
             )
         out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
         if not signature.proven and not signature.carriers:
-            _need_same_arguments((args, kwargs), filled, signature.spec)
+            need_same_arguments((args, kwargs), filled, signature.spec)
         if known_marks is not None:
             self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
         return out
@@ -132,15 +134,23 @@ class CalledOp(QuickOp):
             made, taken = made
             if taken is not None:
                 collecting.put(taken)
-        if not carriers:
-            return made
-        for x, new in zip(carriers, made[1], strict=True):
-            vars(x).clear()
-            vars(x).update(vars(new))
-        return pytree.map_leaves(lambda x: carriers[x.number] if isinstance(x, _Own) else x, made[0])
+        return put_together(made, carriers) if carriers else made
 
 
-def _need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Spec) -> None:
+def taken_apart(result: object, inner: Sequence[Any]) -> object:
+    """A result beside the objects whose content the function may have changed."""
+    return map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
+
+
+def put_together(made: Any, carriers: Sequence[Any]) -> object:
+    """A result; the caller's objects get the content of the function's."""
+    for x, new in zip(carriers, made[1], strict=True):
+        vars(x).clear()
+        vars(x).update(vars(new))
+    return pytree.map_leaves(lambda x: carriers[x.number] if isinstance(x, _Own) else x, made[0])
+
+
+def need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Spec) -> None:
     """Refuses a function that has changed a list or a dict among its arguments."""
     now, own = flatten(given)
     if own != spec or any(x is not y for x, y in zip(now, filled, strict=True)):

@@ -16,6 +16,7 @@ from fzero.base.context import proves
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
 from fzero.comm.divergence import happened
+from fzero.engine.called import need_same_arguments, put_together, taken_apart
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
 from fzero.engine.recorded import Whole
@@ -60,7 +61,7 @@ def call_unit(
         if owner is not None or seed is not None:
             return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around)
     node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around)
-    return plain_call(lambda: fn(*args, **kwargs), lambda seed: node(seed=seed), fn, (args, kwargs))
+    return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs)
 
 
 def _as_node(
@@ -77,7 +78,7 @@ def _as_node(
     schedule, level, look = traversal.schedule, level_here(), looking.get()
     known = schedule.signatures()
     signature = next((each for each in known if each.fits(traversal, fn, flat, spec, level)), None)
-    first = signature is None or is_strict()
+    first = signature is None or is_strict() or bool(private.dispatch_modes())
     if signature is None or first:
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))
@@ -94,14 +95,14 @@ def _as_node(
                     result = UnitOp(traversal, signature, run, fn, flat, around, own_seed, number).applied(carriers)
                     break
                 except Whole:
-                    signature.whole, signature.proven = True, False
+                    signature.whole, signature.proven, signature.repeats = True, False, False
                     happened(f"unit {signature.unit!r} began again, as its operations do not say all that they compute")
     except Exception as error:
         if is_ours(error):
             noted(error)
         raise
     if look is not None:
-        look.own(result)
+        look.own((result, carriers))
         collecting.own(look.own)
     if first:
         schedule.note(number, signature, KEPT)
@@ -118,7 +119,15 @@ def autocast_to(traversal: Traversal, dtype: torch.dtype | None) -> contextlib.A
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: object, arguments: object) -> object:
+def plain_call(
+    fn: Callable[..., object],
+    node: Callable[[int], object],
+    of: object,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    leaves: Sequence[object] = (),
+    undo: Callable[[], Callable[[], None]] | None = None,
+) -> object:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
     If its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it runs
@@ -126,12 +135,13 @@ def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: obje
 
     Args:
         of: the unit's function, or its module.
-        arguments: what it is given, its leaves too.
+        leaves: those of a module, which are in their places.
+        undo: notes the module's buffers, and returns what puts them back.
     """
     traversal = current.get()
     if traversal is None:
         try:
-            return fn()
+            return fn(*args, **kwargs)
         except HandleError as error:
             if here.get() is not None:
                 raise
@@ -144,7 +154,9 @@ def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: obje
         look = looking.get()
         try:
             with seeded(seed), inside(None), refusing:
-                return fn() if look is None or not proves.get() else _proven(look, traversal, fn, arguments, seed)
+                if look is None or not proves.get():
+                    return fn(*args, **kwargs)
+                return _proven(look, traversal, fn, args, kwargs, leaves, undo, seed)
         except (RuntimeError, KeyError) as error:
             if not texts.says(error, *texts.REFUSED):
                 raise
@@ -152,24 +164,49 @@ def plain_call(fn: Callable[[], object], node: Callable[[int], object], of: obje
     return node(seed)
 
 
-def _proven(look: Look, traversal: Traversal, fn: Callable[[], object], arguments: object, seed: int) -> object:
+def _proven(
+    look: Look,
+    traversal: Traversal,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    leaves: Sequence[object],
+    undo: Callable[[], Callable[[], None]] | None,
+    seed: int,
+) -> object:
     """What a unit returns that is called plainly in a first run: it is proven to be pure, as it would be as a node."""
-    given, spec = [x for x in flatten_first(arguments)[0] if isinstance(x, torch.Tensor)], list[pytree.Spec]()
-    unit = unit_of(traversal, given)
+    flat, spec = flatten_first((args, kwargs))
+    given, specs = [x for x in (*flat, *leaves) if isinstance(x, torch.Tensor)], list[pytree.Spec]()
+    carriers, unit = changing((args, kwargs)), unit_of(traversal, given)
 
     def run() -> Sequence[object]:
+        own, named = pytree.unflatten(spec, flat)
+        inner = changing((own, named)) if carriers else []
         with collecting.inside(open_here()) as collector:
-            out, own = flatten_first((fn(), collector.taken()))
-        spec[:] = [own]
+            result = fn(*own, **named)
+        if carriers:
+            result = taken_apart(result, inner)
+        else:
+            need_same_arguments((own, named), flat, spec)
+        out, own_spec = flatten_first((result, collector.taken()))
+        specs[:] = [own_spec]
         return out
 
+    def tried(_: object) -> Sequence[object]:
+        back = undo() if undo is not None else None
+        try:
+            return run()
+        finally:
+            if back is not None:
+                back()
+
     with beside():
-        trial = Trial(f"Unit {unit!r}", lambda _: run(), given, (), seed, passes=False)
+        trial = Trial(f"Unit {unit!r}", tried, given, (), seed, passes=False)
         out, own = trial.compared(run)
     check.note(unit, len(own.captured))
-    result, taken = pytree.unflatten(spec[0], out)
-    look.own(result)
+    result, taken = pytree.unflatten(specs[0], out)
     if taken is not None:
-        look.own(taken)
         collecting.put(taken)
+    result = put_together(result, carriers) if carriers else result
+    look.own((result, taken, carriers))
     return result

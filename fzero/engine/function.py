@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.base import collecting, private, pytree
-from fzero.base.context import during
+from fzero.base.context import during, proves
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
@@ -247,7 +247,7 @@ def call_function(
 
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if first and not traversal.table.compiled:
+    if first and not traversal.table.compiled and proves.get():
         look = _looking(protected())
         observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)

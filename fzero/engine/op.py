@@ -33,9 +33,10 @@ from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
+from fzero.purity.look import own_modes
 from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
-from fzero.purity.trial import Trial, repeated
+from fzero.purity.trial import Trial, repeated, sums_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES
@@ -92,6 +93,7 @@ class UnitOp(PulledOp):
         self.wanted, self.real = signature.wanted, list[int]()
         self._leaving: Leaving | None = None  # of its first run
         self._variables, self._settings = (values_here(), ambient()) if self.recompute else ((), ())
+        self._modes = own_modes() if self.recompute or signature.level is None else ()
         self.stand_ins: Mapping[int, torch.Tensor] = {}
         traversal.schedule.runs(self)
 
@@ -102,7 +104,8 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
-        with torch.autograd.graph.disable_saved_tensors_hooks(NESTED), one_level:
+        modes = private.under_function_modes(self._modes)
+        with torch.autograd.graph.disable_saved_tensors_hooks(NESTED), modes, one_level:
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -198,7 +201,10 @@ class UnitOp(PulledOp):
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
-            trial = None if signature.proven or not proves.get() else self._tried(leaves, tensors[count:], memories)
+            trial = None
+            if not signature.proven and proves.get():
+                with self._saving(wanted, fulls, tensors[count:], tried=True), guard, one_level:
+                    trial = self._tried(leaves, tensors[count:], memories)
             with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), guard, one_level:
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
@@ -259,6 +265,7 @@ class UnitOp(PulledOp):
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
         signature.operations, signature.captured = look.operations, [*look.captured.values()]
+        signature.sums = sums_of(out) if self.recompute else ()
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
@@ -269,8 +276,9 @@ class UnitOp(PulledOp):
         signature = self.signature
         run = functools.partial(self._called, self._eager, leaves, tensors)
         given = [*leaves.values(), *tensors]
-        out = repeated(f"Unit {self.unit!r}", run, given, memories, signature.operations, signature.captured)
-        signature.repeats, signature.operations, signature.captured = True, (), ()
+        known = signature.operations, signature.captured, signature.sums
+        out = repeated(f"Unit {self.unit!r}", run, given, memories, *known)
+        signature.repeats, signature.operations, signature.captured, signature.sums = True, (), (), ()
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
     def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
@@ -306,12 +314,18 @@ class UnitOp(PulledOp):
                 yield
 
     def _saving(
-        self, wanted: Sequence[int], fulls: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self,
+        wanted: Sequence[int],
+        fulls: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        tried: bool = False,
     ) -> contextlib.AbstractContextManager[object]:
         """Around the function: what becomes of the tensors that its graph saves."""
         if not wanted or self.recompute or (self._names == NO_NAMES and self._memory == DEVICE):
             return _NOTHING
         what = f"the activations of {self.name}"
+        if tried:  # hooks are at work as in the real run, and put nothing away
+            return hooks.putting_away(what, torch.Tensor.detach, torch.Tensor.detach)
         if self._names == NO_NAMES:
             if self.signature.compiles:
                 return _NOTHING

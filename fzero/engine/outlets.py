@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import private
+from fzero.base.node import OWNER
+from fzero.base.refusals import noted
+from fzero.purity.look import Impure
 from fzero.table.handle import Valueless, storage_of
 
 Reading = tuple[int, torch.dtype, bool, bool]
@@ -176,6 +179,36 @@ class Outlets:
         return not tensor.requires_grad or blind
 
 
+class Dressed(NamedTuple):
+    """Gives what stands for a tensor outside its class, and what was set on it."""
+
+    recipe: Slot | View
+    kind: type[torch.Tensor]
+    attributes: dict[str, object]
+
+    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
+        made = self.recipe.outside(out)
+        made = made.as_subclass(self.kind) if type(made) is not self.kind else made
+        vars(made).update(self.attributes)
+        return made
+
+
+def _dressed(x: torch.Tensor, recipe: Any) -> Any:
+    """The recipe of a tensor that may be of a class of the user's."""
+    kind, attributes = type(x), {name: own for name, own in vars(x).items() if name != OWNER}
+    if private.is_dispatched(kind) or (kind in _PLAIN and not attributes):
+        return recipe
+    if any(isinstance(own, torch.Tensor) for own in attributes.values()):
+        raise noted(
+            Impure(
+                f"returns a tensor of shape {tuple(x.shape)} on which it has set another one ({', '.join(attributes)})",
+                None,
+                "Return both, in a tuple.",
+            )
+        )
+    return Dressed(recipe, kind if kind not in _PLAIN else torch.Tensor, attributes)
+
+
 class Leaving(NamedTuple):
     """What leaves a node, and how the call's result is made of that.
 
@@ -187,7 +220,7 @@ class Leaving(NamedTuple):
 
     tensors: Sequence[torch.Tensor]
     takes: list[tuple[str, int]]
-    recipes: list[Slot | View | Same]
+    recipes: list[Slot | View | Same | Dressed]
 
 
 def leaving(
@@ -210,7 +243,7 @@ def leaving(
     put: dict[int, int] = {}
     order: list[torch.Tensor] = []
     takes: list[tuple[str, int]] = []
-    recipes: list[Slot | View | Same] = []
+    recipes: list[Slot | View | Same | Dressed] = []
     plain = bool(fulls)
     for i, x in enumerate(out):
         if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
@@ -228,7 +261,7 @@ def leaving(
                 k = put[id(x)] = len(order)
                 order.append(x)
                 takes.append(("as it is", i))
-            recipes.append(Slot(k, grad and x.grad_fn is None))
+            recipes.append(_dressed(x, Slot(k, grad and x.grad_fn is None)))
     return Leaving(order, takes, recipes)
 
 
@@ -251,11 +284,12 @@ def _leaving_views(
     moving = {i for i, x in enumerate(inputs) if x.requires_grad}
     begin = {id(x) for x in (*inputs, *leaves)}
     outlets = Outlets(tensors, inputs, outer, {storage_of(x) for x in fulls}, moving, begin)
-    recipes: list[Slot | View | Same] = []
+    recipes: list[Slot | View | Same | Dressed] = []
     for x in out:
         if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
             recipes.append(Same(x))
         else:
-            recipes.append(Same(outer[places[id(x)]]) if id(x) in places else outlets.recipes[index[id(x)]])
+            same = id(x) in places
+            recipes.append(Same(outer[places[id(x)]]) if same else _dressed(x, outlets.recipes[index[id(x)]]))
     takes = [(how, own[i][0]) for how, i in outlets.chosen]
     return Leaving([TAKES[how](out[i]) for how, i in takes], takes, recipes)  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ class PulledOp(CalledOp):
     _saved: Saved | Recorded | None  # what the graph saved, elsewhere or to be computed again
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
+    _modes: Sequence[object]  # the user's torch function modes, as it was called
     _settings: Sequence[object]  # of torch's, as it was called
     _variables: Sequence[tuple[contextvars.ContextVar[object], object]]
 
@@ -150,6 +151,7 @@ class PulledOp(CalledOp):
         casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
         with (
             within(self._settings),
+            private.under_function_modes(self._modes),
             functions_seen(self.functions),
             default_dtype(self.default_dtype),
             during(averaged, self.averaged),

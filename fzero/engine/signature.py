@@ -91,6 +91,7 @@ class Signature:
         self.opaque: Collection[type] = ()
         self.operations: Sequence[Operation] = ()  # until they are compared with those of a second run
         self.captured: Sequence[Captured] = ()
+        self.sums: Sequence[float] = ()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over
 
     def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None) -> bool:

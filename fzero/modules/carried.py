@@ -158,13 +158,17 @@ class Carried:
     def _elsewhere(self) -> list[tuple[str, tuple[torch.Tensor, list[Place]]]]:
         return [(name, found) for name, found in self._places.elsewhere.items() if name in self._first]
 
-    def alone(self, call: Callable[[], object]) -> object:
+    def undo(self) -> Callable[[], None]:
+        """Notes the buffers; what it returns puts them back."""
+        return functools.partial(self.put, self.now())
+
+    def alone(self, call: Function, *args: object, **kwargs: object) -> object:
         """What a call returns; the buffers are those that it has left, unless it was refused and runs again."""
         kept: dict[str, torch.Tensor] = {}
         try:
             with self.carrying(self.now()) as new:
                 try:
-                    out = call()
+                    out = call(*args, **kwargs)
                 except Exception as error:
                     again = isinstance(error, RuntimeError) and texts.says(error, *texts.REFUSED)
                     kept = {} if again else self.now()

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import as_written, hooks, private, pytree
+from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import kind_of
@@ -142,8 +143,8 @@ class Look:
 
     def own(self, tree: object) -> None:
         """Has tensors be made by the function: what a unit returns that it calls."""
-        for x in pytree.tensors_in(tree, *pytree.flatten(tree)[0]):
-            if not isinstance(x, StandIn):
+        for x in flatten(tree)[0]:
+            if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
                 self._own.setdefault(memory_of(private.unwrapped(x)), True)
 
     # ---- what the modes tell
@@ -212,7 +213,7 @@ class Look:
             place = _place()
             if place is None:  # this library's own
                 return
-            if private.is_differentiated(x) or private.is_mapped(x):
+            if private.is_mapped(x) or private.is_differentiated(x):
                 raise noted(
                     Impure(
                         f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
@@ -282,6 +283,11 @@ _Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-d
 
 # what looks at the function that is running
 looking: contextvars.ContextVar[Look | None] = variable("looking_at_operations", None)
+
+
+def own_modes() -> list[object]:
+    """The torch function modes that are on, but for those that look."""
+    return [mode for mode in private.function_modes() if not isinstance(mode, _Functions)]
 
 
 @contextlib.contextmanager

@@ -16,15 +16,17 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.places import Place
 from fzero.base.random import seeded
-from fzero.base.refusals import heard, noted
+from fzero.base.refusals import heard, is_ours, noted
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
+from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
 CLOSE = 1e-3  # of outputs where operators are not deterministic
@@ -73,7 +75,7 @@ class Trial:
             with seeded(seed), heard(), look:
                 out = run(own)
             with _beside(), torch.no_grad():
-                self._kept = [private.unwrapped(x).detach().clone() for x in out if isinstance(x, torch.Tensor)]
+                self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
             opaque = [x for x in out if not isinstance(x, (torch.Tensor, *_VALUES))]
             self.opaque = {type(x) for x in opaque}
             del out
@@ -95,7 +97,12 @@ class Trial:
         real.objects = {id(x) for x in self._given if self._inside}
         with _refusing(self._who):
             with seeded(self._seed), heard(), real:
-                out = run()
+                try:
+                    out = run()
+                except Exception as error:
+                    if not is_ours(error) and not isinstance(error, Impure):
+                        error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
+                    raise
             with _beside():
                 _compare(self.look.operations, real.operations, self._kept, out)
         return out, real
@@ -108,11 +115,12 @@ def repeated(
     memories: Sequence[tuple[torch.Tensor, NameOf]],
     first: Sequence[Operation],
     captured: Sequence[Captured],
+    sums: Sequence[float],
 ) -> Sequence[object]:
     """The flat result of a second run, in a pullback, of what the first one has computed.
 
     Args:
-        first: the operations of that; `captured` the constants.
+        first: the operations of that; `captured` the constants; `sums` of what it returned.
 
     Raises:
         ValueError: it does something else.
@@ -122,6 +130,13 @@ def repeated(
         with heard(), look:
             out = run()
         _compare(first, look.operations, None, out)
+        now = sums_of(out)
+        pairs = zip(sums, now, strict=False)
+        close = [a == b or (a != a and b != b) or abs(a - b) <= CLOSE * abs(a) for a, b in pairs]
+        if len(now) != len(sums) or not all(close):
+            raise _differs(
+                "returned other values when it ran again (fz.remat, a derivative of a derivative)", None
+            )
         known = {each.memory: each for each in captured}
         for each in look.captured.values():
             was = known.get(each.memory)
@@ -133,6 +148,21 @@ def repeated(
                     "Give it to the call as an argument.",
                 )
     return out
+
+
+def sums_of(out: Sequence[object]) -> list[float]:
+    """The sums of magnitudes of the tensors among what a function returned."""
+    with _beside():
+        tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
+        return [float(pytree.as_reals(x).abs().sum(dtype=torch.float64)) if _has_values(x) else 0.0 for x in tensors]
+
+
+def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(x, torch.Tensor) and not isinstance(x, StandIn)
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta and not private.is_fake(x) and not x.is_quantized
 
 
 def names_of(given: Sequence[torch.Tensor], memories: Sequence[tuple[torch.Tensor, NameOf]]) -> dict[int, NameOf]:
@@ -202,7 +232,7 @@ def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
     found = []
     for x in tensors:
         plain = private.unwrapped(x).detach()
-        strided = plain.layout == torch.strided and not plain.is_meta and not private.is_fake(plain)
+        strided = _has_values(plain)
         total = float(pytree.as_reals(plain).sum(dtype=torch.float64)) if strided else 0.0
         found.append((plain.data_ptr() if strided else 0, private.version(plain), x.requires_grad, total))
     return found
@@ -239,7 +269,7 @@ def _compare(
         raise _differs(f"calls {_called(extra)} in one of two runs with the same arguments", extra.place)
     if kept is None:
         return
-    tensors = [x for x in out if isinstance(x, torch.Tensor)]
+    tensors = [x for x in out if _is_tensor(x)]
     if len(tensors) != len(kept):
         raise _differs(f"returns {len(kept)} tensors in one run and {len(tensors)} in the next", None)
     for x, was in zip(tensors, kept, strict=True):
