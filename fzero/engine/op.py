@@ -251,15 +251,18 @@ class UnitOp(PulledOp):
         def run(given: Sequence[torch.Tensor]) -> Sequence[object]:
             return self._called(self._eager, dict(zip(indices, given, strict=False)), given[len(indices) :])
 
-        return Trial(f"Unit {self.unit!r}", run, [*leaves.values(), *tensors], memories, self.seed)
+        with self._observing():  # or ranks would wait for one that the real run refuses
+            return Trial(f"Unit {self.unit!r}", run, [*leaves.values(), *tensors], memories, self.seed)
+
+    def _observing(self) -> contextlib.AbstractContextManager[object]:
+        return _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
 
     def _compared(
         self, trial: Trial, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> Sequence[object]:
         """The flat result of the real run, which must be as the trial was."""
         signature = self.signature
-        observing = _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
-        with observing:
+        with self._observing():
             out, look = trial.compared(functools.partial(self._called, self._eager, leaves, tensors))
         signature.reruns, signature.wrapped = trial.look.reruns or look.reruns, trial.look.wrapped or look.wrapped
         signature.opaque = trial.opaque
@@ -277,7 +280,8 @@ class UnitOp(PulledOp):
         run = functools.partial(self._called, self._eager, leaves, tensors)
         given = [*leaves.values(), *tensors]
         known = signature.operations, signature.captured, signature.sums
-        out = repeated(f"Unit {self.unit!r}", run, given, memories, *known)
+        with seeded(self.seed):
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, *known)
         signature.repeats, signature.operations, signature.captured, signature.sums = True, (), (), ()
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

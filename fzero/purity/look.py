@@ -286,8 +286,8 @@ looking: contextvars.ContextVar[Look | None] = variable("looking_at_operations",
 
 
 def own_modes() -> list[object]:
-    """The torch function modes that are on, but for those that look."""
-    return [mode for mode in private.function_modes() if not isinstance(mode, _Functions)]
+    """The user's torch function modes that are on."""
+    return [mode for mode in private.function_modes() if not type(mode).__module__.startswith("fzero.")]
 
 
 @contextlib.contextmanager
