@@ -29,6 +29,7 @@ from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
+from fzero.modules.kept import forgetting
 from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
@@ -329,7 +330,7 @@ class _Copy:
         if id(own) in self._patched:  # one module at two paths is one unit, called twice
             self.paths.add(path)
             return
-        run_forward = self._forwards.setdefault(id(own), own.forward)
+        run_forward = self._forwards.setdefault(id(own), forgetting(own, own.forward))
         unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward, f"{path}.")
 
         @functools.wraps(run_forward)

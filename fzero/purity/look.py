@@ -242,8 +242,8 @@ class Look:
                 Impure(
                     f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
                     place,
-                    "Give it as an argument and return its new value; a module's is a buffer: "
-                    "fz.functional(module, buffers=True), fz.carry.",
+                    "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
+                    "then fz.functional(module, buffers=True) and fz.carry.",
                 )
             )
 
