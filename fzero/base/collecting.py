@@ -24,8 +24,9 @@ _HUGGING_FACE = "transformers.utils.output_capturing"
 def collect(x: T, name: str) -> T:
     """Lets a value leave the step's function, or a unit, by a name: an auxiliary loss, a statistic of a layer.
 
-    It is differentiable, under every transform. A unit that is recomputed collects it once. Outside of a step it does
-    nothing.
+    It is differentiable, under every transform. A unit that is recomputed collects it once. A step's metrics have what
+    was collected: `metrics["collected"]["aux"]` is a list of all microbatches' values in order, this rank's, detached.
+    Outside of a step it does nothing.
 
     Args:
         x: a tensor.

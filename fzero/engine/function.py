@@ -275,7 +275,7 @@ def call_function(
                     during(notes, known),
                     follow,
                     _hidden(traversal, primals, inputs, fn),
-                    collecting.run(),
+                    collecting.run() as traversal.collected,
                 ):
                     out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
             finally:  # also what it wrote before an error

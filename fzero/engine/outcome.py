@@ -37,6 +37,7 @@ class Outcome:
 
     outputs: Any
     aux: object
+    collected: dict[str, list[torch.Tensor]]  # by fz.collect, detached
 
     def __init__(
         self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float, mask: Mask
@@ -57,6 +58,15 @@ class Outcome:
         self.returned = returned[0]
         self.outputs, self.aux = returned[0].join(real, others[0]), returned[1].join(others[1])
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+
+    def _note_collected(self, collected: dict[str, list[torch.Tensor]]) -> None:
+        """Notes what the function has collected, while its level of torch.func is there."""
+        level = private.level()
+        self.collected = {
+            name: [private.inner(x) if level and private.level_of(x) == level else x.detach() for x in own]
+            for name, own in collected.items()
+        }
+        collected.clear()
 
     def note_use(self, used: set[int]) -> None:
         """Adds the leaves that it uses to a set, at once or in its pullback."""

@@ -100,6 +100,7 @@ class PlainRun(Outcome):
                     "compute with a copy (w = w.clone()), or use operations that are not in place."
                 ) from error
             outputs, others = returned = split_both(step, result)
+            self._note_collected(traversal.collected)
             if torch.is_autocast_enabled(state.params.device.type):  # its cache would hold on to leaves
                 torch.clear_autocast_cache()
         leaves.check(every)

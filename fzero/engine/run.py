@@ -85,6 +85,7 @@ class Run(Outcome):
                 filled[place] = alike(value, flat[place])
             result = call_function(step, state, traversal, {**primals, **fixed}, pytree.unflatten(spec, filled))
             outputs, others = split_both(step, result)
+            self._note_collected(traversal.collected)
             real, carried = map(tuple, outputs.leaves)
             returned[:] = [(outputs, others)]
             carried = carried, tuple(others.leaves[0])

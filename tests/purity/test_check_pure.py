@@ -143,7 +143,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "a row of an input": (lambda s, q, x: (x.__setitem__(0, 1.0), torch.tanh(x))[1], r"writes to .*in place"),
     "a leaf by data": (lambda s, q, x: (q["w"].data.mul_(0.5), x @ q["w"])[1], r"in place"),
     "a leaf detached": (lambda s, q, x: (q["b"].detach().add_(1.0), x @ q["w"])[1], r"in place"),
-    "a constant": (lambda s, q, x: torch.tanh(x) * CONSTANT.clone().add_(0) * s.own.mul_(2.0), r"writes to .*closes over"),
+    "a constant": (lambda s, q, x: torch.tanh(x) * s.own.mul_(2.0), r"writes to .*closes over"),
     "statistics": (
         lambda s, q, x: F.batch_norm(x @ q["w"], s.own[0], s.own[1], training=True),
         r"writes to .*closes over|in place",
