@@ -114,10 +114,12 @@ def _adopted(kind: type) -> bool:
             namespace=_NAMESPACE,
         )
         return True
-    if dataclasses.is_dataclass(kind) and hasattr(kind, "__dict__"):
+    if dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero."):
+        slots = [field.name for field in dataclasses.fields(kind)]
+        names = lambda x: tuple(getattr(x, "__dict__", slots))  # noqa: E731
         optree.register_pytree_node(
             kind,  # type: ignore[arg-type]
-            lambda x: ([*vars(x).values()], tuple(vars(x))),
+            lambda x: ([getattr(x, name) for name in names(x)], names(x)),
             lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
             namespace=_NAMESPACE,
         )
@@ -127,5 +129,6 @@ def _adopted(kind: type) -> bool:
 
 def _made(kind: type[T], attributes: Iterable[tuple[str, object]]) -> T:
     made = kind.__new__(kind)
-    vars(made).update(attributes)
+    for name, value in attributes:
+        object.__setattr__(made, name, value)
     return made

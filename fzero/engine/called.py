@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -19,8 +20,9 @@ from fzero.purity.look import Impure
 from fzero.table.placements import Mark, hand_on, marks_of, notes
 
 
-class _Own(NamedTuple):
-    """Stands in a result for an object among the arguments, by its number."""
+@dataclass(frozen=True)
+class _Own:
+    """Stands in a result for an object among the arguments, by its number. A leaf of pytrees."""
 
     number: int
 
