@@ -68,7 +68,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     - `apply` works on a private copy of the module as it is now. What you change in the module later, such as `eval()`
       or a hook, has no effect on it: call `functional` again.
     - Call `apply(params, x)` in your loss, not `module(x)`: the module's own weights are constants to a step.
-    - Attributes that `forward` sets are the copy's, and stay from call to call. A list that a hook appends to is yours.
+    - Attributes that `forward` sets are the copy's, and stay. In a unit they hold no tensor: `fz.collect` lets it out.
     - Params with `requires_grad=False` are frozen in a step, as by `fz.freeze`.
     - A module at the path of a unit runs as a unit. By default these are the elements of each `ModuleList`.
 

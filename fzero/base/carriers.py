@@ -116,7 +116,7 @@ def _adopted(kind: type) -> bool:
         return True
     if dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero."):
         slots = [field.name for field in dataclasses.fields(kind)]
-        names = lambda x: tuple(getattr(x, "__dict__", slots))  # noqa: E731
+        names = lambda x: tuple(getattr(x, "__dict__", slots))
         optree.register_pytree_node(
             kind,  # type: ignore[arg-type]
             lambda x: ([getattr(x, name) for name in names(x)], names(x)),

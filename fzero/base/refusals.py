@@ -179,10 +179,6 @@ higher_order = (  # called with what calls it, and the error
     "own `if` and `while`, or torch.where."
 ).format
 # each is called with the unit's name
-not_here = (  # and the place
-    "Unit {!r} closes over a tensor of a level of torch.func that does not run inside{}, which it did not do in its "
-    "first run. Give it to the call as an argument, or close over x.detach()."
-).format
 writes_leaf = (
     "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
     "(w = w.clone()), or use the operation that is not in place."

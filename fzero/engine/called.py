@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,14 +11,14 @@ import torch
 
 from fzero.base import collecting, pytree, refusals, texts
 from fzero.base.carriers import changing, flatten, flatten_first, map_changing
-from fzero.base.context import in_function
+from fzero.base.context import during, in_function
 from fzero.base.quick_node import QuickOp
 from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
 from fzero.purity.look import Impure
-from fzero.table.placements import Mark, hand_on, marks_of, notes
+from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class CalledOp(QuickOp):
     _flat: Sequence[object]  # its arguments, flat
     _leaving: Leaving | None = None  # of its first run
     _spec_out: pytree.Spec
-    _marks: Sequence[Mark | None] = ()  # how the tensors of its result vary
+    _notes: Notes | None  # of what varies over an axis, where the function around it is followed
+    _noted: Sequence[Mark | None]  # how its tensors vary
+    _marks: Sequence[Mark | None] = ()  # how those of its result do
 
     def _called(
         self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> Sequence[object]:
         """The flat result of the function."""
-        traversal, signature, known_marks = self.traversal, self.signature, notes.get()
+        traversal, signature, known_marks = self.traversal, self.signature, self._notes
         filled, numbers = list(self._flat), dict[int, int]()
         present: dict[tuple[Traversal, int], torch.Tensor] = {}
         if not signature.proven:  # below a level of torch.func a class may show that does not outside
@@ -51,8 +54,7 @@ class CalledOp(QuickOp):
             outer = [self._flat[place] for place in signature.tensors]
             tensors = [alike(x, cast(torch.Tensor, y)) for x, y in zip(tensors, outer, strict=True)]
         if known_marks is not None:
-            marks = marks_of(known_marks, [self._flat[place] for place in signature.tensors])
-            hand_on(known_marks, marks, tensors)
+            hand_on(known_marks, self._noted, tensors)
             known_marks.note_cut(leaves, traversal.layout.rows)
         for place, index in signature.handles:
             filled[place] = x = leaves[index]
@@ -66,7 +68,8 @@ class CalledOp(QuickOp):
         inner = changing((args, kwargs)) if signature.carriers else []
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
         try:
-            with collecting.inside(signature.collectors) as collector:
+            following = during(notes, known_marks) if known_marks is not None else _NOTHING
+            with collecting.inside(signature.collectors) as collector, following:
                 result = fn(*args, **kwargs)
         except RuntimeError as error:
             raise self._refused(error) from error
@@ -96,8 +99,6 @@ class CalledOp(QuickOp):
 
     def _refused(self, error: RuntimeError) -> Exception:
         """What is said of an error of torch's."""
-        if texts.says(error, texts.NO_MEMORY, texts.NO_STORAGE) and not refusals.is_ours(error):
-            return ValueError(refusals.not_here(self.unit, refusals.place_of(error)))
         if texts.says(error, texts.WRITES_LEAF):
             return ValueError(refusals.writes_leaf(self.unit))
         if texts.says(error, *texts.FREED):
@@ -129,7 +130,7 @@ class CalledOp(QuickOp):
         assert self._leaving is not None
         result = [recipe.outside(out) for recipe in self._leaving.recipes]
         self._leaving = self._leaving._replace(recipes=[], tensors=())
-        if (known_marks := notes.get()) is not None:
+        if (known_marks := self._notes) is not None:
             hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
         made = pytree.unflatten(self._spec_out, result)
         if self.signature.collects:
@@ -164,3 +165,6 @@ def need_same_arguments(given: object, filled: Sequence[object], spec: pytree.Sp
                 "fz.register_carrier.",
             )
         )
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

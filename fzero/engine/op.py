@@ -40,6 +40,7 @@ from fzero.purity.trial import Trial, repeated, sums_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES
+from fzero.table.placements import marks_of, notes
 
 NESTED = "saved tensor hooks in a derivative's derivative"
 Around = Callable[..., contextlib.AbstractContextManager[object]]
@@ -83,7 +84,8 @@ class UnitOp(PulledOp):
             self._names = NO_NAMES
         elif self._names != NO_NAMES:
             self.recompute = False  # its graph is kept, and of what that saved what has a name
-        self._flat, self._around = flat, around
+        self._flat, self._around, self._notes = flat, around, notes.get()
+        self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._pull: Pull | None = None
         self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
         self._saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
@@ -196,16 +198,15 @@ class UnitOp(PulledOp):
             x.requires_grad_()
         entered = _versions(tensors[count:], fulls)
         memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
-        guard = _NOTHING if signature.wrapped or not signature.proven else private.without_dead_wrappers()
         one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
             trial = None
             if not signature.proven and proves.get():
-                with self._saving(wanted, fulls, tensors[count:], tried=True), guard, one_level:
+                with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
                     trial = self._tried(leaves, tensors[count:], memories)
-            with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), guard, one_level:
+            with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), one_level:
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
                 elif self._leaving is not None and signature.proven and not signature.repeats:
@@ -264,7 +265,7 @@ class UnitOp(PulledOp):
         signature = self.signature
         with self._observing():
             out, look = trial.compared(functools.partial(self._called, self._eager, leaves, tensors))
-        signature.reruns, signature.wrapped = trial.look.reruns or look.reruns, trial.look.wrapped or look.wrapped
+        signature.reruns = trial.look.reruns or look.reruns
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
         signature.operations, signature.captured = look.operations, [*look.captured.values()]

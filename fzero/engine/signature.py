@@ -42,7 +42,6 @@ class Signature:
         proven: whether a run under it was proven to be pure.
         repeats: whether a second run, in a pullback, did what the first one had done.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
-        wrapped: whether it closes over a constant of a level of torch.func that does not run inside.
         joint: an output -> the others that depend on it inside.
         users: whether backwards of users' own are called in its pullback.
         whole: whether its operations do not say all that it computes: nothing of it is kept by name.
@@ -86,7 +85,7 @@ class Signature:
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects = False
-        self.proven = self.repeats = self.reruns = self.wrapped = self.users = self.whole = self.kept = False
+        self.proven = self.repeats = self.reruns = self.users = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: Collection[type] = ()
         self.operations: Sequence[Operation] = ()  # until they are compared with those of a second run

@@ -104,7 +104,6 @@ class Look:
         captured: by the memory of a tensor.
         made: what depends on something given.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
-        wrapped: whether a captured constant is of a level of torch.func that does not run here.
     """
 
     def __init__(self, given: Mapping[int, NameOf], inside: bool = True) -> None:
@@ -112,7 +111,7 @@ class Look:
         self.captured: dict[int, Captured] = {}
         self.made: list[Made] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
-        self.reruns = self.wrapped = False
+        self.reruns = False
         self.objects: Collection[int] = ()
         self._inside, self._given = inside, dict(given)
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
@@ -168,6 +167,8 @@ class Look:
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
         self.reruns = self.reruns or hooks.any_around()
+        # what a generator gives depends on whoever drew from it before
+        depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
         numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
         if name not in _SILENT:
             self.operations.append(Operation(name, numbers, depends, place))
@@ -222,7 +223,6 @@ class Look:
                     )
                 )
             self.constants[id(x)] = weakref.ref(x)
-            self.wrapped = self.wrapped or private.is_wrapper(x)
 
     # ----
 

@@ -140,10 +140,10 @@ def repeated(
         known = {each.memory: each for each in captured}
         for each in look.captured.values():
             was = known.get(each.memory)
-            if was is None or was.version != each.version:
+            if was is not None and was.version != each.version:
                 raise Impure(
                     "reads a tensor that it closes over when it runs again (fz.remat, a derivative of a derivative), "
-                    f"and that tensor {'has been written to' if was else 'is another one'} since its call",
+                    "and that has been written to since its call",
                     each.place,
                     "Give it to the call as an argument.",
                 )
