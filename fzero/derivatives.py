@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import collecting, private, pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
@@ -242,7 +242,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
         outside = autocast(traversal.device, traversal.table.outside)
-        with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow:
+        with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow, collecting.run():
             out = step.fn(tree, *pytree.unflatten(spec, batch))
         value = scalar_loss(split_result(step, out)[0], "per_example_grads")
         if told:

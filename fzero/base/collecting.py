@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base.arguments import need_str, wrong
-from fzero.base.context import in_function, variable
+from fzero.base.context import variable
 
 T = TypeVar("T")
 Lists = dict[str, Any]  # name -> a list of what was collected; Hugging Face's has other values beside these
@@ -71,10 +71,17 @@ def collected(name: str) -> list[torch.Tensor]:
         RuntimeError: no step's function is running, or one of its units is, which sees its own values only.
 
     Example:
-        See `fz.collect`.
+        >>> def loss(params, x):
+        ...     fz.collect(params["w"].square().sum(), "penalty")
+        ...     return (params["w"] * x).sum() + sum(fz.collected("penalty"))
+        >>> step = fz.train_step(loss, fz.sgd(0.1))
+        >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> metrics["collected"]
+        {'penalty': [tensor(2.)]}
     """
+    need_str(name, "collected", "name", "a name, such as 'aux'")
     own = _collecting.get()
-    if own is None or not in_function.get():
+    if own is None:
         raise RuntimeError("collected: no step's function is running here. Call it inside the function of a step.")
     if _in_unit.get():
         raise RuntimeError("collected: a unit is running, which sees nothing of others. Call it outside of units.")

@@ -154,7 +154,8 @@ def plain_call(
         look = looking.get()
         try:
             with seeded(seed), inside(None), refusing:
-                if look is None or not proves.get():
+                # within a checkpoint, which runs it again, the trial would count as a part of it
+                if look is None or not proves.get() or hooks.in_checkpoint():
                     return fn(*args, **kwargs)
                 return _proven(look, traversal, fn, args, kwargs, leaves, undo, seed)
         except (RuntimeError, KeyError) as error:
@@ -178,6 +179,8 @@ def _proven(
     flat, spec = flatten_first((args, kwargs))
     given, specs = [x for x in (*flat, *leaves) if isinstance(x, torch.Tensor)], list[pytree.Spec]()
     carriers, unit = changing((args, kwargs)), unit_of(traversal, given)
+    rows, of = traversal.layout.rows, traversal.origins
+    own_leaves = [(x, functools.partial(_leaf, rows[of[id(x)]].path)) for x in given if id(x) in of]
 
     def run() -> Sequence[object]:
         own, named = pytree.unflatten(spec, flat)
@@ -201,7 +204,7 @@ def _proven(
                 back()
 
     with beside():
-        trial = Trial(f"Unit {unit!r}", tried, given, (), seed, passes=False)
+        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, passes=False)
         out, own = trial.compared(run)
     check.note(unit, len(own.captured))
     result, taken = pytree.unflatten(specs[0], out)
@@ -210,3 +213,7 @@ def _proven(
     result = put_together(result, carriers) if carriers else result
     look.own((result, taken, carriers))
     return result
+
+
+def _leaf(path: str, _: torch.Tensor) -> str:
+    return f"leaf {path!r}"

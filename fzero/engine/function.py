@@ -224,6 +224,10 @@ def _looking(given: Mapping[int, LeafOf]) -> Iterator[None]:
             yield
 
 
+def _an_input(_: torch.Tensor) -> str:
+    return "an input"
+
+
 def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
@@ -248,7 +252,9 @@ def call_function(
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if first and not traversal.table.compiled and proves.get():
-        look = _looking(protected())
+        own = inputs[1:] if step.carries else inputs  # it may write to its copy of what is carried
+        tensors = [x for x in pytree.flatten(own)[0] if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)]
+        look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | protected())
         observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at

@@ -13,6 +13,7 @@ from fzero.base.context import during, variable
 from fzero.comm.divergence import failing
 from fzero.purity.strict import strict
 from fzero.purity.trial import Trial
+from fzero.table.spec import need_step
 
 
 class UnitProof(NamedTuple):
@@ -73,6 +74,7 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
         >>> fz.check_pure(step, step.init({"w": torch.ones(2)}), torch.ones(2))
         The function is pure.
     """
+    need_step(step, "check_pure")
     found: list[UnitProof] = []
 
     def forward() -> Sequence[object]:

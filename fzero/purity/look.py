@@ -233,8 +233,8 @@ class Look:
                 Impure(
                     f"writes to {self._given[memory](x)} in place, by {name.partition('::')[2]}",
                     place,
-                    "Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
-                    "statistics are buffers: fz.functional(module, buffers=True).",
+                    "Params change in step.update only. Write to a copy (x = x.clone()), or use the operation that is "
+                    "not in place. Running statistics are buffers: fz.functional(module, buffers=True).",
                 )
             )
         if memory in self.captured or memory not in self._own:
@@ -257,7 +257,7 @@ class _Operators(dispatch.TorchDispatchMode):
         self._look = look
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if looking.get() is not self._look or not isinstance(func, torch._ops.OpOverload):  # a higher-order one
+        if looking.get() is not self._look or not hasattr(func, "_schema"):  # a higher-order one
             return func(*args, **(kwargs or {}))
         depends = self._look.before(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))

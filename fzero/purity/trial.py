@@ -200,8 +200,7 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
         raise Impure(
             f"returns an object of type {types} that holds tensors",
             alive[0].place,
-            "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass that is registered by "
-            "optree.register_pytree_node), and no generator.",
+            "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass), and no generator.",
         )
     if left:
         made = next((each for each in left if each.place is not None), left[0])

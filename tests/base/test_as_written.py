@@ -1,0 +1,135 @@
+"""Torch's stance on compiled code is left as others set it, however threads overlap; what torch keeps is its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _python_dispatch
+
+import fzero as fz
+from fzero.testing import run_ranks
+
+# torch's own, as it traces
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
+
+
+@pytest.fixture(autouse=True)
+def _default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # which a dispatch mode that a test before had on rank threads, `with` by `with`, may have left
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", False)
+    monkeypatch.setattr(_python_dispatch, "_is_in_non_infra_torch_dispatch_mode", False)
+    torch._dynamo.reset()  # what one function is compiled to has a limit
+    yield
+    torch.compiler.set_stance("default")
+
+
+def stance() -> str:
+    return eval_frame._stance.stance
+
+
+def made(hook: Callable[[], object] = lambda: None, counts: list[int] | None = None) -> Any:
+    def backend(graph: Any, inputs: object) -> Any:
+        if counts is not None:
+            counts.append(1)
+        return graph.forward
+
+    helper = torch.compile(lambda x: x.sin() * 2 + x, backend=backend)
+
+    def unit(p: Any, x: torch.Tensor) -> torch.Tensor:
+        hook()
+        return fz.name(helper(x @ p["w"]), "a")
+
+    called = fz.unit(unit)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return called(p["blocks"][1], called(p["blocks"][0], x)).square().mean()
+
+    return fz.train_step(loss, fz.sgd(0.1))
+
+
+def params() -> Any:
+    return {"blocks": [{"w": torch.eye(4) / 2} for _ in range(2)]}
+
+
+def steps(step: Any, count: int = 1) -> None:
+    state = step.init(params())
+    for _ in range(count):
+        state, _ = step(state, torch.ones(3, 4))
+
+
+FORMS = {
+    "plain": lambda step: step,
+    "whole": lambda step: fz.remat(step, "blocks.*"),
+    "names": lambda step: fz.remat(step, "blocks.*", ("a",)),
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_another_thread_sets_a_stance_while_a_first_run_ends(form: str) -> None:
+    running, is_set, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        running.wait()
+        with torch.compiler.set_stance("eager_on_recompile"):
+            is_set.set()
+            ended.wait()
+
+    def hook() -> None:
+        running.set()
+        is_set.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    steps(FORMS[form](made(hook)))
+    assert stance() == "eager_on_recompile"
+    ended.set()
+    thread.join()
+    assert stance() == "default"
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_function_that_sets_a_stance(form: str) -> None:
+    steps(FORMS[form](made(lambda: torch.compiler.set_stance("eager_on_recompile"))))
+    assert stance() == "eager_on_recompile"
+
+
+def test_other_threads_compile_meanwhile() -> None:
+    seen: list[str] = []
+
+    def hook() -> None:
+        thread = threading.Thread(target=lambda: seen.append(stance()))
+        thread.start()
+        thread.join()
+        seen.append(stance())
+
+    steps(made(hook))
+    assert seen == ["default", "force_eager"] * 4  # two units, each by a trial and a run
+    assert stance() == "default"
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_ranks_on_threads_leave_the_default(form: str) -> None:
+    """And none says to torch for ever that operators are looked at, which it does not compile under."""
+    run_ranks(lambda rank: steps(fz.shard_zero3(FORMS[form](made())), 3), 3)
+    assert stance() == "default"
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    counts: list[int] = []
+    steps(made(counts=counts), 2)
+    assert counts
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
+    step = made()
+    state = step.init(params())
+    outer = torch.compile(lambda x: step(state, x * 2)[1]["loss"] + 1, backend="eager")
+    with pytest.raises(RuntimeError, match=r"Call the step outside of that function, keep it out by torch\.compiler"):
+        outer(torch.ones(3, 4))
+    assert stance() == "default"
