@@ -41,5 +41,16 @@ def frames(until: Collection[CodeType], looking: Collection[str] = ()) -> Iterat
         frame = frame.f_back
 
 
+def definition_of(fn: object) -> Place | None:
+    """The line that a function, or the forward of a module, begins with; None of one that is not the caller's."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", getattr(fn, "forward", fn))
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None or is_library(code.co_filename):
+        return None
+    return Place(code.co_filename, code.co_firstlineno, code.co_name)
+
+
 def place_in(frame: FrameType) -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,8 +71,12 @@ class CalledOp(QuickOp):
             following = during(notes, known_marks) if known_marks is not None else _NOTHING
             with collecting.inside(signature.collectors) as collector, following:
                 result = fn(*args, **kwargs)
-        except RuntimeError as error:
-            raise self._refused(error) from error
+        except Exception as error:
+            if not signature.proven and not signature.carriers:  # somebody around may catch it
+                need_same_arguments((args, kwargs), filled, signature.spec)
+            if isinstance(error, RuntimeError):
+                raise self._refused(error) from error
+            raise
         finally:
             current.reset(tokens[0])
             here.reset(tokens[1])
@@ -93,6 +97,8 @@ class CalledOp(QuickOp):
         out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
         if not signature.proven and not signature.carriers:
             need_same_arguments((args, kwargs), filled, signature.spec)
+        if not signature.proven:
+            need_made_again(self._spec_out, out)
         if known_marks is not None:
             self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
         return out
@@ -138,6 +144,31 @@ class CalledOp(QuickOp):
             if taken is not None:
                 collecting.put(taken)
         return put_together(made, carriers) if carriers else made
+
+
+def need_made_again(spec: pytree.Spec, leaves: Sequence[object]) -> None:
+    """Refuses what a unit is given or returns if it cannot be made of its parts."""
+    try:
+        pytree.unflatten(spec, leaves)
+    except TypeError as error:
+        raise noted(
+            TypeError(
+                f"A unit is given or returns what cannot be made again of its parts: {error}. A NamedTuple is made of "
+                "its fields: leave its own __new__ out, or take a dataclass."
+            )
+        ) from error
+
+
+def need_read_again(flat: Sequence[object]) -> None:
+    """Refuses an argument that can be read once: a unit runs again."""
+    for x in flat:
+        if isinstance(x, Iterator):
+            raise noted(
+                TypeError(
+                    f"A unit is given a {type(x).__name__}, which can be read once, and it may run again. "
+                    "Give it a list: list(...)."
+                )
+            )
 
 
 def taken_apart(result: object, inner: Sequence[Any]) -> object:

@@ -13,10 +13,11 @@ from fzero.base import collecting, hooks, private, pytree, texts
 from fzero.base.carriers import changing, flatten, flatten_first
 from fzero.base.collecting import open_here
 from fzero.base.context import proves
+from fzero.base.places import definition_of
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
 from fzero.comm.divergence import happened
-from fzero.engine.called import need_same_arguments, put_together, taken_apart
+from fzero.engine.called import need_made_again, need_read_again, need_same_arguments, put_together, taken_apart
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
 from fzero.engine.recorded import Whole
@@ -83,7 +84,9 @@ def _as_node(
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))
         flat, spec = flatten_first((args, kwargs))
-        signature = Signature(traversal, fn, flat, spec, level)
+        need_read_again(flat)
+        need_made_again(spec, flat)
+        signature = Signature(traversal, fn, flat, spec, level, bool(changing((args, kwargs))))
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
     carriers = changing((args, kwargs)) if signature.carriers else ()
@@ -177,6 +180,7 @@ def _proven(
 ) -> object:
     """What a unit returns that is called plainly in a first run: it is proven to be pure, as it would be as a node."""
     flat, spec = flatten_first((args, kwargs))
+    need_read_again(flat)
     given, specs = [x for x in (*flat, *leaves) if isinstance(x, torch.Tensor)], list[pytree.Spec]()
     carriers, unit = changing((args, kwargs)), unit_of(traversal, given)
     rows, of = traversal.layout.rows, traversal.origins
@@ -204,7 +208,8 @@ def _proven(
                 back()
 
     with beside():
-        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, passes=False)
+        defined = definition_of(fn)
+        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, passes=False, defined=defined)
         out, own = trial.compared(run)
     check.note(unit, len(own.captured))
     result, taken = pytree.unflatten(specs[0], out)

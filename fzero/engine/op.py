@@ -21,6 +21,7 @@ from fzero.base.context import averaged, proves, values_here
 from fzero.base.edges import is_users
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, edges_to, joint_outputs
+from fzero.base.places import Place, definition_of
 from fzero.base.quick_node import apply_at
 from fzero.base.random import seeded
 from fzero.base.thread_state import SET_GRAD_ENABLED
@@ -253,7 +254,15 @@ class UnitOp(PulledOp):
             return self._called(self._eager, dict(zip(indices, given, strict=False)), given[len(indices) :])
 
         with self._observing():  # or ranks would wait for one that the real run refuses
-            return Trial(f"Unit {self.unit!r}", run, [*leaves.values(), *tensors], memories, self.seed)
+            given, outer = (
+                [*leaves.values(), *tensors],
+                [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors],
+            )
+            return Trial(f"Unit {self.unit!r}", run, given, memories, self.seed, outer=outer, defined=self._defined)
+
+    @property
+    def _defined(self) -> Place | None:
+        return definition_of(self._eager)
 
     def _observing(self) -> contextlib.AbstractContextManager[object]:
         return _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
@@ -282,7 +291,7 @@ class UnitOp(PulledOp):
         given = [*leaves.values(), *tensors]
         known = signature.operations, signature.captured, signature.sums
         with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, *known)
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, *known, self._defined)
         signature.repeats, signature.operations, signature.captured, signature.sums = True, (), (), ()
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

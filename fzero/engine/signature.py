@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.carriers import changing
 from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
@@ -49,7 +48,13 @@ class Signature:
     """
 
     def __init__(
-        self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None
+        self,
+        traversal: Traversal,
+        fn: object,
+        flat: Sequence[Any],
+        spec: pytree.Spec,
+        level: int | None,
+        carriers: bool,
     ) -> None:
         self.code = code_of(fn)
         keys = dict.fromkeys(x.key for x in flat if isinstance(x, Handle))
@@ -81,7 +86,7 @@ class Signature:
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
-        self.carriers = bool(changing(pytree.unflatten(spec, flat)))
+        self.carriers = carriers
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects = False

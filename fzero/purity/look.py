@@ -100,6 +100,7 @@ class Look:
 
     Attributes:
         objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
+        outer: ids of these as its caller has them.
         operations: all of them, in order.
         captured: by the memory of a tensor.
         made: what depends on something given.
@@ -113,6 +114,7 @@ class Look:
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = False
         self.objects: Collection[int] = ()
+        self.outer: Collection[int] = ()
         self._inside, self._given = inside, dict(given)
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
         self._modes = _Operators(self), _Functions(self)
@@ -204,12 +206,15 @@ class Look:
                 )
         if func in _CONSTANT:
             return
-        if writes(func, kwargs) and operands and isinstance(operands[0], torch.Tensor):  # before autograd says it
-            self._refuse_write(private.unwrapped(operands[0]), f"::{name_of(func)}", _place() or _NOWHERE)
+        if writes(func, kwargs):  # before autograd says something else of it
+            out = (kwargs or {}).get("out")
+            for x in pytree.flatten(operands[:1] if out is None else out)[0]:
+                if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
+                    self._refuse_write(private.unwrapped(x), f"::{name_of(func)}", _place() or _NOWHERE)
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
-            if memory_of(private.unwrapped(x)) in self._own:
+            if memory_of(private.unwrapped(x)) in self._own and id(x) not in self.outer:
                 continue
             place = _place()
             if place is None:  # this library's own
@@ -297,9 +302,14 @@ def beside() -> Iterator[None]:
         yield
 
 
-def refusal(who: str, error: Impure) -> ValueError:
-    """What is said of a function that is not pure."""
-    place = f" ({error.place})" if error.place is not None else ""
+def refusal(who: str, error: Impure, defined: Place | None = None) -> ValueError:
+    """What is said of a function that is not pure.
+
+    Args:
+        defined: where it is defined, for what no operation shows.
+    """
+    at = error.place or defined
+    place = f" ({at})" if at is not None else ""
     return ValueError(f"{who} {error.what}{place}. {error.instead}")
 
 

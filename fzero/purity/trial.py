@@ -23,6 +23,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.places import Place
 from fzero.base.random import seeded
+from fzero.base.rebound import tensors_inside
 from fzero.base.refusals import heard, is_ours, noted
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
@@ -30,7 +31,7 @@ from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
 CLOSE = 1e-3  # of outputs where operators are not deterministic
-_WAITS = 0, 0.01, 0.05, 0.2
+_WAITS = 0.01, 0.05, 0.2, 0.0
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -45,6 +46,8 @@ class Trial:
         seed: of its random numbers; None: as they come.
         inside: as of `Look`.
         passes: whether `run` passes on the tensors that it is given.
+        outer: the tensors among `given` as the caller has them, whom nothing passes on.
+        defined: where the function is defined.
 
     Attributes:
         opaque: types of what it returns that is neither a tensor nor a number.
@@ -62,18 +65,24 @@ class Trial:
         seed: int | None = None,
         inside: bool = True,
         passes: bool = True,
+        outer: Sequence[torch.Tensor] = (),
+        defined: Place | None = None,
     ) -> None:
         self._who, self._inside, self._given, self._seed = who, inside, given, seed
+        self._outer, self._defined = {id(x) for x in outer}, defined
         self._names = names_of(given, memories)
-        with _refusing(who):
+        with _refusing(who, defined):
             with _beside():
                 before = _content(given)
+            attributes = [set(vars(x)) for x in (*given, *outer)]
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
             look = Look(self._names, inside)
             look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
-            look.objects = {id(x) for x in own if inside}
+            look.objects, look.outer = {id(x) for x in own if inside}, self._outer
             with seeded(seed), heard(), look:
-                out = run(own)
+                out = _run(run, own)
+            if _dressed(own, given) or attributes != [set(vars(x)) for x in (*given, *outer)]:
+                raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
             opaque = [x for x in out if not isinstance(x, (torch.Tensor, *_VALUES))]
@@ -94,8 +103,8 @@ class Trial:
             ValueError: it is not as the trial was.
         """
         real = Look(self._names, self._inside)
-        real.objects = {id(x) for x in self._given if self._inside}
-        with _refusing(self._who):
+        real.objects, real.outer = {id(x) for x in self._given if self._inside}, self._outer
+        with _refusing(self._who, self._defined):
             with seeded(self._seed), heard(), real:
                 try:
                     out = run()
@@ -116,6 +125,7 @@ def repeated(
     first: Sequence[Operation],
     captured: Sequence[Captured],
     sums: Sequence[float],
+    defined: Place | None = None,
 ) -> Sequence[object]:
     """The flat result of a second run, in a pullback, of what the first one has computed.
 
@@ -126,7 +136,7 @@ def repeated(
         ValueError: it does something else.
     """
     look = Look(names_of(given, memories))
-    with _refusing(who):
+    with _refusing(who, defined):
         with heard(), look:
             out = run()
         _compare(first, look.operations, None, out)
@@ -134,9 +144,7 @@ def repeated(
         pairs = zip(sums, now, strict=False)
         close = [a == b or (a != a and b != b) or abs(a - b) <= CLOSE * abs(a) for a, b in pairs]
         if len(now) != len(sums) or not all(close):
-            raise _differs(
-                "returned other values when it ran again (fz.remat, a derivative of a derivative)", None
-            )
+            raise _differs("returned other values when it ran again (fz.remat, a derivative of a derivative)", None)
         known = {each.memory: each for each in captured}
         for each in look.captured.values():
             was = known.get(each.memory)
@@ -172,11 +180,26 @@ def names_of(given: Sequence[torch.Tensor], memories: Sequence[tuple[torch.Tenso
 
 
 @contextlib.contextmanager
-def _refusing(who: str) -> Iterator[None]:
+def _refusing(who: str, defined: Place | None) -> Iterator[None]:
     try:
         yield
     except Impure as error:
-        raise noted(refusal(who, error)) from None
+        raise noted(refusal(who, error, defined)) from None
+
+
+def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Tells whether attributes were set on views of tensors."""
+    return any(vars(x).keys() - vars(y).keys() for x, y in zip(own, given, strict=True))
+
+
+def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
+    try:
+        return run(given)
+    except Exception as error:  # which somebody around may catch
+        if not (is_ours(error) or isinstance(error, Impure)) and tensors_inside([error.args, vars(error)]):
+            instead = "Return the tensor, or raise an error with numbers in it."
+            raise noted(Impure("raises an error that carries a tensor", None, instead)) from error
+        raise
 
 
 @contextlib.contextmanager
@@ -193,9 +216,9 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
         opaque: objects that it returned, which are let go of here.
     """
     alive = _alive(look)
-    types = " or ".join(sorted({type(x).__name__ for x in opaque}))
+    had, types = bool(opaque), " or ".join(sorted({type(x).__name__ for x in opaque}))
     opaque.clear()
-    left = _alive(look) if alive else []
+    left = _alive(look) if alive and had else alive
     if alive and not left:
         raise Impure(
             f"returns an object of type {types} that holds tensors",
@@ -214,12 +237,13 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
 
 def _alive(look: Look) -> list[Made]:
     alive = [made for made in look.made if made.is_alive()]
-    for seconds in _WAITS if alive else ():
-        time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
+    if alive:
         gc.collect()  # of cycles
+    for seconds in _WAITS:
         alive = [made for made in alive if made.is_alive()]
         if not alive:
             break
+        time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
     return alive
 
 

@@ -213,7 +213,7 @@ def writes(func: object, kwargs: Named) -> bool:
         return False
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     in_place = in_place or (name == "__set__" and func == SET_DATA)
-    return in_place or bool(kwargs and kwargs.get("out") is not None)
+    return in_place or bool(kwargs and (kwargs.get("out") is not None or kwargs.get("inplace") is True))
 
 
 def _version(copy: torch.Tensor) -> int:
