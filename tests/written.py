@@ -501,7 +501,7 @@ KEEPS = r"keeps a tensor of shape .* outlives it .*Return it"
 CAPTURES = r"closes over a tensor of shape .* that is differentiated .*Give it to the call as an argument"
 ANOTHERS = rf"({CAPTURES}|read inside another unit, which is not given it.*Pass it)"
 WRITES = r"writes to an input in place, by .*Write to a copy"
-CHANGES = r"changes a list, a dict or another object among its arguments. Return what is new"
+CHANGES = r"changes a list, a dict or another object among its arguments .*Return what is new"
 
 
 def refusals(*pairs: tuple[Callable[[], Case], str]) -> dict[str, tuple[Callable[[], Case], str]]:

@@ -17,7 +17,7 @@ from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
-from fzero.purity.look import Impure
+from fzero.purity.look import Impure, refusal
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 
@@ -124,7 +124,10 @@ class CalledOp(QuickOp):
         if self._leaving is not None:
             return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
         outer = [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors]
-        self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
+        try:
+            self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
+        except Impure as error:
+            raise noted(refusal(f"Unit {self.unit!r}", error)) from None
         return self._leaving.tensors
 
     def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[Any]) -> object:

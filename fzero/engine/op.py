@@ -242,7 +242,7 @@ class UnitOp(PulledOp):
                 inputs,
                 [put[i] for i in self.real],
                 memories if signature.users else (),
-                functools.partial(self._refilled, leaves) if signature.reruns else _nothing,
+                functools.partial(self._refilled, leaves, tensors[count:]) if signature.reruns else _nothing,
             )
         return tuple([x.detach() for x in put])
 
@@ -317,11 +317,13 @@ class UnitOp(PulledOp):
         )
 
     @contextlib.contextmanager
-    def _refilled(self, leaves: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    def _refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around a pullback that may run parts of the function again (torch.utils.checkpoint)."""
         filled = list(self._flat)
         for place, index in self.signature.handles:
             filled[place] = leaves[index]
+        for place, x in zip(self.signature.tensors, tensors, strict=True):
+            filled[place] = x
         args, _ = pytree.unflatten(self.signature.spec, filled)
         with inside({(self.traversal, index): x for index, x in leaves.items()}):
             with self._around(args[0]) if self._around else _NOTHING:
