@@ -69,15 +69,15 @@ def flatten_first(tree: object) -> tuple[list[Any], Spec]:
             return leaves, spec
 
 
-def changing(tree: object) -> list[Any]:
+def changing(tree: object) -> list[object]:
     """The objects among a tree whose content a unit may change."""
     if not _changing:
         return []
-    found: list[Any] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    found: list[object] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
     return [x for x in found if _changes(x)]
 
 
-def map_changing(fn: Callable[[Any], object], tree: object) -> Any:
+def map_changing(fn: Callable[[object], object], tree: object) -> object:
     """The tree with something else in the place of such objects."""
     return optree.tree_map(
         lambda x: fn(x) if _changes(x) else x,

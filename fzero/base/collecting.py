@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -117,7 +117,7 @@ class inside:
     def __init__(self, open_: Sequence[str]) -> None:
         self._open = open_
         self._own: Lists = {}
-        self._before: Mapping[str, Any] = {}
+        self._before: Lists = {}
 
     def __enter__(self) -> inside:
         self._tokens = _collecting.set(self._own), _in_unit.set(True)

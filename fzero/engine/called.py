@@ -130,7 +130,7 @@ class CalledOp(QuickOp):
             raise noted(refusal(f"Unit {self.unit!r}", error)) from None
         return self._leaving.tensors
 
-    def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[Any]) -> object:
+    def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[object]) -> object:
         """The call's result, of what its node has put out.
 
         Args:
@@ -174,12 +174,12 @@ def need_read_again(flat: Sequence[object]) -> None:
             )
 
 
-def taken_apart(result: object, inner: Sequence[Any]) -> object:
+def taken_apart(result: object, inner: Sequence[object]) -> object:
     """A result beside the objects whose content the function may have changed."""
     return map_changing(lambda x: next((_Own(i) for i, y in enumerate(inner) if x is y), x), result), inner
 
 
-def put_together(made: Any, carriers: Sequence[Any]) -> object:
+def put_together(made: Any, carriers: Sequence[object]) -> object:
     """A result; the caller's objects get the content of the function's."""
     for x, new in zip(carriers, made[1], strict=True):
         vars(x).clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -77,7 +77,7 @@ def _as_node(
     around: Around | None,
 ) -> object:
     schedule, level, look = traversal.schedule, level_here(), looking.get()
-    known = schedule.signatures()
+    known = cast(list[Signature], schedule.signatures())
     signature = next((each for each in known if each.fits(traversal, fn, flat, spec, level)), None)
     first = signature is None or is_strict() or bool(private.dispatch_modes())
     if signature is None or first:

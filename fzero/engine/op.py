@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -116,7 +116,7 @@ class UnitOp(PulledOp):
     def _runs(self) -> Callable[..., object]:
         return self._eager if private.level() else self.unit_fn
 
-    def applied(self, carriers: Sequence[Any]) -> object:
+    def applied(self, carriers: Sequence[object]) -> object:
         """The call's result.
 
         Args:

@@ -193,7 +193,7 @@ class Dressed(NamedTuple):
         return made
 
 
-def _dressed(x: torch.Tensor, recipe: Any) -> Any:
+def _dressed(x: torch.Tensor, recipe: Slot | View) -> Slot | View | Dressed:
     """The recipe of a tensor that may be of a class of the user's."""
     kind, attributes = type(x), {name: own for name, own in vars(x).items() if name != OWNER}
     if private.is_dispatched(kind) or (kind in _PLAIN and not attributes):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ class Record:
 
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
-        self.signatures: dict[int, list[Any]] = {}
+        self.signatures: dict[int, list[object]] = {}
         self.first_runs: dict[object, FirstRun] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
 
@@ -123,7 +123,7 @@ class Schedule:
         """Tells whether this run has called so far what the last one called."""
         return self.ran_before and self._on_track
 
-    def signatures(self) -> list[Any]:
+    def signatures(self) -> list[object]:
         """The signatures of the next call under which earlier runs of it were proven."""
         return self.record.signatures.get(len(self._called), [])
 

@@ -26,7 +26,6 @@ ATOMS = frozenset(
 # their functions know nothing of the user's global names
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "numpy", "optree"}) - {"__main__"}
 BOUND = (types.BuiltinMethodType, types.MethodWrapperType)  # functions of Python's own; those of an object know it
-Content = dict[Any, Any]
 Parts = list[object]
 
 
@@ -99,7 +98,7 @@ def contents_of(cell: types.CellType) -> object:
         return None
 
 
-def fill(new: Any, of: Any, inner: Callable[[object], object]) -> None:
+def fill(new: Any, of: object, inner: Callable[[object], object]) -> None:
     """Fills an empty object with copies of what is in another one of its class.
 
     Args:

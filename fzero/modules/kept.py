@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 
 from torch import nn
-from torch.nn.utils import prune
 
 Function = Callable[..., object]
 # the attributes by which torch's hooks that compute a weight know its name
@@ -21,9 +20,9 @@ _MISSING = object()
 
 def _name_of(hook: object) -> str | None:
     """The name of the weight that a hook computes."""
-    if isinstance(hook, prune.BasePruningMethod):
-        return getattr(hook, "_tensor_name", None)
     kind = type(hook)
+    if any(base.__name__ == "BasePruningMethod" for base in kind.__mro__):
+        return getattr(hook, "_tensor_name", None)
     own = kind.__module__.startswith("torch.nn.utils") and kind.__name__ in _HOOKS
     return getattr(hook, _HOOKS[kind.__name__]) if own else None
 
