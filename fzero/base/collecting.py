@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,8 +16,7 @@ from fzero.base.context import variable
 T = TypeVar("T")
 Lists = dict[str, Any]  # name -> a list of what was collected; Hugging Face's has other values beside these
 # that of the run that goes on, or of its unit
-_collecting: contextvars.ContextVar[Lists | None] = variable("collecting", None)
-_in_unit: contextvars.ContextVar[bool] = variable("collecting_in_unit", False)
+current: contextvars.ContextVar[Lists | None] = variable("collecting", None)
 _HUGGING_FACE = "transformers.utils.output_capturing"
 
 
@@ -55,7 +54,7 @@ def collect(x: T, name: str) -> T:
     if not isinstance(x, torch.Tensor):
         raise wrong("collect", "x", x, "a tensor")
     need_str(name, "collect", "name", "a name, such as 'aux'")
-    own = _collecting.get()
+    own = current.get()
     if own is not None:
         own.setdefault(name, []).append(x)
     return x
@@ -80,10 +79,10 @@ def collected(name: str) -> list[torch.Tensor]:
         {'penalty': [tensor(2.)]}
     """
     need_str(name, "collected", "name", "a name, such as 'aux'")
-    own = _collecting.get()
+    own = current.get()
     if own is None:
         raise RuntimeError("collected: no step's function is running here. Call it inside the function of a step.")
-    if _in_unit.get():
+    if isinstance(own, OfUnit):
         raise RuntimeError("collected: a unit is running, which sees nothing of others. Call it outside of units.")
     return list(own.get(name, ()))
 
@@ -95,6 +94,8 @@ def _hugging_face() -> contextvars.ContextVar[Lists | None] | None:
 
 def open_here() -> tuple[str, ...]:
     """What Hugging Face's collector takes here."""
+    if _HUGGING_FACE not in sys.modules:
+        return ()
     variable = _hugging_face()
     taken = variable.get() if variable is not None else None
     return tuple(taken) if taken else ()
@@ -104,51 +105,48 @@ def open_here() -> tuple[str, ...]:
 def run() -> Iterator[Lists]:
     """Around a run of a step's function."""
     own: Lists = {}
-    token = _collecting.set(own)
+    token = current.set(own)
     try:
         yield own
     finally:
-        _collecting.reset(token)
+        current.reset(token)
+
+
+class OfUnit(Lists):
+    """The lists of one run of a unit, which sees nothing of others."""
 
 
 class inside:
-    """Around a unit's function, which collects in lists of its own: `taken`, once it has ended."""
-
-    def __init__(self, open_: Sequence[str]) -> None:
-        self._open = open_
-        self._own: Lists = {}
-        self._before: Lists = {}
+    """Around a unit's function while Hugging Face's collector is open, which has lists of its own there, too."""
 
     def __enter__(self) -> inside:
-        self._tokens = _collecting.set(self._own), _in_unit.set(True)
-        if self._open:
-            variable = _hugging_face()
-            assert variable is not None
-            self._before = variable.get() or {}
-            self._others = {k: list(v) if isinstance(v, list) else v for k, v in self._before.items()}
-            self._token = variable.set(self._others)
+        variable = _hugging_face()
+        assert variable is not None
+        self._before = variable.get() or {}
+        self._own = {k: list(v) if isinstance(v, list) else v for k, v in self._before.items()}
+        self._token = variable.set(self._own)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _collecting.reset(self._tokens[0])
-        _in_unit.reset(self._tokens[1])
-        if self._open:
-            variable = _hugging_face()
-            assert variable is not None
-            variable.reset(self._token)
+        variable = _hugging_face()
+        assert variable is not None
+        variable.reset(self._token)
 
-    def taken(self) -> tuple[Lists, Lists] | None:
-        """What was collected; None for nothing."""
-        others = {}
-        if self._open:
-            before = self._before
-            others = {k: v[len(before[k]) :] for k, v in self._others.items() if isinstance(v, list)}
-        return (self._own, others) if self._own or any(others.values()) else None
+    def taken(self) -> Lists:
+        """What was collected inside."""
+        before = self._before
+        return {k: v[len(before[k]) :] for k, v in self._own.items() if isinstance(v, list)}
+
+
+def taken_of(own: Lists, others: inside | None) -> tuple[Lists, Lists] | None:
+    """What a unit has collected; None for nothing."""
+    theirs = others.taken() if others is not None else {}
+    return (dict(own), theirs) if own or any(theirs.values()) else None
 
 
 def put(taken: tuple[Lists, Lists]) -> None:
     """Adds what a unit has collected to what the function around it has."""
-    own = _collecting.get()
+    own = current.get()
     if own is not None:
         for name, values in taken[0].items():
             own.setdefault(name, []).extend(values)
@@ -161,6 +159,6 @@ def put(taken: tuple[Lists, Lists]) -> None:
 
 def own(note: Callable[[object], None]) -> None:
     """Tells of what has been collected so far in the run that goes on."""
-    found = _collecting.get()
+    found = current.get()
     if found:
         note(found)

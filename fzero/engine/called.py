@@ -60,17 +60,22 @@ class CalledOp(QuickOp):
             filled[place] = x = leaves[index]
             numbers[id(x)], present[traversal, index] = index, x
         for place, x in zip(signature.tensors, tensors, strict=True):
-            own = traversal.origins.get(id(filled[place]))
-            if own is not None:
-                numbers[id(x)] = own
+            index = traversal.origins.get(id(filled[place]))
+            if index is not None:
+                numbers[id(x)] = index
             filled[place] = x
         args, kwargs = pytree.unflatten(signature.spec, filled)
         inner = changing((args, kwargs)) if signature.carriers else []
+        own, others = collecting.OfUnit(), collecting.inside() if signature.collectors else None
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
+        collected = collecting.current.set(own)
         try:
-            following = during(notes, known_marks) if known_marks is not None else _NOTHING
-            with collecting.inside(signature.collectors) as collector, following:
+            if known_marks is None and not signature.collectors:
                 result = fn(*args, **kwargs)
+            else:
+                following = during(notes, known_marks) if known_marks is not None else _NOTHING
+                with others or _NOTHING, following:
+                    result = fn(*args, **kwargs)
         except Exception as error:
             if not signature.proven and not signature.carriers:  # somebody around may catch it
                 need_same_arguments((args, kwargs), filled, signature.spec)
@@ -82,9 +87,10 @@ class CalledOp(QuickOp):
             here.reset(tokens[1])
             known.reset(tokens[2])
             in_function.reset(tokens[3])
+            collecting.current.reset(collected)
         if signature.carriers:  # the caller's own are changed as these are
             result = taken_apart(result, inner)
-        taken = collector.taken()
+        taken = collecting.taken_of(own, others) if own or others is not None else None
         if not signature.proven:
             signature.collects = signature.collects or taken is not None
         if signature.collects:
@@ -138,7 +144,7 @@ class CalledOp(QuickOp):
         """
         assert self._leaving is not None
         result = [recipe.outside(out) for recipe in self._leaving.recipes]
-        self._leaving = self._leaving._replace(recipes=[], tensors=())
+        self._leaving.recipes, self._leaving.tensors = [], ()
         if (known_marks := self._notes) is not None:
             hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
         made = pytree.unflatten(self._spec_out, result)

@@ -12,7 +12,7 @@ import torch
 from fzero.base import collecting, hooks, private, pytree, texts
 from fzero.base.carriers import changing, flatten, flatten_first
 from fzero.base.collecting import open_here
-from fzero.base.context import proves
+from fzero.base.context import during, proves
 from fzero.base.places import definition_of
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
@@ -58,7 +58,11 @@ def call_unit(
         if private.level() > 1 and acts:
             args, kwargs = leaves_below((args, dict(kwargs)))
         flat, spec = flatten((args, kwargs))
-        owner = next((x.owner for x in flat if isinstance(x, Handle)), None)
+        owner = None
+        for x in flat:
+            if type(x) is Handle:
+                owner = x.owner
+                break
         if owner is not None or seed is not None:
             return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around)
     node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around)
@@ -78,7 +82,11 @@ def _as_node(
 ) -> object:
     schedule, level, look = traversal.schedule, level_here(), looking.get()
     known = cast(list[Signature], schedule.signatures())
-    signature = next((each for each in known if each.fits(traversal, fn, flat, spec, level)), None)
+    signature = None
+    for each in known:
+        if each.fits(traversal, fn, flat, spec, level):
+            signature = each
+            break
     first = signature is None or is_strict() or bool(private.dispatch_modes())
     if signature is None or first:
         if hooks.in_checkpoint():
@@ -98,7 +106,7 @@ def _as_node(
                     result = UnitOp(traversal, signature, run, fn, flat, around, own_seed, number).applied(carriers)
                     break
                 except Whole:
-                    signature.whole, signature.proven, signature.repeats = True, False, False
+                    signature.whole, signature.proven = True, False
                     happened(f"unit {signature.unit!r} began again, as its operations do not say all that they compute")
     except Exception as error:
         if is_ours(error):
@@ -189,13 +197,16 @@ def _proven(
     def run() -> Sequence[object]:
         own, named = pytree.unflatten(spec, flat)
         inner = changing((own, named)) if carriers else []
-        with collecting.inside(open_here()) as collector:
+        lists, others = collecting.OfUnit(), collecting.inside() if open_here() else contextlib.nullcontext()
+        with during(collecting.current, lists), others:
             result = fn(*own, **named)
         if carriers:
             result = taken_apart(result, inner)
         else:
             need_same_arguments((own, named), flat, spec)
-        out, own_spec = flatten_first((result, collector.taken()))
+        out, own_spec = flatten_first(
+            (result, collecting.taken_of(lists, others if isinstance(others, collecting.inside) else None))
+        )
         specs[:] = [own_spec]
         return out
 

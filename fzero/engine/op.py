@@ -16,8 +16,8 @@ from typing import cast
 import torch
 
 from fzero.base import hooks, private, pytree, refusals
-from fzero.base.ambient import ambient, functions_seen
-from fzero.base.context import averaged, proves, values_here
+from fzero.base.ambient import functions_seen
+from fzero.base.context import averaged, proves
 from fzero.base.edges import is_users
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, edges_to, joint_outputs
@@ -31,10 +31,11 @@ from fzero.engine.outlets import Leaving
 from fzero.engine.pullback import Pull, PulledOp
 from fzero.engine.recorded import Recorded, Whole
 from fzero.engine.signature import Signature
+from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
-from fzero.purity.look import own_modes
+from fzero.purity.look import Captured, Operation
 from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
 from fzero.purity.trial import Trial, repeated, sums_of
@@ -83,8 +84,9 @@ class UnitOp(PulledOp):
         self.recompute = signature.remat or self._nested
         if self._nested or signature.compiles or signature.whole:
             self._names = NO_NAMES
-        elif self._names != NO_NAMES:
+        elif signature.named:
             self.recompute = False  # its graph is kept, and of what that saved what has a name
+        self._names_some = signature.named and self._names is not NO_NAMES
         self._flat, self._around, self._notes = flat, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._pull: Pull | None = None
@@ -95,8 +97,10 @@ class UnitOp(PulledOp):
         self.used = False
         self.wanted, self.real = signature.wanted, list[int]()
         self._leaving: Leaving | None = None  # of its first run
-        self._variables, self._settings = (values_here(), ambient()) if self.recompute else ((), ())
-        self._modes = own_modes() if self.recompute or signature.level is None else ()
+        # what that showed, if it was the first under its signature, until it has run again
+        self._first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
+        surrounds = signature.surrounded and (self.recompute or signature.level is None)
+        self._surroundings = Surroundings() if surrounds else None
         self.stand_ins: Mapping[int, torch.Tensor] = {}
         traversal.schedule.runs(self)
 
@@ -107,7 +111,7 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
-        modes = private.under_function_modes(self._modes)
+        modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
         with torch.autograd.graph.disable_saved_tensors_hooks(NESTED), modes, one_level:
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
@@ -125,7 +129,7 @@ class UnitOp(PulledOp):
         flat, signature = self._flat, self.signature
         level = signature.level
         operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
-        operands += [cast(torch.Tensor, flat[place]) for place in signature.tensors]
+        operands += [flat[place] for place in signature.tensors]
         if level is None:
             needs = private.is_differentiated if signature.grad else is_pushed
             self.wanted = [i for i, x in enumerate(operands) if needs(x)]
@@ -198,7 +202,9 @@ class UnitOp(PulledOp):
         for x in inputs.values():
             x.requires_grad_()
         entered = _versions(tensors[count:], fulls)
-        memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
+        memories: Memories = ()
+        if signature.users or not signature.proven or self._first is not None:
+            memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
         one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
@@ -210,7 +216,7 @@ class UnitOp(PulledOp):
             with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), one_level:
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
-                elif self._leaving is not None and signature.proven and not signature.repeats:
+                elif self._first is not None:
                     out = self._repeated(leaves, tensors[count:], memories)
                 else:
                     out = self._called(self.unit_fn, leaves, tensors[count:])
@@ -229,7 +235,7 @@ class UnitOp(PulledOp):
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
             traversal.named.append(self._saved.settle([(place, tensors[place]) for place in stand_ins], fulls))
             signature.kept = self._saved.keeps_all
-        elif signature.names != NO_NAMES:
+        elif signature.named:
             traversal.named.append(None)
         if trial is not None:
             self._note_first(put, wanted)
@@ -277,8 +283,8 @@ class UnitOp(PulledOp):
         signature.reruns = trial.look.reruns or look.reruns
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
-        signature.operations, signature.captured = look.operations, [*look.captured.values()]
-        signature.sums = sums_of(out) if self.recompute else ()
+        if self.recompute:
+            self._first = look.operations, [*look.captured.values()], sums_of(out)
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
@@ -289,17 +295,17 @@ class UnitOp(PulledOp):
         signature = self.signature
         run = functools.partial(self._called, self._eager, leaves, tensors)
         given = [*leaves.values(), *tensors]
-        known = signature.operations, signature.captured, signature.sums
+        assert self._first is not None
         with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, *known, self._defined)
-        signature.repeats, signature.operations, signature.captured, signature.sums = True, (), (), ()
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+        if self._surroundings is not None:
+            signature.surrounded = self._surroundings.differ
+        self._first = None
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
     def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
         signature = self.signature
         signature.proven = True
-        if not self.recompute:
-            signature.repeats, signature.operations, signature.captured = True, (), ()
         if signature.compiles:  # whose graphs do not say
             signature.joint = dict.fromkeys(range(len(put)), frozenset(range(len(put))))
         elif wanted:
@@ -337,12 +343,12 @@ class UnitOp(PulledOp):
         tried: bool = False,
     ) -> contextlib.AbstractContextManager[object]:
         """Around the function: what becomes of the tensors that its graph saves."""
-        if not wanted or self.recompute or (self._names == NO_NAMES and self._memory == DEVICE):
+        if not wanted or self.recompute or (not self._names_some and self._memory == DEVICE):
             return _NOTHING
         what = f"the activations of {self.name}"
         if tried:  # hooks are at work as in the real run, and put nothing away
             return hooks.putting_away(what, torch.Tensor.detach, torch.Tensor.detach)
-        if self._names == NO_NAMES:
+        if not self._names_some:
             if self.signature.compiles:
                 return _NOTHING
             self._saved = Saved(self._memory, what, [*fulls, *inputs])

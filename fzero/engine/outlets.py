@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +210,8 @@ def _dressed(x: torch.Tensor, recipe: Slot | View) -> Slot | View | Dressed:
     return Dressed(recipe, kind if kind not in _PLAIN else torch.Tensor, attributes)
 
 
-class Leaving(NamedTuple):
+@dataclass(slots=True)
+class Leaving:
     """What leaves a node, and how the call's result is made of that.
 
     Attributes:
@@ -261,7 +263,8 @@ def leaving(
                 k = put[id(x)] = len(order)
                 order.append(x)
                 takes.append(("as it is", i))
-            recipes.append(_dressed(x, Slot(k, grad and x.grad_fn is None)))
+            recipe = Slot(k, grad and x.grad_fn is None)
+            recipes.append(recipe if type(x) is torch.Tensor and not x.__dict__ else _dressed(x, recipe))
     return Leaving(order, takes, recipes)
 
 

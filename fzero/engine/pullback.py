@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
-from fzero.base.ambient import default_dtype, functions_seen, within
+from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during
 from fzero.base.node import Tensors, gradients
 from fzero.engine.activations import Inputs, Saved
@@ -20,6 +19,7 @@ from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
 from fzero.engine.recorded import Recorded
 from fzero.engine.signature import Signature
+from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import Memories, unit_pulled
 from fzero.table.layout import Key
@@ -55,9 +55,7 @@ class PulledOp(CalledOp):
     _saved: Saved | Recorded | None  # what the graph saved, elsewhere or to be computed again
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
-    _modes: Sequence[object]  # the user's torch function modes, as it was called
-    _settings: Sequence[object]  # of torch's, as it was called
-    _variables: Sequence[tuple[contextvars.ContextVar[object], object]]
+    _surroundings: Surroundings | None  # of one that runs again
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
@@ -150,23 +148,22 @@ class PulledOp(CalledOp):
         enabled, dtype = self.autocast
         casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
         with (
-            within(self._settings),
-            private.under_function_modes(self._modes),
+            self._surroundings.again() if self._surroundings is not None else contextlib.nullcontext(),
             functions_seen(self.functions),
             default_dtype(self.default_dtype),
             during(averaged, self.averaged),
             casts if enabled or torch.is_autocast_enabled(self.device) else contextlib.nullcontext(),
         ):
-            tokens = [(variable, variable.set(value)) for variable, value in self._variables]
-            try:
-                self._forward(tensors, wanted, True, gather_ahead)
-            finally:
-                for variable, token in tokens:
-                    variable.reset(token)
+            self._forward(tensors, wanted, True, gather_ahead)
+
+    def _pulling(self, pull: Pull, keep: bool) -> contextlib.AbstractContextManager[object]:
+        """Around the pullback of its graph."""
+        if self.signature.users or (keep and self.signature.compiles):
+            return self._watched(pull, keep)
+        return pull.surroundings()
 
     @contextlib.contextmanager
-    def _pulling(self, pull: Pull, keep: bool) -> Iterator[None]:
-        """Around the pullback of its graph."""
+    def _watched(self, pull: Pull, keep: bool) -> Iterator[None]:
         donation = private.without_donation() if keep and self.signature.compiles else contextlib.nullcontext()
         users = unit_pulled(self.unit, pull.memories) if self.signature.users else contextlib.nullcontext()
         with donation, pull.surroundings(), users:

@@ -15,7 +15,6 @@ from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
 from fzero.engine.traversal import Traversal
-from fzero.purity.look import Captured, Operation
 from fzero.stores.put import DEVICE
 from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
@@ -38,8 +37,8 @@ class Signature:
         wanted: the positions of what is differentiated, keys first and then tensors.
         level: as `level_here`.
         casts: the dtype of its autocast.
+        surrounded: whether what surrounds a call may be another than what surrounds its second run.
         proven: whether a run under it was proven to be pure.
-        repeats: whether a second run, in a pullback, did what the first one had done.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
         users: whether backwards of users' own are called in its pullback.
@@ -85,17 +84,15 @@ class Signature:
         self.remat = any(row.remat for row in rows)
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
+        self.named = self.names != NO_NAMES
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
         self.carriers = carriers
         self.collectors = open_here()
         # ---- what its first run shows
-        self.collects = False
-        self.proven = self.repeats = self.reruns = self.users = self.whole = self.kept = False
+        self.collects, self.surrounded = False, True
+        self.proven = self.reruns = self.users = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: Collection[type] = ()
-        self.operations: Sequence[Operation] = ()  # until they are compared with those of a second run
-        self.captured: Sequence[Captured] = ()
-        self.sums: Sequence[float] = ()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over
 
     def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None) -> bool:
@@ -120,7 +117,11 @@ class Signature:
                     return False
             elif x is not own and (type(x) is not type(own) or type(x) not in VALUES or x != own):
                 return False
-        return not any(x is not None and x.requires_grad for x in [each() for each in self.constants])
+        for each in self.constants:
+            constant = each()
+            if constant is not None and constant.requires_grad:
+                return False
+        return True
 
 
 def code_of(fn: object) -> object:

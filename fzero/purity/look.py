@@ -219,7 +219,7 @@ class Look:
             place = _place()
             if place is None:  # this library's own
                 return
-            if private.is_mapped(x) or private.is_differentiated(x):
+            if _moves(x):
                 raise noted(
                     Impure(
                         f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
@@ -367,6 +367,14 @@ def memory_of(x: torch.Tensor) -> int:
 
 def _is_strided(x: torch.Tensor) -> bool:
     return memory_of(x) != id(x)
+
+
+def _moves(x: torch.Tensor) -> bool:
+    """Tells whether something differentiates or maps a tensor."""
+    try:
+        return private.is_mapped(x) or private.is_differentiated(x)
+    except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
+        return x.requires_grad
 
 
 def _is_number(x: object) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeGuard
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.node import OWNER
 from fzero.base.places import Place
 from fzero.base.random import seeded
 from fzero.base.rebound import tensors_inside
@@ -74,14 +75,14 @@ class Trial:
         with _refusing(who, defined):
             with _beside():
                 before = _content(given)
-            attributes = [set(vars(x)) for x in (*given, *outer)]
+            attributes = [_set_on(x) for x in (*given, *outer)]
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
             look = Look(self._names, inside)
             look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
             look.objects, look.outer = {id(x) for x in own if inside}, self._outer
             with seeded(seed), heard(), look:
                 out = _run(run, own)
-            if _dressed(own, given) or attributes != [set(vars(x)) for x in (*given, *outer)]:
+            if _dressed(own, given) or attributes != [_set_on(x) for x in (*given, *outer)]:
                 raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
@@ -187,9 +188,13 @@ def _refusing(who: str, defined: Place | None) -> Iterator[None]:
         raise noted(refusal(who, error, defined)) from None
 
 
+def _set_on(x: torch.Tensor) -> set[str]:
+    return vars(x).keys() - {OWNER}
+
+
 def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
     """Tells whether attributes were set on views of tensors."""
-    return any(vars(x).keys() - vars(y).keys() for x, y in zip(own, given, strict=True))
+    return any(_set_on(x) - _set_on(y) for x, y in zip(own, given, strict=True))
 
 
 def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:

@@ -199,7 +199,6 @@ def test_what_a_mode_changes_is_not_made_again_otherwise(names: str, inside: boo
             ("looks", "looks"),
             ("changes", "changes"),
             ("changes", "none"),
-            ("none", "looks"),
         ]:
             leaves = [p["w"].clone().requires_grad_() for p in PARAMS["blocks"]]
             with MODES[forward]():

@@ -15,7 +15,6 @@ import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, hazards, run_ranks
@@ -370,13 +369,22 @@ def recomputed(keep: Keep | None) -> tuple[int, int, int]:
             x = block(p, x)
         return x.sum()
 
-    step = fz.train_step(loss, fz.sgd(0.1))
-    step = step if keep is None else fz.remat(step, "blocks.*", *keep)
-    state, x = step.init({"blocks": params_of(3)["blocks"]}), torch.randn(1000, D, dtype=F64)
-    step.vjp(state, x)[1](torch.ones((), dtype=F64))  # whose function is looked at, on copies
-    with LiveBytes() as live, counted() as forward:
-        out, pullback = step.vjp(state, x)
+    def begun() -> tuple[fz.Step, Any]:
+        step = fz.train_step(loss, fz.sgd(0.1))
+        step = step if keep is None else fz.remat(step, "blocks.*", *keep)
+        state = step.init({"blocks": params_of(3)["blocks"]})
+        step.vjp(state, x)[1](torch.ones((), dtype=F64))  # in which units run twice
+        return step, state
+
+    x = torch.randn(1000, D, dtype=F64)
+    step, state = begun()
+    with LiveBytes() as live:
+        held = step.vjp(state, x)
         between = live.now()
+    del held
+    step, state = begun()  # whose units were under no mode yet
+    with counted() as forward:
+        out, pullback = step.vjp(state, x)
     with counted() as back:
         pullback(torch.ones_like(out))
     calls = [[event.name for event in run.events()] for run in (forward, back)]
