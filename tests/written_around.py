@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from written import CAPTURES, F64, KEEPS, PARAMS, Case, named, pure, refusals
+from written import CAPTURES, F64, PARAMS, Case, named, pure, refusals
 
 import fzero as fz
 from fzero.base import pytree
@@ -198,4 +198,7 @@ CASES = named(
     leaves_that_it_makes_itself,
     a_tangent,
 )
-REFUSED = refusals((what_an_except_takes, CAPTURES), (an_error_that_carries_tensors, r"raises an error that carries a tensor .*Return the"))
+REFUSED = refusals(
+    (what_an_except_takes, CAPTURES),
+    (an_error_that_carries_tensors, r"raises an error that carries a tensor .*Return the"),
+)

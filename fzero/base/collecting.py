@@ -47,7 +47,7 @@ def collect(x: T, name: str) -> T:
         ...     for p in params["blocks"]:
         ...         x = block(p, x)
         ...     return x.sum() + 0.1 * sum(fz.collected("aux"))
-        >>> step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        >>> step = fz.train_step(loss, fz.sgd(0.1))
         >>> state = step.init({"blocks": [{"w": torch.eye(2)}]})
         >>> state, metrics = step(state, torch.zeros(1, 2))
     """

@@ -49,10 +49,9 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 def dispatch_modes() -> bool:
     """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
-    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
-        return False
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
-    return not all(getattr(mode, "looks", False) for mode in modes)
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack  # type: ignore[attr-defined]
+    some = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
+    return bool(some) and not all(getattr(mode, "looks", False) for mode in stack())
 
 
 def traces() -> bool:

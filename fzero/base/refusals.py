@@ -84,11 +84,6 @@ def is_ours(error: BaseException) -> bool:
     return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
-def of_compiler(error: BaseException) -> bool:
-    """True where torch.compile failed, as it does on a CPU without a C++ compiler: what it carries is torch's own."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames that an error has left, the innermost last."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -134,17 +129,6 @@ def of_higher_order(what: str) -> Iterator[None]:
         ):
             raise  # a KeyError is functorch's, and dealt with elsewhere
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
-
-
-def clear_frames(error: BaseException) -> None:
-    """Lets go of what fzero's own frames hold, to which an error that the unit keeps leads: the last one, for one."""
-    trace = error.__traceback__
-    frame = trace.tb_frame if trace is not None else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("fzero."):
-            with contextlib.suppress(RuntimeError):  # it is running
-                frame.clear()
-        frame = frame.f_back
 
 
 # ---- of what a unit does

@@ -82,6 +82,15 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def without_users_modes() -> AbstractContextManager[object]:
+    """The same, but modes that fake, functionalize or trace tensors stay, as those need them."""
+    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    get = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+    if any(get(key) is not None for key in (keys.FAKE, keys.FUNCTIONAL, keys.PROXY)):
+        return contextlib.nullcontext()
+    return without_dispatch_modes()
+
+
 def without_values() -> AbstractContextManager[object]:
     """Inside, tensors that are made are fake: a shape and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and rarely needed

@@ -87,7 +87,7 @@ def _as_node(
         if each.fits(traversal, fn, flat, spec, level):
             signature = each
             break
-    first = signature is None or is_strict() or bool(private.dispatch_modes())
+    first = signature is None or is_strict() or private.dispatch_modes()
     if signature is None or first:
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))
@@ -212,11 +212,10 @@ def _proven(
 
     def tried(_: object) -> Sequence[object]:
         back = undo() if undo is not None else None
-        try:
-            return run()
-        finally:
-            if back is not None:
-                back()
+        out = run()  # what it has written before an error stays: the caller may catch that
+        if back is not None:
+            back()
+        return out
 
     with beside():
         defined = definition_of(fn)

@@ -203,14 +203,17 @@ class UnitOp(PulledOp):
             x.requires_grad_()
         entered = _versions(tensors[count:], fulls)
         memories: Memories = ()
-        if signature.users or not signature.proven or self._first is not None:
+        # what runs again is not proven before it has, in a pullback
+        again = self.recompute and signature.level and wanted and not signature.repeated
+        tries = self._first is None and (again or not signature.proven) and proves.get()
+        if signature.users or again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
         one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
             trial = None
-            if not signature.proven and proves.get():
+            if tries:
                 with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
                     trial = self._tried(leaves, tensors[count:], memories)
             with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), one_level:
@@ -300,7 +303,7 @@ class UnitOp(PulledOp):
             out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
         if self._surroundings is not None:
             signature.surrounded = self._surroundings.differ
-        self._first = None
+        self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
     def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:

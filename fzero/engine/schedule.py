@@ -118,11 +118,6 @@ class Schedule:
         """Notes what runs a call."""
         self._calls[op.number] = weakref.ref(op)
 
-    @property
-    def on_track(self) -> bool:
-        """Tells whether this run has called so far what the last one called."""
-        return self.ran_before and self._on_track
-
     def signatures(self) -> list[object]:
         """The signatures of the next call under which earlier runs of it were proven."""
         return self.record.signatures.get(len(self._called), [])

@@ -90,7 +90,7 @@ class Signature:
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects, self.surrounded = False, True
-        self.proven = self.reruns = self.users = self.whole = self.kept = False
+        self.proven = self.repeated = self.reruns = self.users = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: Collection[type] = ()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over

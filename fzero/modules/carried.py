@@ -79,7 +79,7 @@ class Carried:
     def of(self, module: nn.Module) -> Carried:
         """Those among them that a module below has itself."""
         registries = {id(own._buffers) for own in module.modules()}
-        firsts = {self._first[name] for name, owner in self._owners.items() if owner in registries}
+        firsts = {first for name, first in self._first.items() if self._owners[name] in registries}
         own = copy.copy(self)
         own._first = {name: first for name, first in self._first.items() if first in firsts}
         own.others = [name for name in self.names if name not in firsts]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -25,9 +23,10 @@ from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import kind_of
-from fzero.base.places import Place, is_library, place_in
+from fzero.base.places import Place
 from fzero.base.refusals import heard, noted
 from fzero.base.uncounted import Operator
+from fzero.purity.caller import NOWHERE, place_here
 from fzero.purity.observer import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
 
@@ -152,7 +151,7 @@ class Look:
 
     def before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
         """Looks at what an operation is given; whether any of it depends on what the function is given."""
-        name, depends, place = func._schema.name, False, _place()
+        name, depends, place = func._schema.name, False, place_here()
         if place is None:  # this library's own
             for x in pytree.tensors_in(*args, *kwargs.values()):
                 depends = self._own.setdefault(memory_of(x), False) or depends
@@ -199,7 +198,7 @@ class Look:
                 raise noted(
                     Impure(
                         f"calls {func.__name__!r} of a tensor that it is given",
-                        _place(),
+                        place_here(),
                         "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
                         "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
                     )
@@ -210,13 +209,13 @@ class Look:
             out = (kwargs or {}).get("out")
             for x in pytree.flatten(operands[:1] if out is None else out)[0]:
                 if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
-                    self._refuse_write(private.unwrapped(x), f"::{name_of(func)}", _place() or _NOWHERE)
+                    self._refuse_write(private.unwrapped(x), f"::{name_of(func)}", place_here() or NOWHERE)
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
             if memory_of(private.unwrapped(x)) in self._own and id(x) not in self.outer:
                 continue
-            place = _place()
+            place = place_here()
             if place is None:  # this library's own
                 return
             if _moves(x):
@@ -351,10 +350,7 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
                 "Another one depends on it inside, which is not seen outside. Differentiate inside the unit, or "
                 "compute the other one of it outside."
             )
-            raise noted(Impure(what, _place(), why))
-
-
-_NOWHERE = Place("", 0, "a module of torch's")
+            raise noted(Impure(what, place_here(), why))
 
 
 def memory_of(x: torch.Tensor) -> int:
@@ -383,24 +379,3 @@ def _is_number(x: object) -> bool:
 
 def _number(x: object) -> object:
     return bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x
-
-
-_PASS_ON = ("fzero.purity", "fzero.base.uncounted", "fzero.base.intercept")  # which call an operator for somebody else
-
-
-def _place() -> Place | None:
-    """The innermost line of the user's that runs; None if this library calls an operation itself."""
-    frame: FrameType | None = sys._getframe(3)
-    direct = True
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        passes = module.startswith(_PASS_ON) or frame.f_code.co_name == "__torch_function__"
-        if direct and module.startswith("fzero.") and not passes:
-            return None
-        if not is_library(frame.f_code.co_filename):
-            return place_in(frame)
-        direct = (
-            direct and (passes or module.startswith(("torch.", "contextlib"))) and not module.startswith("torch.nn")
-        )
-        frame = frame.f_back
-    return _NOWHERE

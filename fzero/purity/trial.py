@@ -21,18 +21,20 @@ from typing import TypeGuard
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.ambient import functions_seen
 from fzero.base.node import OWNER
 from fzero.base.places import Place
 from fzero.base.random import seeded
 from fzero.base.rebound import tensors_inside
 from fzero.base.refusals import heard, is_ours, noted
-from fzero.base.thread_state import without_dispatch_modes
+from fzero.base.thread_state import without_dispatch_modes, without_users_modes
 from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
+from fzero.purity.observer import current as observer
 from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
 CLOSE = 1e-3  # of outputs where operators are not deterministic
-_WAITS = 0.01, 0.05, 0.2, 0.0
+_WAITS = 0.0, 0.01, 0.05, 0.2, 0.5
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -80,7 +82,7 @@ class Trial:
             look = Look(self._names, inside)
             look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
             look.objects, look.outer = {id(x) for x in own if inside}, self._outer
-            with seeded(seed), heard(), look:
+            with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
             if _dressed(own, given) or attributes != [_set_on(x) for x in (*given, *outer)]:
                 raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
@@ -92,7 +94,8 @@ class Trial:
             own.clear()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 torch.clear_autocast_cache()
-            _need_gone(look, opaque)
+            if (observed := observer.get()) is None or not observed.refuses():
+                _need_gone(look, opaque)
             with _beside():
                 _need_same(given, before, look, self._names)
         self.look = look
@@ -113,8 +116,9 @@ class Trial:
                     if not is_ours(error) and not isinstance(error, Impure):
                         error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
                     raise
+            under_modes = private.dispatch_modes()
             with _beside():
-                _compare(self.look.operations, real.operations, self._kept, out)
+                _compare(self.look.operations, real.operations, self._kept, out, under_modes)
         return out, real
 
 
@@ -163,7 +167,11 @@ def sums_of(out: Sequence[object]) -> list[float]:
     """The sums of magnitudes of the tensors among what a function returned."""
     with _beside():
         tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
-        return [float(pytree.as_reals(x).abs().sum(dtype=torch.float64)) if _has_values(x) else 0.0 for x in tensors]
+        return [float(_reals(x).abs().sum(dtype=torch.float64)) if _has_values(x) else 0.0 for x in tensors]
+
+
+def _reals(x: torch.Tensor) -> torch.Tensor:
+    return x.byte() if x.dtype == torch.bool else pytree.as_reals(x)
 
 
 def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
@@ -210,7 +218,7 @@ def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
     """Inside, nobody looks at what is computed, and no transform goes through it."""
-    with beside(), without_dispatch_modes(), private.below_transforms():
+    with beside(), without_dispatch_modes(), private.below_transforms(), functions_seen.nowhere():
         yield
 
 
@@ -242,13 +250,12 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
 
 def _alive(look: Look) -> list[Made]:
     alive = [made for made in look.made if made.is_alive()]
-    if alive:
-        gc.collect()  # of cycles
     for seconds in _WAITS:
-        alive = [made for made in alive if made.is_alive()]
         if not alive:
             break
         time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
+        gc.collect()  # of cycles; it does nothing while another thread's is under way
+        alive = [made for made in alive if made.is_alive()]
     return alive
 
 
@@ -284,6 +291,7 @@ def _compare(
     second: Sequence[Operation],
     kept: Sequence[torch.Tensor] | None,
     out: Sequence[object],
+    under_modes: bool = False,
 ) -> None:
     """Refuses what was not the same in both runs."""
     one, other = [x for x in first if x.depends], [x for x in second if x.depends]
@@ -305,6 +313,12 @@ def _compare(
         if (now.shape, now.dtype) != (was.shape, was.dtype):
             raise _differs(f"returns {tuple(was.shape)} in one run and {tuple(now.shape)} in the next", None)
         if not _alike(now, was):
+            if under_modes:
+                raise Impure(
+                    "returns other values under a TorchDispatchMode that is around it",
+                    None,
+                    "A mode may look at operations, and not change what they compute.",
+                )
             raise _differs("returns other values in a second run with the same arguments", None)
 
 
@@ -312,8 +326,8 @@ def _differs(what: str, place: Place | None) -> Impure:
     return Impure(
         what,
         place,
-        "A clock, a counter, a file, or a random generator that is not torch's decides something. Take what changes as "
-        "an argument, and draw random numbers by torch.",
+        "A clock, a counter, a file, or a random generator of your own decides something. Take what changes as an "
+        "argument, and draw random numbers from torch's default generator.",
     )
 
 

@@ -108,6 +108,14 @@ def anew(cls: Any) -> Any:
     return type("Own", (cls,), {}) if isinstance(cls, type) else cls
 
 
+def taken_apart(x: Any) -> Any:
+    return [], None
+
+
+def made_of(context: Any, values: Any) -> Any:
+    return context
+
+
 # function -> argument -> (a call with it, the kinds that it takes)
 TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "convert": {
@@ -250,9 +258,9 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     },
     "collected": {"name": (lambda v: in_step(lambda: fz.collected(v)), {"a string"})},
     "register_carrier": {
-        "cls": (lambda v: fz.register_carrier(anew(v), vars, anew), {"a class"}),
-        "flatten": (lambda v: fz.register_carrier(anew(dict), v, anew), CALLED),
-        "unflatten": (lambda v: fz.register_carrier(anew(dict), vars, v), CALLED),
+        "cls": (lambda v: fz.register_carrier(anew(v), taken_apart, made_of), {"a class"}),
+        "flatten": (lambda v: fz.register_carrier(anew(dict), v, made_of), CALLED),
+        "unflatten": (lambda v: fz.register_carrier(anew(dict), taken_apart, v), CALLED),
     },
     "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
     "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
