@@ -25,7 +25,7 @@ from nightly import NIGHTLY, by_day
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
 # unit and line; what is changed among the arguments shows in no line
-NAMED = r"[Uu]nit 'blocks\.\d+' .*(<drawn program \d+>:\d+|among its arguments|that it computed or was given)"
+NAMED = r"[Uu]nit 'blocks\.\d+' .*(<drawn program \d+>:\d+|among its arguments|made again of its parts|that it computed or was given)"
 SHARE = 5.0  # percent of the programs that have a feature, at least
 
 

@@ -13,6 +13,7 @@ from fzero.base import collecting, pytree, refusals, texts
 from fzero.base.carriers import changing, flatten, flatten_first, map_changing
 from fzero.base.context import during, in_function
 from fzero.base.quick_node import QuickOp
+from fzero.base.places import definition_of
 from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
@@ -104,7 +105,7 @@ class CalledOp(QuickOp):
         if not signature.proven and not signature.carriers:
             need_same_arguments((args, kwargs), filled, signature.spec)
         if not signature.proven:
-            need_made_again(self._spec_out, out)
+            need_made_again(self.unit, fn, self._spec_out, out)
         if known_marks is not None:
             self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
         return out
@@ -155,17 +156,15 @@ class CalledOp(QuickOp):
         return put_together(made, carriers) if carriers else made
 
 
-def need_made_again(spec: pytree.Spec, leaves: Sequence[object]) -> None:
+def need_made_again(unit: str, fn: object, spec: pytree.Spec, leaves: Sequence[object]) -> None:
     """Refuses what a unit is given or returns if it cannot be made of its parts."""
     try:
         pytree.unflatten(spec, leaves)
     except TypeError as error:
-        raise noted(
-            TypeError(
-                f"A unit is given or returns what cannot be made again of its parts: {error}. A NamedTuple is made of "
-                "its fields: leave its own __new__ out, or take a dataclass."
-            )
-        ) from error
+        what = "is given or returns a container that cannot be made again of its parts, such as a NamedTuple"
+        instead = "Leave __new__ out, or take a dataclass."
+        impure = Impure(f"{what} with a __new__ of its own", None, instead)
+        raise noted(refusal(f"Unit {unit!r}", impure, definition_of(fn))) from error
 
 
 def need_read_again(flat: Sequence[object]) -> None:

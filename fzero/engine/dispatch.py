@@ -93,8 +93,8 @@ def _as_node(
             raise noted(TypeError(CHECKPOINTED))
         flat, spec = flatten_first((args, kwargs))
         need_read_again(flat)
-        need_made_again(spec, flat)
         signature = Signature(traversal, fn, flat, spec, level, bool(changing((args, kwargs))))
+        need_made_again(signature.unit, fn, spec, flat)
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
     carriers = changing((args, kwargs)) if signature.carriers else ()
