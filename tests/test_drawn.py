@@ -25,7 +25,8 @@ from nightly import NIGHTLY, by_day
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
 # unit and line; what is changed among the arguments shows in no line
-NAMED = r"[Uu]nit 'blocks\.\d+' .*(<drawn program \d+>:\d+|among its arguments|made again of its parts|that it computed or was given)"
+SAID = r"<drawn program \d+>:\d+|among its arguments|made again of its parts|that it computed or was given"
+NAMED = rf"[Uu]nit 'blocks\.\d+' .*({SAID})"
 SHARE = 5.0  # percent of the programs that have a feature, at least
 
 

@@ -233,12 +233,14 @@ class Look:
     def _refuse_write(self, x: torch.Tensor, name: str, place: Place) -> None:
         memory = memory_of(x)
         if memory in self._given:
+            what = self._given[memory](x)
+            params = "" if what == "an input" else "Params change in step.update only. "
             raise noted(
                 Impure(
-                    f"writes to {self._given[memory](x)} in place, by {name.partition('::')[2]}",
+                    f"writes to {what} in place, by {name.partition('::')[2]}",
                     place,
-                    "Params change in step.update only. Write to a copy (x = x.clone()), or use the operation that is "
-                    "not in place. Running statistics are buffers: fz.functional(module, buffers=True).",
+                    f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
+                    "statistics are buffers: fz.functional(module, buffers=True).",
                 )
             )
         if memory in self.captured or memory not in self._own:
