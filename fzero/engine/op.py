@@ -350,7 +350,7 @@ class UnitOp(PulledOp):
             return _NOTHING
         what = f"the activations of {self.name}"
         if tried:  # hooks are at work as in the real run, and put nothing away
-            return hooks.putting_away(what, torch.Tensor.detach, torch.Tensor.detach)
+            return hooks.putting_away(what, lambda x: x.detach(), torch.Tensor.detach)
         if not self._names_some:
             if self.signature.compiles:
                 return _NOTHING

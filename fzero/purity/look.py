@@ -213,7 +213,8 @@ class Look:
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
-            if memory_of(private.unwrapped(x)) in self._own and id(x) not in self.outer:
+            given = id(x) not in self.outer or id(x) in self.objects  # where nothing is differentiated, they are one
+            if given and memory_of(private.unwrapped(x)) in self._own:
                 continue
             place = place_here()
             if place is None:  # this library's own

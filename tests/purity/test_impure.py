@@ -28,7 +28,7 @@ FORMS: dict[str, Any] = {
 OTHER = r"Unit 'blocks\.0' (calls .* in one run and .* in the next|calls .* in one of two runs|returns other values)"
 KEEPS = r"Unit 'blocks\.0' keeps a tensor of shape .* outlives it"
 WRITES = r"Unit 'blocks\.0' writes to {} in place, by {}"
-LINE = r".*test_refused\.py"
+LINE = r".*test_impure\.py"
 
 
 def swallows(q: Any, x: torch.Tensor) -> torch.Tensor:
