@@ -12,6 +12,7 @@ import torch.utils._pytree as torch_pytree
 
 from fzero.base.arguments import wrong
 from fzero.base.pytree import Spec
+from fzero.base.refusals import noted
 
 T = TypeVar("T")
 _NAMESPACE = "fzero"
@@ -74,7 +75,16 @@ def changing(tree: object) -> list[object]:
     if not _changing:
         return []
     found: list[object] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
-    return [x for x in found if _changes(x)]
+    found = [x for x in found if _changes(x)]
+    if len({*map(id, found)}) < len(found):
+        kind = type(found[0]).__name__
+        raise noted(
+            TypeError(
+                f"A unit is given one object twice whose content it may change, of type {kind!r}: it would have two. "
+                "Give it once."
+            )
+        )
+    return found
 
 
 def map_changing(fn: Callable[[object], object], tree: object) -> object:

@@ -16,7 +16,7 @@ from fzero.base.places import definition_of
 from fzero.base.quick_node import QuickOp
 from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
-from fzero.engine.signature import Signature
+from fzero.engine.signature import VALUES, Signature
 from fzero.engine.traversal import Traversal, current, here, known
 from fzero.purity.look import Impure, refusal
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
@@ -35,7 +35,9 @@ class CalledOp(QuickOp):
     traversal: Traversal
     signature: Signature
     unit: str
+    _eager: Callable[..., object]
     _flat: Sequence[object]  # its arguments, flat
+    _spec: pytree.Spec
     _leaving: Leaving | None = None  # of its first run
     _spec_out: pytree.Spec
     _notes: Notes | None  # of what varies over an axis, where the function around it is followed
@@ -65,7 +67,7 @@ class CalledOp(QuickOp):
             if index is not None:
                 numbers[id(x)] = index
             filled[place] = x
-        args, kwargs = pytree.unflatten(signature.spec, filled)
+        args, kwargs = pytree.unflatten(self._spec, filled)
         inner = changing((args, kwargs)) if signature.carriers else []
         own, others = collecting.OfUnit(), collecting.inside() if signature.collectors else None
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
@@ -79,7 +81,7 @@ class CalledOp(QuickOp):
                     result = fn(*args, **kwargs)
         except Exception as error:
             if not signature.proven and not signature.carriers:  # somebody around may catch it
-                need_same_arguments((args, kwargs), filled, signature.spec)
+                need_same_arguments((args, kwargs), filled, self._spec)
             if isinstance(error, RuntimeError):
                 raise self._refused(error) from error
             raise
@@ -101,14 +103,30 @@ class CalledOp(QuickOp):
                 f"Unit {self.unit!r} collects {next(iter(taken[0] or taken[1]))!r}, which it did not do in its first "
                 "run. Decide that by an argument, or collect a zero."
             )
-        out, self._spec_out = (flatten if signature.proven else flatten_first)(result)
+        out, self._spec_out = flatten(result)
+        for x in out:
+            if type(x) not in signature.returns:
+                out, self._spec_out = self._of_new_types(result)
+                break
         if not signature.proven and not signature.carriers:
-            need_same_arguments((args, kwargs), filled, signature.spec)
+            need_same_arguments((args, kwargs), filled, self._spec)
         if not signature.proven:
             need_made_again(self.unit, fn, self._spec_out, out)
         if known_marks is not None:
             self._marks = marks_of(known_marks, [x for x in out if isinstance(x, torch.Tensor)])
         return out
+
+    def _of_new_types(self, result: object) -> tuple[list[object], pytree.Spec]:
+        """A flat result with types that no call under this signature has returned before."""
+        out, spec = flatten_first(result)
+        signature, types = self.signature, {type(x) for x in out}
+        new = [kind for kind in types if not issubclass(kind, torch.Tensor) and kind not in VALUES]
+        if signature.proven and not signature.opaque.issuperset(new):
+            what = f"returns an object of type {' or '.join(kind.__name__ for kind in new)}, as its first run did not"
+            instead = "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass)."
+            raise noted(refusal(f"Unit {self.unit!r}", Impure(what, None, instead), definition_of(self._eager)))
+        signature.returns |= types
+        return out, spec
 
     def _refused(self, error: RuntimeError) -> Exception:
         """What is said of an error of torch's."""

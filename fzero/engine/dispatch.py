@@ -103,7 +103,7 @@ def _as_node(
         with beside() if look is not None else _NOTHING, autocast_to(traversal, signature.casts):
             while True:
                 try:
-                    result = UnitOp(traversal, signature, run, fn, flat, around, own_seed, number).applied(carriers)
+                    result = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number).applied(carriers)
                     break
                 except Whole:
                     signature.whole, signature.proven = True, False

@@ -53,7 +53,7 @@ class UnitOp(PulledOp):
 
     Args:
         fn: what runs; `eager` the same without a compiler.
-        flat: its arguments, flat.
+        flat: its arguments, flat; `spec` their structure, with this call's order of entries.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
         number: of the call in its run.
     """
@@ -65,6 +65,7 @@ class UnitOp(PulledOp):
         fn: Callable[..., object],
         eager: Callable[..., object],
         flat: Sequence[object],
+        spec: pytree.Spec,
         around: Around | None,
         seed: int,
         number: int,
@@ -87,7 +88,7 @@ class UnitOp(PulledOp):
         elif signature.named:
             self.recompute = False  # its graph is kept, and of what that saved what has a name
         self._names_some = signature.named and self._names is not NO_NAMES
-        self._flat, self._around, self._notes = flat, around, notes.get()
+        self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._pull: Pull | None = None
         self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
@@ -333,7 +334,7 @@ class UnitOp(PulledOp):
             filled[place] = leaves[index]
         for place, x in zip(self.signature.tensors, tensors, strict=True):
             filled[place] = x
-        args, _ = pytree.unflatten(self.signature.spec, filled)
+        args, _ = pytree.unflatten(self._spec, filled)
         with inside({(self.traversal, index): x for index, x in leaves.items()}):
             with self._around(args[0]) if self._around else _NOTHING:
                 yield

@@ -92,7 +92,8 @@ class Signature:
         self.collects, self.surrounded = False, True
         self.proven = self.repeated = self.reruns = self.users = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
-        self.opaque: Collection[type] = ()
+        self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
+        self.returns: set[type] = set()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over
 
     def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None) -> bool:
