@@ -136,6 +136,9 @@ class CalledOp(QuickOp):
             return ValueError(refusals.freed(f"{self.name}{refusals.place_of(error)}"))
         if texts.says(error, *refusals.of_derivatives()):
             return TypeError(refusals.twice(self.unit, error))
+        if texts.says(error, texts.OF_ENDED):
+            what = "closes over a tensor that was computed inside a torch.func transform, which has ended"
+            return refusal(self.name.capitalize(), Impure(what, None, "Give it to the call as an argument."), None)
         return error
 
     def _let_out(

@@ -103,7 +103,8 @@ def _as_node(
         with beside() if look is not None else _NOTHING, autocast_to(traversal, signature.casts):
             while True:
                 try:
-                    result = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number).applied(carriers)
+                    op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number)
+                    result = op.applied(carriers)
                     break
                 except Whole:
                     signature.whole, signature.proven = True, False

@@ -27,11 +27,12 @@ from fzero.base.random import seeded
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
+from fzero.engine.compiled import compiled
 from fzero.engine.outlets import Leaving
 from fzero.engine.pullback import Pull, PulledOp
 from fzero.engine.recorded import Recorded, Whole
 from fzero.engine.signature import Signature
-from fzero.engine.surroundings import Surroundings
+from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
@@ -149,6 +150,10 @@ class UnitOp(PulledOp):
             for i, own in self.stand_ins.items():
                 held[signature.tensors[i - len(self.keys)]] = own
             self._flat, self.stand_ins = held, {}
+        if self.recompute or level is None:  # and a loop goes on, whose variables the function may close over
+            eager, self._eager = self._eager, closed(self._eager)
+            if self._eager is not eager:
+                self.unit_fn = compiled(self._eager) if signature.compiles else self._eager
         return self._outside(out, carriers)
 
     # ---- forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
 from fzero.engine.traversal import Traversal
+from fzero.purity.look import own_modes
 from fzero.stores.put import DEVICE
 from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
@@ -63,6 +64,7 @@ class Signature:
         self.primals = [first[key] for key in self.keys]
         self.tensors = [p for p, x in enumerate(flat) if isinstance(x, torch.Tensor) and not isinstance(x, Handle)]
         self.grad, self.level, self.depth = torch.is_grad_enabled(), level, private.level()
+        self.surroundings = surroundings()
         operands = [flat[place].primal for place in self.primals] + [flat[place] for place in self.tensors]
         moves = [self.grad and private.is_differentiated(x) for x in operands]
         self.wanted = [i for i, own in enumerate(moves) if own]
@@ -102,14 +104,14 @@ class Signature:
             return False
         if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
             return False
-        if level is None and private.level() != self.depth:
+        if (level is None and private.level() != self.depth) or surroundings() != self.surroundings:
             return False
         for x, (kind, own) in zip(flat, self.forms, strict=True):
             if kind == _HANDLE:
                 if type(x) is not Handle or x.index != own or x.owner is not traversal:
                     return False
             elif kind == _TENSOR:
-                if not isinstance(x, torch.Tensor):
+                if not isinstance(x, torch.Tensor) or (x.__dict__ and not self.dressed):
                     return False
                 moves = self.grad and x.requires_grad and private.is_differentiated(x)
                 if level is None:
@@ -130,6 +132,11 @@ def code_of(fn: object) -> object:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
+
+
+def surroundings() -> tuple[int, bool]:
+    """The number of the user's function modes that are on, and whether autocast is."""
+    return len(own_modes()) if private.function_modes_on() else 0, private.autocasts()
 
 
 def level_here() -> int | None:

@@ -1,9 +1,11 @@
-"""What surrounds a unit's call, and its second run: torch's settings, its function modes, context variables."""
+"""What surrounds a unit's call, and its second run: torch's settings, function modes, context variables, closures."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import types
+from collections.abc import Callable, Iterator
 
 from fzero.base import private
 from fzero.base.ambient import ambient, within
@@ -40,3 +42,22 @@ class Surroundings:
             finally:
                 for variable, token in tokens:
                     variable.reset(token)
+
+
+def closed(fn: Callable[..., object]) -> Callable[..., object]:
+    """A function that closes over what `fn` closes over now, whatever those variables name when it is called."""
+    if isinstance(fn, functools.partial):
+        return functools.partial(closed(fn.func), *fn.args, **fn.keywords)
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__:
+        return fn
+    cells = tuple([_filled(cell) for cell in fn.__closure__])
+    new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return new
+
+
+def _filled(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:  # of a variable that has no value yet
+        return cell

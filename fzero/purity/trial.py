@@ -84,7 +84,8 @@ class Trial:
             look.objects, look.outer = {id(x) for x in own if inside}, self._outer
             with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
-            if _dressed(own, given) or attributes != [_set_on(x) for x in (*given, *outer)]:
+            callers = [*given[: len(given) - len(outer)], *outer]
+            if _dressed(own, callers) or attributes != [_set_on(x) for x in (*given, *outer)]:
                 raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]

@@ -149,3 +149,53 @@ def test_mistakes() -> None:
         fz.register_carrier(type("Own", (), {}), None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="already registered"):
         fz.register_carrier(Cache, lambda c: (c.keys, None), lambda _, keys: Cache(keys))
+
+
+class Configured:
+    def __init__(self, total: torch.Tensor, config: dict[str, float]) -> None:
+        self.total, self.config = total, config
+
+
+fz.register_carrier(Configured, lambda c: ([c.total], c.config), lambda config, kept: Configured(kept[0], config))
+
+
+@pytest.mark.parametrize("how", ["plain", "ZeRO-3", "remat"])
+def test_what_no_tensor_holds_is_that_of_each_call(how: str) -> None:
+    """Two dicts are equal whose entries have another order."""
+
+    def body(p: Any, x: torch.Tensor, c: Configured) -> torch.Tensor:
+        h = torch.tanh(x @ p["w"])
+        for key, value in c.config.items():
+            h = torch.tanh(h * value + len(key))
+        c.total = c.total + h.mean()
+        return h
+
+    def loss(unit: Any, p: Any, turned: bool) -> torch.Tensor:
+        own = Configured(torch.zeros((), dtype=F64), {"bb": 0.5, "a": 2.0} if turned else {"a": 2.0, "bb": 0.5})
+        x = X
+        for block in p["blocks"]:
+            x = unit(block, x, own)
+        return x.square().mean() + own.total
+
+    want = [loss(body, params(), turned) for turned in (False, True, False)]
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        step = STEPS[how](fz.train_step(lambda p, turned: loss(fz.unit(body), p, turned), fz.sgd(0.0)))
+        state = step.init(params())
+        return [step(state, turned)[1]["loss"] for turned in (False, True, False)]
+
+    for got in run_ranks(rank_main, 1 if how == "plain" else 2):
+        assert_trees_close(got, want, rtol=1e-10)
+
+
+def test_one_carrier_given_twice_is_refused() -> None:
+    unit = fz.unit(lambda p, x, a, b: x @ p["w"] + a.update(x).mean() + b.update(x).mean())
+
+    def loss(p: Any, x: torch.Tensor, one: bool) -> torch.Tensor:
+        first, second = Cache(), Cache()
+        return unit(p["blocks"][0], x, first, first if one else second).sum()
+
+    step = fz.remat(fz.train_step(loss, fz.sgd(0.1)))
+    state, _ = step(step.init(params()), X, False)
+    with pytest.raises(TypeError, match=r"one object twice .* 'Cache'.* Give it once"):
+        step(state, X, True)
