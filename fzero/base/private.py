@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -344,10 +344,6 @@ def function_mode() -> object:
 def without_function_mode() -> AbstractContextManager[object]:
     """Inside, the innermost torch function mode sees nothing."""
     return torch.overrides._pop_mode_temporarily()  # type: ignore[attr-defined]
-
-
-autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
-function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
 def function_modes() -> list[object]:

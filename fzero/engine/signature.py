@@ -14,6 +14,7 @@ from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
+from fzero.base.thread_state import autocasts, function_modes_on
 from fzero.engine.traversal import Traversal
 from fzero.purity.look import own_modes
 from fzero.stores.put import DEVICE
@@ -136,7 +137,7 @@ def code_of(fn: object) -> object:
 
 def surroundings() -> tuple[int, bool]:
     """The number of the user's function modes that are on, and whether autocast is."""
-    return len(own_modes()) if private.function_modes_on() else 0, private.autocasts()
+    return len(own_modes()) if function_modes_on() else 0, autocasts()
 
 
 def level_here() -> int | None:
