@@ -204,8 +204,8 @@ class _StandIn(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent
+    def backward(ctx: object, cotangent: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        return (cotangent,)
 
 
 class _Refill(torch.autograd.Function):

@@ -192,6 +192,7 @@ def _proven(
     need_read_again(flat)
     given, specs = [x for x in (*flat, *leaves) if isinstance(x, torch.Tensor)], list[pytree.Spec]()
     carriers, unit = changing((args, kwargs)), unit_of(traversal, given)
+    need_made_again(unit, fn, spec, flat)
     rows, of = traversal.layout.rows, traversal.origins
     own_leaves = [(x, functools.partial(_leaf, rows[of[id(x)]].path)) for x in given if id(x) in of]
 
@@ -209,6 +210,7 @@ def _proven(
             (result, collecting.taken_of(lists, others if isinstance(others, collecting.inside) else None))
         )
         specs[:] = [own_spec]
+        need_made_again(unit, fn, own_spec, out)
         return out
 
     def tried(_: object) -> Sequence[object]:

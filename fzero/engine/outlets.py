@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.node import OWNER
-from fzero.base.refusals import noted
+from fzero.base.rebound import tensors_inside
 from fzero.purity.look import Impure
 from fzero.table.handle import Valueless, storage_of
 
@@ -199,14 +199,9 @@ def _dressed(x: torch.Tensor, recipe: Slot | View) -> Slot | View | Dressed:
     kind, attributes = type(x), {name: own for name, own in vars(x).items() if name != OWNER}
     if private.is_dispatched(kind) or (kind in _PLAIN and not attributes):
         return recipe
-    if any(isinstance(own, torch.Tensor) for own in attributes.values()):
-        raise noted(
-            Impure(
-                f"returns a tensor of shape {tuple(x.shape)} on which it has set another one ({', '.join(attributes)})",
-                None,
-                "Return both, in a tuple.",
-            )
-        )
+    if tensors_inside(attributes):
+        what = f"returns a tensor of shape {tuple(x.shape)} on which it has set another one ({', '.join(attributes)})"
+        raise Impure(what, None, "Return both, in a tuple.")
     return Dressed(recipe, kind if kind not in _PLAIN else torch.Tensor, attributes)
 
 

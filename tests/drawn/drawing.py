@@ -53,8 +53,12 @@ TOLD = {
     "a leaf outside its unit": 90,
     "a leaf behind detach": 90,
     "an embedding tied to a head": 75,
-    "an iterator that a unit takes from": 50,
-    "an argument given twice": 40,
+    "a torch.Generator as an argument": 96,
+    "attributes of a tensor": 96,
+    "a closure over a list of leaves": 94,
+    "an iterator that a unit takes from": 90,
+    "an argument given twice": 60,
+    "a unit that returns its input, changed outside": 50,
     "torch.utils.checkpoint over a unit's own weights": 40,
 }
 OPTIMIZERS = ("sgd", "clipped", "adamw")

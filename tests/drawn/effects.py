@@ -198,11 +198,10 @@ def buffer(c: Writer) -> None:
         ]
     )
     body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
-    if c.remedied:  # a state of the function, handed to the unit
+    if c.remedied:  # handed to the unit
         ema = c.name("ema")
-        c.top.append(f"{ema} = Config(torch.ones(4, dtype=F64))")
         block = c.unit("h, ema", body + "ema")
-        c.do(change.format(ema=f"{ema}.scale"), f"h = {c.call(block, f'h, {ema}.scale')}")
+        c.do(f"{ema} = torch.ones(4, dtype=F64)", change.format(ema=ema), f"h = {c.call(block, f'h, {ema}')}")
         return
     init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
     block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)

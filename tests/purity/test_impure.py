@@ -7,7 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -210,3 +210,38 @@ def test_an_argument_that_can_be_read_once(what: str) -> None:
 
     for form in FORMS:
         is_refused(lambda: fn, params_of(), f"(?i)unit .*{what.split()[-1]}", form)
+
+
+def noted(q: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.tanh(x @ q["w"])
+    out.note = [out.square().mean()]  # type: ignore[attr-defined]
+    return out
+
+
+class Record(NamedTuple("_Record", [("h", torch.Tensor), ("note", Any)])):
+    def __new__(cls, h: torch.Tensor) -> Record:
+        return super().__new__(cls, h, None)
+
+
+RETURNED = r"Unit 'blocks\.0' (returns a tensor .* on which it has set another one|keeps a tensor)"
+MADE = r"Unit 'blocks\.0' is given or returns a container that cannot be made again"
+
+
+@pytest.mark.parametrize("way", ["step", "forward", "tape"])
+@pytest.mark.parametrize("form", ["plain", "remat"])
+@pytest.mark.parametrize(("body", "match"), [(noted, RETURNED), (lambda q, x: Record(x @ q["w"]), MADE)])
+def test_what_a_unit_returns_is_refused_however_it_is_called(form: str, way: str, body: Any, match: str) -> None:
+    step = FORMS[form](fz.train_step(lambda p, x: fz.unit(body)(p["blocks"][0], x)[0].sum(), fz.sgd(0.1)))
+    if (body, form, way) == (noted, "plain", "forward"):
+        return  # nothing is differentiated: the tensor is as good as any
+
+    def rank_main(rank: int) -> None:
+        state = step.init(params_of())
+        with pytest.raises(ValueError, match=match):
+            if way == "tape":
+                with fz.tape(step, state) as model:
+                    model(X)
+            else:
+                (step if way == "step" else step.forward)(state, X)
+
+    run_ranks(rank_main, 2 if form == "remat" else 1)
