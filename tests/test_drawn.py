@@ -122,3 +122,27 @@ def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
             assert difference(other.of_rank(0), one.of_rank(0)) is None, drawn.listing(program)
             compared += 1
     assert compared
+
+
+# programs that were not equal once, for what no smaller test shows
+SEEN = [
+    Program(
+        seed=200297,
+        kind="pure",
+        plain=1,
+        statements=(Statement(feature="autograd.grad with create_graph", numbers=(0, 0, 0, 0), remedied=False),),
+        form="scalar",
+        units=None,
+        world=1,
+        stage=3,
+        transforms=("remat of some", "activations= host of some"),
+        optimizer="sgd",
+        actions=(Action(verb="vjp", numbers=(0, 0, 0, 0)),),
+    ),
+]
+
+
+@pytest.mark.parametrize("program", SEEN, ids=[str(program.seed) for program in SEEN])
+def test_programs_that_were_seen(program: Program) -> None:
+    verdict = run(program)
+    assert verdict.kind == "equal", verdict.detail

@@ -70,7 +70,7 @@ class Operation(NamedTuple):
 class Captured(NamedTuple):
     """A tensor that the function was not given, and did not make."""
 
-    tensor: weakref.ref[torch.Tensor]
+    held: StorageWeakRef | weakref.ref[torch.Tensor]  # so that nothing else comes to lie there
     memory: int
     version: int
     place: Place | None
@@ -163,7 +163,7 @@ class Look:
             known = self._own.get(memory_of(x))
             if known is None:
                 of = memory_of(x)
-                self.captured.setdefault(of, Captured(weakref.ref(x), of, private.version(x), place))
+                self.captured.setdefault(of, Captured(_held(x), of, private.version(x), place))
             depends = depends or bool(known)
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
@@ -184,8 +184,7 @@ class Look:
             elif depends and memory in self._own:
                 self._own[memory] = True
             if depends and not isinstance(x, StandIn):
-                own = memory not in self._given and _is_strided(x)
-                of = StorageWeakRef(x.untyped_storage()) if own else weakref.ref(x)
+                of = _held(x) if memory not in self._given else weakref.ref(x)
                 self.made.append(Made(of, x.shape, self.operations[-1].place if self.operations else None))
 
     def called(self, func: Function, operands: Operands, kwargs: Named) -> None:
@@ -364,8 +363,10 @@ def memory_of(x: torch.Tensor) -> int:
         return id(x)
 
 
-def _is_strided(x: torch.Tensor) -> bool:
-    return memory_of(x) != id(x)
+def _held(x: torch.Tensor) -> StorageWeakRef | weakref.ref[torch.Tensor]:
+    return StorageWeakRef(x.untyped_storage()) if memory_of(x) != id(x) else weakref.ref(x)
+
+
 
 
 def _moves(x: torch.Tensor) -> bool:

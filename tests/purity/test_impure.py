@@ -17,6 +17,7 @@ from torch import nn
 from units import F64, X, block_of, params_of
 
 import fzero as fz
+from fzero.purity.look import looking_at
 from fzero.testing import assert_trees_equal, run_ranks
 
 FORMS: dict[str, Any] = {
@@ -245,3 +246,16 @@ def test_what_a_unit_returns_is_refused_however_it_is_called(form: str, way: str
                 (step if way == "step" else step.forward)(state, X)
 
     run_ranks(rank_main, 2 if form == "remat" else 1)
+
+
+def test_what_comes_to_lie_where_a_constant_lay_is_the_functions_own() -> None:
+    """Such as a leaf outside of its unit, which is gathered for what reads it and then let go of."""
+    given = torch.ones(4, dtype=F64)
+    constants = [torch.ones(4, dtype=F64) for _ in range(30)]
+    with looking_at("step: the function", {}):
+        while constants:
+            total = given + constants.pop()
+            own = [total.clone() for _ in range(2)]
+            for t in own:
+                t.mul_(0.5)
+            del own, t

@@ -268,26 +268,3 @@ def test_an_update_that_fails_leaves_nothing_on_its_way(fused: bool, monkeypatch
         state = step.init(params)
         with pytest.raises(RuntimeError, match="the second group"):
             step(state, *scenarios.vector_batches(1)[0])
-
-
-def test_a_gradient_inside_of_the_function_beside_activations_elsewhere() -> None:
-    """What stands for an input is a node of the function's own graph, too."""
-    w, x = torch.randn(4, 4, dtype=torch.float64) / 2, torch.randn(3, 4, dtype=torch.float64)
-    body = lambda q, h: h + 0.5 * torch.tanh(h @ q["w"])
-
-    def fn(unit: Any, p: Any, x: torch.Tensor) -> torch.Tensor:
-        h = x + 0.3 * torch.sin(p["s"])
-        with torch.enable_grad():
-            z = h if h.requires_grad else h.detach().requires_grad_()
-            (force,) = torch.autograd.grad(unit(p["block"], z).square().sum(), z, create_graph=True)
-        return unit(p["block"], h - 0.1 * force).square().mean()
-
-    params = {"block": {"w": w}, "s": torch.ones(4, dtype=torch.float64)}
-    want = torch.func.grad(lambda p: fn(body, p, x))(params)
-    for remat in (False, True):
-        step = fz.offload(fz.train_step(lambda p, x: fn(fz.unit(body), p, x), fz.sgd(0.1)), activations="host")
-        step = fz.remat(step) if remat else step
-        state = step.init(params)
-        for _ in range(2):
-            out, pullback = step.vjp(state, x)
-            assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), want, rtol=1e-10)
