@@ -112,7 +112,10 @@ class Signature:
                 if type(x) is not Handle or x.index != own or x.owner is not traversal:
                     return False
             elif kind == _TENSOR:
-                if not isinstance(x, torch.Tensor) or (x.__dict__ and not self.dressed):
+                if not isinstance(x, torch.Tensor):
+                    return False
+                attributes = x.__dict__
+                if attributes and not self.dressed and (len(attributes) > 1 or OWNER not in attributes):
                     return False
                 moves = self.grad and x.requires_grad and private.is_differentiated(x)
                 if level is None:
