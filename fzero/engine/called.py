@@ -151,9 +151,9 @@ class CalledOp(QuickOp):
         """The tensors that leave the node: as those of its first run did."""
         if self._leaving is not None:
             return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
-        outer = [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors]
+        outer = [self._flat[place] for place in self.signature.tensors]
         try:
-            self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
+            self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)  # type: ignore[arg-type]
         except Impure as error:
             raise noted(refusal(f"Unit {self.unit!r}", error)) from None
         return self._leaving.tensors

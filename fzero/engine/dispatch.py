@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -81,7 +81,7 @@ def _as_node(
     around: Around | None,
 ) -> object:
     schedule, level, look = traversal.schedule, level_here(), looking.get()
-    known = cast(list[Signature], schedule.signatures())
+    known: list[Signature] = schedule.signatures()  # type: ignore[assignment]
     signature = None
     for each in known:
         if each.fits(traversal, fn, flat, spec, level):

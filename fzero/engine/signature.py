@@ -65,7 +65,7 @@ class Signature:
         self.primals = [first[key] for key in self.keys]
         self.tensors = [p for p, x in enumerate(flat) if isinstance(x, torch.Tensor) and not isinstance(x, Handle)]
         self.grad, self.level, self.depth = torch.is_grad_enabled(), level, private.level()
-        self.surroundings = surroundings()
+        self.modes, self.autocasts = len(own_modes()), autocasts()  # that are around it
         operands = [flat[place].primal for place in self.primals] + [flat[place] for place in self.tensors]
         moves = [self.grad and private.is_differentiated(x) for x in operands]
         self.wanted = [i for i, own in enumerate(moves) if own]
@@ -105,7 +105,9 @@ class Signature:
             return False
         if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
             return False
-        if (level is None and private.level() != self.depth) or surroundings() != self.surroundings:
+        if level is None and private.level() != self.depth:
+            return False
+        if (len(own_modes()) if function_modes_on() else 0) != self.modes or autocasts() != self.autocasts:
             return False
         for x, (kind, own) in zip(flat, self.forms, strict=True):
             if kind == _HANDLE:
@@ -136,11 +138,6 @@ def code_of(fn: object) -> object:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
-
-
-def surroundings() -> tuple[int, bool]:
-    """The number of the user's function modes that are on, and whether autocast is."""
-    return len(own_modes()) if function_modes_on() else 0, autocasts()
 
 
 def level_here() -> int | None:
