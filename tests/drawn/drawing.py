@@ -46,7 +46,7 @@ EFFECTS = (
 # People write it once and then as they are told; so do programs, and at most 5 % of them are refused. What is left is
 # seen refused hundreds of times in 20,000 programs, and in tests/test_drawn.py in every form.
 TOLD = {
-    **dict.fromkeys(EFFECTS, 98),
+    **dict.fromkeys(EFFECTS, 96),
     "a regulariser over all leaves": 93,
     "leaves filtered by isinstance": 93,
     "in-place on a leaf": 95,
@@ -55,7 +55,7 @@ TOLD = {
     "an embedding tied to a head": 75,
     "a torch.Generator as an argument": 96,
     "attributes of a tensor": 96,
-    "a closure over a list of leaves": 97,
+    "a closure over a list of leaves": 95,
     "an iterator that a unit takes from": 90,
     "an argument given twice": 60,
     "a unit that returns its input, changed outside": 90,

@@ -198,10 +198,11 @@ def buffer(c: Writer) -> None:
         ]
     )
     body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
-    if c.remedied:  # handed to the unit
-        ema = c.name("ema")
+    if c.remedied:  # a state of the function, handed to the unit
+        ema, change = c.name("ema"), change.replace("{ema}.mul_(0.9)", "{ema} = {ema} * 0.9")
+        c.top.append(f"{ema} = Config(torch.ones(4, dtype=F64))")
         block = c.unit("h, ema", body + "ema")
-        c.do(f"{ema} = torch.ones(4, dtype=F64)", change.format(ema=ema), f"h = {c.call(block, f'h, {ema}')}")
+        c.do(change.format(ema=f"{ema}.scale"), f"h = {c.call(block, f'h, {ema}.scale')}")
         return
     init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
     block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)
