@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from fzero.base import private
 from fzero.base.ambient import ambient, within
 from fzero.base.context import values_here
+from fzero.base.places import is_library
 from fzero.purity.look import own_modes
 
 
@@ -47,8 +48,9 @@ class Surroundings:
 def closed(fn: Callable[..., object]) -> Callable[..., object]:
     """A function that closes over what `fn` closes over now, whatever those variables name when it is called."""
     if isinstance(fn, functools.partial):
-        return functools.partial(closed(fn.func), *fn.args, **fn.keywords)
-    if not isinstance(fn, types.FunctionType) or not fn.__closure__:
+        own = closed(fn.func)
+        return fn if own is fn.func else functools.partial(own, *fn.args, **fn.keywords)
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__ or is_library(fn.__code__.co_filename):
         return fn
     cells = tuple([_filled(cell) for cell in fn.__closure__])
     new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)

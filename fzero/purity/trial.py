@@ -84,8 +84,7 @@ class Trial:
             look.objects, look.outer = {id(x) for x in own if inside}, self._outer
             with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
-            callers = [*given[: len(given) - len(outer)], *outer]
-            if _dressed(own, callers) or attributes != [_set_on(x) for x in (*given, *outer)]:
+            if _dressed(own, given, outer) or attributes != [_set_on(x) for x in (*given, *outer)]:
                 raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
@@ -201,9 +200,10 @@ def _set_on(x: torch.Tensor) -> set[str]:
     return vars(x).keys() - {OWNER}
 
 
-def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Tells whether attributes were set on views of tensors."""
-    return any(_set_on(x) - _set_on(y) for x, y in zip(own, given, strict=True))
+def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor], outer: Sequence[torch.Tensor]) -> bool:
+    """Tells whether attributes were set on views of tensors, beside those that their callers have set."""
+    callers = set[str]().union(*map(_set_on, outer))
+    return any(_set_on(x) - _set_on(y) - callers for x, y in zip(own, given, strict=True))
 
 
 def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
