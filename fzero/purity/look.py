@@ -154,7 +154,9 @@ class Look:
         name, depends, place = func._schema.name, False, place_here()
         if place is None:  # this library's own
             for x in pytree.tensors_in(*args, *kwargs.values()):
-                depends = self._own.setdefault(memory_of(x), False) or depends
+                if name not in _SILENT:
+                    self._own.setdefault(memory_of(x), False)
+                depends = depends or self._own.get(memory_of(x), False)
             return depends
         if name in _MADE_OF_NUMBERS:
             for x in pytree.tensors_in(*args):
@@ -175,11 +177,15 @@ class Look:
             self.operations.append(Operation(name, numbers, depends, place))
         return depends
 
-    def after(self, out: object, depends: bool) -> None:
-        """Notes what an operation has made."""
+    def after(self, out: object, depends: bool, new: bool) -> None:
+        """Notes what an operation has made.
+
+        Args:
+            new: whether that may be new memory.
+        """
         for x in pytree.tensors_in(out):
             memory = memory_of(x)
-            if memory not in self._own and memory not in self.captured:
+            if new and memory not in self._own and memory not in self.captured:
                 self._own[memory] = depends
             elif depends and memory in self._own:
                 self._own[memory] = True
@@ -267,7 +273,7 @@ class _Operators(dispatch.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         depends = self._look.before(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        self._look.after(out, depends)
+        self._look.after(out, depends, func._schema.name not in _SILENT)
         return out
 
 
