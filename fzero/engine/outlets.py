@@ -130,17 +130,25 @@ class Outlets:
             for i in range(len(out)):
                 self._put_out(i, "as it is", False)
             return
-        places = {reading(x): i for i, x in enumerate(inputs)}
+        places: dict[Reading, list[int]] = {}
+        for place, x in enumerate(inputs):
+            places.setdefault(reading(x), []).append(place)
         families: dict[Reading, list[int]] = {}
         for i, tensor in enumerate(out):
             families.setdefault(reading(tensor), []).append(i)
+        enabled = torch.is_grad_enabled()
         first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
         for family, members in families.items():
-            place = places.get(family)
-            if place is not None and inputs[place].stride() == outer[place].stride():
+            alike = [p for p in places.get(family, ()) if inputs[p].stride() == outer[p].stride()]
+            if alike:
                 for i in members:
-                    constant = place in moving and self._is_constant(out[i])
-                    self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
+                    # of several that share memory, the one whose gradient it is part of
+                    own_place = next((p for p in alike if out[i]._base is inputs[p]), alike[-1])
+                    constant = own_place in moving and self._is_constant(out[i])
+                    if len(alike) == 1 or constant or not enabled or out[i]._base is inputs[own_place]:
+                        self.recipes[i] = View(outer[own_place], out[i], inputs[own_place], constant)
+                    else:
+                        self._put_out(i, "copy", False)
                 continue
             copied = family[0] in own or first[family[0]] != family  # of a param, or a real part beside the whole
             if not copied and overlap([out[i] for i in members]):
