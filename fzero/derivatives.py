@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import collecting, private, pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
-from fzero.capture.notes import FirstRun, followed, has_run, notes
 from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
@@ -31,6 +30,7 @@ from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
+from fzero.table.placements import FirstRun, followed, has_run, notes
 from fzero.table.spec import Spec
 
 
@@ -242,7 +242,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
         outside = autocast(traversal.device, traversal.table.outside)
-        with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow:
+        with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow, collecting.run():
             out = step.fn(tree, *pytree.unflatten(spec, batch))
         value = scalar_loss(split_result(step, out)[0], "per_example_grads")
         if told:

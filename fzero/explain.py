@@ -13,6 +13,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
+from fzero.base.context import during, proves
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
@@ -157,7 +158,7 @@ class _Replay:
         own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
         batch, total = Batch(own, state, inputs, cotangent, rng), None
         runs, micro = iter(batch), step.microbatches
-        with self._values:
+        with self._values, during(proves, False):  # which look at the values of one run
             for number in range(micro.count):
                 self._values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
                 run, ct = next(runs)

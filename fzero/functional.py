@@ -21,8 +21,6 @@ from fzero.base.context import during, own_copies, variable
 from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.handle import Function, Handle, reading
-from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
@@ -31,6 +29,7 @@ from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
+from fzero.modules.kept import forgetting
 from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
@@ -38,6 +37,7 @@ from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
 from fzero.parallel import maps, watched
 from fzero.parallel.piece import Pieces
+from fzero.table.handle import Function, Handle, reading
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
@@ -68,7 +68,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     - `apply` works on a private copy of the module as it is now. What you change in the module later, such as `eval()`
       or a hook, has no effect on it: call `functional` again.
     - Call `apply(params, x)` in your loss, not `module(x)`: the module's own weights are constants to a step.
-    - Attributes that `forward` sets are the copy's, and stay from call to call. A list that a hook appends to is yours.
+    - Attributes that `forward` sets are the copy's, and stay. In a unit they hold no tensor: `fz.collect` lets it out.
     - Params with `requires_grad=False` are frozen in a step, as by `fz.freeze`.
     - A module at the path of a unit runs as a unit. By default these are the elements of each `ModuleList`.
 
@@ -215,7 +215,7 @@ class Apply:
         if ROOT in units:  # the whole module is one unit
             root, given = own.root, (units[ROOT], args, kwargs)
             fast, around = own.fast(root, args, kwargs), root.places.installed
-            return own.whole(call_carrying(root.carried, root.call, given, None, fast, root.surroundings, around))
+            return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
         by_index: dict[int, dict[str, object]] = {}
         for name, leaf in outside.items():
@@ -246,7 +246,7 @@ class _Unit(NamedTuple):
 
     prefix: str  # of its params' names in the whole module
     places: Places
-    surroundings: Surroundings
+    module: nn.Module
     call: Function
     fast: Function
     shown: Shown
@@ -300,9 +300,9 @@ class _Copy:
         call = around(functools.partial(places.call, self._fresh(run, prefix)))
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
-        reach, fast = Surroundings(module), fast if self.pieces is None else call
-        carried = self.carried and (self.carried.reached(module, reach) if prefix else self.carried)
-        return _Unit(prefix, places, reach, call, fast, Shown(), carried)
+        fast = fast if self.pieces is None else call
+        carried = self.carried and (self.carried.of(module) if prefix else self.carried)
+        return _Unit(prefix, places, module, call, fast, Shown(), carried)
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
@@ -330,7 +330,7 @@ class _Copy:
         if id(own) in self._patched:  # one module at two paths is one unit, called twice
             self.paths.add(path)
             return
-        run_forward = self._forwards.setdefault(id(own), own.forward)
+        run_forward = self._forwards.setdefault(id(own), forgetting(own, own.forward))
         unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward, f"{path}.")
 
         @functools.wraps(run_forward)
@@ -353,10 +353,12 @@ class _Copy:
             node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
-            plain = functools.partial(run, *args, **kwargs)  # its params are in place already
+            # its params are in place already
+            if unit.carried is None:
+                return plain_call(run, node, unit.module, args, kwargs, [*leaves.values()])
             # a run that is given up leaves no buffer changed
-            own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
-            return plain_call(own, node, (args, kwargs), unit.surroundings)
+            own = functools.partial(unit.carried.alone, run)
+            return plain_call(own, node, unit.module, args, kwargs, [*leaves.values()], unit.carried.undo)
 
         own.forward = forward
         self._patched.add(id(own))
@@ -387,7 +389,7 @@ class _Copy:
                 return call(*given)
 
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
-        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, unit.surroundings, around)
+        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
 
 
 def _as_one(call: Function) -> Function:

@@ -284,7 +284,7 @@ class Loop(Generic[S, M]):
         self._state, metrics = pair(self._step(self._state, *inputs))
         del inputs
         self._done += 1
-        self._unread = {name: value for name, value in metrics.items() if name != "aux"}
+        self._unread = {name: value for name, value in metrics.items() if name not in ("aux", "collected")}
         self._saves.saved = self._evaluation.fresh = False
         self._record.taken()
         last = self._done == self._total

@@ -196,6 +196,7 @@ class Step(Spec):
             - `"grad_norm"`: of the mean gradient, before clipping.
             - `"lr"`: the learning rate of this update, if the optimizer has one.
             - `"skipped"`: True if the gradient was not finite. Then params, moments and `state.step` are as before.
+            - `"collected"`: this rank's values of `fz.collect`, if there are any: a dict of lists.
             - others that transforms and optimizers add, such as `"loss_scale"`, and this rank's `"aux"` if the step has
               aux.
 

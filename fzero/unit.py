@@ -10,13 +10,12 @@ import torch
 
 from fzero.base import program, pytree
 from fzero.base.arguments import need_str, wrong
-from fzero.capture.handle import Handle
-from fzero.capture.surroundings import Surroundings
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
 from fzero.parallel import maps
 from fzero.state.sharded import is_sharded
+from fzero.table.handle import Handle
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
 
@@ -30,16 +29,21 @@ def unit(fn: Fn) -> Fn:
     In a step, call it with a subtree of the params: `block(params["blocks"][0], x)`. Its leaves are gathered for this
     call. Outside of a step it is the plain function, and so is a unit inside a unit.
 
-    - Arguments and outputs may be any pytrees and objects. What the function changes in them changes for the caller.
-    - It may close over tensors and objects that hold some. Those that it reads are inputs of the unit.
-    - It may use what `torch.func` refuses elsewhere, such as `torch.utils.checkpoint` and old-style autograd Functions.
+    - It is pure: it depends on its arguments, on constants that it closes over and on torch's random numbers, and
+      writes to nothing that it did not make. Its first run proves it, in which it runs twice. `fz.check_pure` proves it
+      at any time.
+    - Arguments and outputs are pytrees, dataclasses too. What it may change is registered: `fz.register_carrier`.
+    - What has a gradient is an argument. Other values leave it by `fz.collect`.
+    - It may change what it made in place, differentiate and hook it, and use what `torch.func` refuses elsewhere, such
+      as `torch.utils.checkpoint` and old-style autograd Functions.
     - To pickle a step, decorate functions at the top of a module.
 
     Args:
         fn: `fn(params_subtree, *args, **kwargs)`, a pure function.
 
     Returns:
-        A function with the arguments and outputs of `fn`.
+        A function with the arguments and outputs of `fn`. In a step, its first call raises a ValueError if `fn` is not
+        pure. It names the unit, your file and line, and what to write instead.
 
     Example:
         >>> block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
@@ -126,11 +130,10 @@ def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torc
             total = total + value
         return total
 
-    reached = Surroundings(fn)
     parts = []
     for unit, numbers in groups.items():
         args = [leaves[number] for number in numbers], numbers
-        parts.append(summed(*args) if unit is None else call_unit(summed, args, {}, surroundings=reached))
+        parts.append(summed(*args) if unit is None else call_unit(summed, args, {}))
     return functools.reduce(torch.add, parts)
 
 

@@ -302,22 +302,23 @@ class Attention(nn.Module):
 
 
 class Down(nn.Module):
-    """Leaves what it has computed in a list, for the way up."""
+    """Returns what it has computed in a list, too, for the way up."""
 
     def __init__(self, inner: int, outer: int, last: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Residual(inner, outer, 6)])
         self.down = None if last else nn.Conv2d(outer, outer, 3, stride=2, padding=1)
 
-    def forward(self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        skips: list[torch.Tensor] = []
         for block in self.blocks:
             x = block(x, time)
             skips.append(x)
-        return x if self.down is None else self.down(x)
+        return x if self.down is None else self.down(x), skips
 
 
 class Up(nn.Module):
-    """Takes them out of it."""
+    """Is given those of the same size."""
 
     def __init__(self, inner: int, outer: int, attends: bool) -> None:
         super().__init__()
@@ -325,8 +326,7 @@ class Up(nn.Module):
         self.attention = Attention(outer) if attends else None
 
     def forward(self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
-        for block in self.blocks:
-            skip = skips.pop()
+        for block, skip in zip(self.blocks, reversed(skips), strict=True):
             if skip.shape[-1] != x.shape[-1]:
                 x = F.interpolate(x, scale_factor=2, mode="nearest")
             x = block(torch.cat([x, skip], 1), time)
@@ -346,13 +346,13 @@ class UNet(nn.Module):
         rates = torch.exp(-torch.arange(2, dtype=x.dtype))
         angles = times[:, None] * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
-        x, skips = self.first(x), list[torch.Tensor]()
+        x, kept = self.first(x), list[list[torch.Tensor]]()
         for down in self.downs:
-            x = down(x, time, skips)
+            x, skips = down(x, time)
+            kept.append(skips)
         x = self.middle(x, time)
         for up in self.ups:
-            x = up(x, time, skips)
-        assert not skips
+            x = up(x, time, kept.pop())
         return self.last(x)
 
 

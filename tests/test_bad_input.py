@@ -12,7 +12,7 @@ import scenarios
 import torch
 
 import fzero as fz
-from fzero.testing import run_ranks, strict_capture
+from fzero.testing import run_ranks, strict
 
 
 def linear_step(**kwargs: Any) -> fz.Step:
@@ -54,26 +54,21 @@ def test_any_touch_of_a_handle_names_the_leaf(touch: Any) -> None:
         step.forward(step.init(params))
 
 
-def test_a_leaf_kept_beyond_its_unit() -> None:
-    """Where the keeping can be seen, what is kept is a tensor like any other; elsewhere it is refused."""
+@pytest.mark.parametrize("how", ["a list", "a module"])
+def test_a_leaf_kept_beyond_its_unit(how: str) -> None:
+    kept: list[Any] = []
+
+    def keeps(p: Any, x: torch.Tensor) -> torch.Tensor:
+        kept.append(p["w"]) if how == "a list" else hide(p["w"].t())
+        return x @ p["w"]
 
     def rank_main(rank: int) -> None:
-        kept = []
-        block = fz.unit(lambda p, x: kept.append(p["w"]) or x @ p["w"])
-
-        def seen(p: Any, x: torch.Tensor) -> torch.Tensor:
-            return block(p["blocks"][0], x).mean() + kept.pop().square().sum()
-
-        step = fz.shard_zero3(fz.train_step(seen, fz.sgd(0.1)))
-        state = step.init({"blocks": [{"w": torch.ones(2, 2)}]})
-        _, metrics = step(state, torch.ones(1, 2))
-        assert metrics["loss"] == 2 + 4
-        assert metrics["grad_norm"].item() == pytest.approx(5.0)
-
-        unseen = fz.unit(lambda p, x: hide(p["w"].t()) or x @ p["w"])
-        step = fz.with_fn(step, lambda p, x: unseen(p["blocks"][0], x).mean() + hidden().value.square().sum())
-        with pytest.raises(ValueError, match=r"that unit 'blocks\.0' computed is used outside of it"):
-            step(state, torch.ones(1, 2))
+        pure, bad = fz.unit(lambda p, x: x @ p["w"]), fz.unit(keeps)
+        step = fz.shard_zero3(fz.train_step(lambda p, x: pure(p["blocks"][0], x).mean(), fz.sgd(0.1)))
+        state, x = step.init({"blocks": [{"w": torch.ones(2, 2)}]}), torch.ones(1, 2)
+        with pytest.raises(ValueError, match=r"'blocks\.0' keeps a tensor of shape \(2, 2\) .*test_bad_input.py:\d+"):
+            fz.with_fn(step, lambda p, x: bad(p["blocks"][0], x).mean())(state, x)
+        assert step(state, x)[1]["loss"] == 2
 
     run_ranks(rank_main, 1)
 
@@ -122,14 +117,14 @@ def test_the_params_of_a_state_given_to_a_module() -> None:
     apply(fz.gather(state.params), torch.ones(1, 3))
 
 
-def test_strict_capture_finds_what_is_hidden() -> None:
+def test_strict_finds_what_is_hidden() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
         hide(p["root"] * 2)
         return fz.unit(lambda q, x: x @ q["w"] * hidden().value)(p["blocks"][0], x).mean()
 
     params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
     step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
-    with strict_capture(), pytest.raises(ValueError, match="closes over a tensor"):
+    with strict(), pytest.raises(ValueError, match="closes over a tensor"):
         step(step.init(params), torch.ones(1, 2))
 
 

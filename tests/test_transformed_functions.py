@@ -81,6 +81,14 @@ def with_names(x: torch.Tensor) -> torch.Tensor:
     return run_of(fz.remat(fz.train_step(lambda p, x: call(p, x), fz.sgd(0.1))), x=x)
 
 
+def collecting(x: torch.Tensor) -> torch.Tensor:
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return fz.collect(torch.tanh(x @ p["w"]), "h").mean()
+
+    own = lambda p, x: fz.unit(block)(p, x) + sum(h.square().sum() for h in fz.collected("h"))
+    return run_of(fz.remat(fz.train_step(own, fz.sgd(0.1))), x=x)
+
+
 def piped(w: torch.Tensor) -> torch.Tensor:
     steps = [fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1)), fz.train_step(loss, fz.sgd(0.1))]
     pipe = fz.pipeline(steps, fz.schedules.gpipe(2, 2))
@@ -175,6 +183,9 @@ RIGHT: dict[str, Any] = {
     "functional": (by_module, X),
     "unit": (in_a_unit, X),
     "name": (with_names, X),
+    "check_pure": (lambda x: (fz.check_pure(STEP, STATE, x), x.sum())[1], X),
+    "collect": (collecting, X),
+    "collected": (collecting, X),
     "sum_over": (regularised, W),
     "pipeline": (piped, W),
     "loop": (looped, X),
@@ -200,7 +211,7 @@ REFUSED: dict[str, Any] = {
 # what no tensor is given to; what compiles, which takes seconds, and is drawn with real ranks elsewhere
 OTHERS = frozenset(
     "measure_bandwidth load load_extra load_safetensors plan fits plot_plan plot_schedule remote fetch compile "
-    "shard_tensor shard_zero1 shard_zero2 shard_zero3".split()
+    "register_carrier shard_tensor shard_zero1 shard_zero2 shard_zero3".split()
 )
 
 DRAWS = frozenset({"gradient_noise"})  # right where a map says randomness=: in tests/optim/test_noise.py

@@ -20,7 +20,14 @@ from fzero.testing import assert_trees_close, run_ranks
 pytestmark = pytest.mark.usefixtures("hazards")
 
 CASES = written.CASES | written_around.CASES | written_unseen.CASES | written_kinds.CASES
-SHARED = ("sets and globals and an order", *written_around.SHARED, *written_unseen.SHARED)  # by ranks that are threads
+SHARED = written_around.SHARED  # by ranks that are threads
+# what changes between a call and its second run
+CHANGES = {
+    "an input that is returned and changed": "An input of unit 'blocks.0' was changed in place after it was called",
+    "training that the parent switches": r"calls sin\(\) in one run and tanh\(\) in the next.*written.py:\d+",
+    "what is set around a call": r"calls .* in one run and .* in the next.*written_around.py:\d+",
+}
+REFUSED = written.REFUSED | written_around.REFUSED | written_unseen.REFUSED
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
@@ -38,6 +45,7 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: in
         forms = forms[:2]
     if name == "energy to forces":  # asks whether its input is differentiated, which a forward without gradient is not
         forms = forms[:2]
+    forms = [(form, remat) for form, remat in forms if not (remat and name in CHANGES)]
     units = ("emb", "mid") if name == "an embedding tied to a head" else None
     by_turns = forms[len(name) % 2 :: 2] if world > 1 else forms
     for stage in stages:
@@ -77,6 +85,37 @@ def test_is_what_plain_torch_makes_of_it(name: str) -> None:
         # 1 and 2 differ in how microbatches are summed
         stages = ((2, 3), (1, 3), (1, 3) if NIGHTLY else (3,))[len(name) % 3]
         run_ranks(functools.partial(follows, name=name, world=2, stages=stages), 2)
+
+
+@pytest.mark.parametrize("form", ["plain", "zero3", "remat"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_pure_is_refused(name: str, form: str) -> None:
+    """On all ranks, before anything has changed."""
+    make, match = REFUSED[name]
+    if (name, form) == ("a param of the root that blocks read", "plain"):
+        pytest.skip("a full tensor that is given and read again is one tensor, and right")
+    is_refused(make, match, form)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_before_a_second_run_is_refused(name: str) -> None:
+    is_refused(CASES[name], CHANGES[name], "remat", ranks=1)  # ranks that are threads share what is set
+
+
+def is_refused(make: Any, match: str, form: str, ranks: int = 2) -> None:
+    def rank_main(rank: int) -> None:
+        fn, params, _ = make()
+        step = fz.train_step(fn, fz.sgd(0.1))
+        step = step if form == "plain" else fz.shard_zero3(step)
+        state = fz.remat(step).init(params) if form == "remat" else step.init(params)
+        step = fz.remat(step) if form == "remat" else step
+        before = as_dicts(fz.gather(state.params))
+        for _ in range(2):  # nor does it begin to be right
+            with pytest.raises((ValueError, TypeError), match=match):
+                step(state, written.X.clone())
+        assert_trees_close(as_dicts(fz.gather(state.params)), before, rtol=0, atol=0)
+
+    run_ranks(rank_main, 1 if form == "plain" else ranks)
 
 
 def all_of(rank: int, names: list[str]) -> None:

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import torch
-from drawn.prelude import Record, Row
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from written import F64, Block, Case, Net, filled, named, pure
@@ -37,68 +36,6 @@ class Sequences(nn.Module):
 
 def packed_sequences() -> Case:
     return module(Sequences())
-
-
-class Private:
-    __slots__ = ("__h", "k")
-
-    def __init__(self, h: torch.Tensor) -> None:
-        self.__h = h
-        self.k = 2.0
-
-    @property
-    def h(self) -> torch.Tensor:
-        return self.__h * self.k
-
-
-class Both(Private):
-    """Slots, and a dict beside them."""
-
-    def __init__(self, h: torch.Tensor) -> None:
-        super().__init__(h)
-        self.more = h.sin()
-
-
-def kinds_of_records() -> Case:
-    @fz.unit
-    def makes(q: Any, x: torch.Tensor) -> Any:
-        h = torch.tanh(x @ q["w"])
-        batch = Record(h)
-        batch.note = h.cos()
-        return Row((h, h * 2)), batch, Private(h), Both(h), frozenset({h})
-
-    @fz.unit
-    def takes(q: Any, pair: Row, batch: Record, private: Private, both: Both, items: Any) -> Any:
-        assert (type(pair), type(batch)) == (Row, Record)
-        total = pair[0] + pair[1] * batch.note + batch.h * batch.k + private.h + both.h * both.more
-        batch.note = torch.tanh((total + next(iter(items))) @ q["w"])
-        return batch
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        first, second, third = p["blocks"]
-        batch = takes(second, *makes(first, x))
-        return (batch.h + takes(third, *makes(first, batch.note)).note).square().mean()
-
-    return pure(fn)
-
-
-def functions_with_keywords() -> Case:
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor) -> Any:
-        h = torch.tanh(x @ q["w"])
-
-        def scaled(y: torch.Tensor, *, by: torch.Tensor = h) -> torch.Tensor:
-            return y * by
-
-        return functools.partial(torch.add, other=h), scaled
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        for q in p["blocks"]:
-            add, scaled = unit(q, x)
-            x = add(x) + scaled(x)
-        return x.square().mean()
-
-    return pure(fn)
 
 
 class Adapted(nn.Module):
@@ -205,8 +142,6 @@ def modes_of_a_call() -> Case:
 
 CASES = named(
     packed_sequences,
-    kinds_of_records,
-    functions_with_keywords,
     two_params_in_one_place,
     params_that_require_a_gradient,
     one_module_for_all_blocks,

@@ -5,18 +5,15 @@ Cases as in `written`.
 
 from __future__ import annotations
 
-import array
-import collections
 import copy
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from written import F64, PARAMS, Case, Net, draw, filled, named, pure, quietly
+from written import F64, PARAMS, WRITES, Case, Net, draw, filled, named, pure, quietly, refusals
 from written_around import chain
 
 import fzero as fz
@@ -57,121 +54,17 @@ def functions_that_it_returns() -> Case:
     return pure(fn)
 
 
-class Skips(list[Any]):
-    """A list with a method of its own, and an attribute."""
-
-    last: Any = None
-
-    def keep(self, h: torch.Tensor) -> None:
-        self.append(h)
-        self.last = h
+# ---- derivatives inside
 
 
-class Queue(collections.deque[Any]):
-    pass
-
-
-def subclasses_of_lists() -> Case:
+def a_checkpoint_inside() -> Case:
     @fz.unit
-    def unit(q: Any, x: torch.Tensor, skips: Skips, queue: Queue) -> torch.Tensor:
-        h = torch.tanh(x @ q["w"]) + (0.1 * skips[-1] if skips else 0.0)
-        skips.keep(x)
-        queue.append(h)
-        return h
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        skips, queue, h = Skips(), Queue(maxlen=2), x @ p["head"]
-        for q in p["blocks"]:
-            h = unit(q, h, skips, queue)
-        return h.square().mean() + torch.stack([*skips]).sin().sum() + queue[0].mean() * skips.last.sum()
-
-    return pure(fn)
-
-
-def methods_that_are_bound_before() -> Case:
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        log: list[torch.Tensor] = []
-        counts = {"calls": 0}
-        append, count = log.append, counts.__setitem__
-
-        @fz.unit
-        def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
-            append(x)
-            count("calls", counts["calls"] + 1)
-            return torch.tanh(x @ q["w"]) * counts["calls"]
-
-        return chain(unit)(p, x @ p["head"]).square().mean() + torch.stack(log).sin().sum()
-
-    return pure(fn)
-
-
-# ---- what a second run would do twice
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> int:
-        self.calls += 1
-        return self.calls
-
-
-class Counted:
-    count = Counting()
-
-
-def counters_of_many_kinds() -> Case:
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor, of: list[Any]) -> torch.Tensor:
-        import tally
-
-        tally.calls += 1
-        numbers, raw, text, stream = of
-        numbers[0] += 1
-        raw.append(1)
-        text.write("1")
-        stream.write(b"1")
-        k = numbers[0] + len(raw) + len(text.getvalue()) + stream.tell() + tally.calls + Counted.count()
-        return torch.tanh(x @ q["w"] * (0.1 * k))
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        import tally
-
-        tally.calls = Counted.count.calls = 0
-        of = [array.array("i", [0]), bytearray(), io.StringIO(), io.BytesIO()]
-        h = chain(unit, of)(p, x)
-        return h.square().mean() * (tally.calls + Counted.count.calls + of[0][0] + len(of[1]))
-
-    return pure(fn)
-
-
-def effects_before_a_checkpoint() -> Case:
-    """What functorch refuses outside of a node is found when the unit has begun."""
-
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor, log: list[torch.Tensor], counts: dict[str, int]) -> Any:
-        log.append(x.square().mean())
-        counts["calls"] += 1
+    def unit(q: Any, x: torch.Tensor) -> Any:
         inner = functools.partial(torch.matmul, x)
-        return torch.tanh(torch.utils.checkpoint.checkpoint(inner, q["w"], use_reentrant=False)) * counts["calls"]
+        return torch.tanh(torch.utils.checkpoint.checkpoint(inner, q["w"], use_reentrant=False))
 
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        log: list[torch.Tensor] = []
-        counts = {"calls": 0}
-        return chain(unit, log, counts)(p, x).square().mean() + torch.stack(log).sum() * counts["calls"]
-
-    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
-        def own(q: Any, x: torch.Tensor, log: list[torch.Tensor], counts: dict[str, int]) -> torch.Tensor:
-            log.append(x.square().mean())
-            counts["calls"] += 1
-            return torch.tanh(x @ q["w"]) * counts["calls"]
-
-        log: list[torch.Tensor] = []
-        counts = {"calls": 0}
-        return chain(own, log, counts)(p, x).square().mean() + torch.stack(log).sum() * counts["calls"]
-
-    return fn, pure(fn)[1], plain
+    plain = chain(lambda q, x: torch.tanh(x @ q["w"]))
+    return (lambda p, x: chain(unit)(p, x).square().mean()), PARAMS, lambda p, x: plain(p, x).square().mean()
 
 
 def what_escapes_a_derivative_inside() -> Case:
@@ -323,19 +216,16 @@ def graphs_in_compressed_form() -> Case:
     return fn, PARAMS, functools.partial(fn, units=False)
 
 
-# those whose state is the process's, which ranks that are threads share
-SHARED = ("counters of many kinds",)
 CASES = named(
-    functions_that_it_returns,
-    subclasses_of_lists,
-    methods_that_are_bound_before,
-    counters_of_many_kinds,
-    effects_before_a_checkpoint,
+    a_checkpoint_inside,
     what_escapes_a_derivative_inside,
-    a_write_that_a_leaf_would_refuse,
     a_backward_inside,
     functional_call_on_a_unit,
     a_shallow_copy_of_a_unit,
-    weights_that_a_hook_computes,
     graphs_in_compressed_form,
+    weights_that_a_hook_computes,
+)
+REFUSED = refusals(
+    (functions_that_it_returns, r"returns an object of type .* that holds tensors"),
+    (a_write_that_a_leaf_would_refuse, WRITES),
 )

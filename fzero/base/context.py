@@ -42,8 +42,15 @@ over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("ove
 one_by_one: contextvars.ContextVar[tuple[Members, ...]] = variable("one_by_one", ())
 # copies of modules, by their functions, that only the run has which goes on: it leaves nothing in those of other runs
 own_copies: contextvars.ContextVar[dict[object, object] | None] = variable("own_copies", None)
+# whether units are proven to be pure in their first runs
+proves: contextvars.ContextVar[bool] = variable("proves", True)
 # the path of the leaf that an optimizer on whole leaves updates
 of_one_leaf: contextvars.ContextVar[str] = variable("of_one_leaf", "")
+
+
+def values_here() -> list[tuple[contextvars.ContextVar[Any], object]]:
+    """The context variables of others that have values here, and what those are."""
+    return [(x, value) for x, value in contextvars.copy_context().items() if x not in variables]
 
 
 def in_differentiated() -> bool:

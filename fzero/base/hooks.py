@@ -133,6 +133,12 @@ class refused:
             _C._saved_tensors_hooks_enable()
 
 
+def any_around() -> bool:
+    """Tells whether somebody's own saved-tensor hooks surround what runs now."""
+    around = _C._top_saved_tensors_default_hooks(True)
+    return around is not None and around[0] not in _own
+
+
 def in_checkpoint() -> bool:
     """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
     hooks = _C._top_saved_tensors_default_hooks(True)

@@ -70,7 +70,7 @@ class Stream(Protocol):
 
 def acts_for_main() -> bool:
     """True on the main thread, and on one of autograd's that works for it while it waits."""
-    if threading.get_ident() == threading.main_thread().ident and not _C._is_key_in_tls(_MAIN):
+    if not _C._is_key_in_tls(_MAIN) and threading.get_ident() == threading.main_thread().ident:
         stash(_MAIN, True)
     return _C._is_key_in_tls(_MAIN)
 

@@ -21,7 +21,7 @@ from fzero.base.ambient import default_dtype, forward_derivatives, functions_see
 from fzero.base.context import averaged, during, variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
-from fzero.base.thread_state import run_backward
+from fzero.base.thread_state import SET_GRAD_ENABLED, run_backward
 
 Tensors = tuple[torch.Tensor, ...]
 depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run here, one inside of the other
@@ -286,11 +286,12 @@ def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def own_jointly(outs: Tensors) -> None:
     """Has a node that lives as long as they do lead to the node that has put them out; see `direct`."""
-    owner = None
+    owner, enabled = None, torch.is_grad_enabled()
     for x in outs:
         if x.requires_grad and owner is None and x.layout == torch.strided:
-            with torch.enable_grad():
-                owner = x.view_as(x).grad_fn
+            SET_GRAD_ENABLED(True)
+            owner = x.view_as(x).grad_fn
+            SET_GRAD_ENABLED(enabled)
         if x.requires_grad and owner is not None:
             setattr(x, OWNER, owner)
 

@@ -22,6 +22,7 @@ _BLANK = frozenset("empty empty_like empty_strided new_empty new_empty_strided e
 _OVERWRITES = frozenset("copy_ fill_ zero_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split())
 # which write to statistics, and whose schemas do not say so
 _STATISTICS = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats".split())
+_SWITCHES = ("training", "use_input_stats")
 _UNTRACKED = frozenset("set_ resize_ resize_as_ _resize_output_ set_data".split())  # give a tensor another memory
 
 
@@ -35,6 +36,7 @@ class Kind(NamedTuple):
         draws: whether it draws random numbers, of `generator` where it is given one.
         chances: positions and names of what it draws with; where one of them is 0 it draws nothing.
         overwrites: whether it reads nothing of what it writes to.
+        switches: positions and names of arguments without which it writes nothing.
         shapes_only, blank: whether it reads no values, and makes none.
     """
 
@@ -47,6 +49,7 @@ class Kind(NamedTuple):
     overwrites: bool = False
     shapes_only: bool = False
     blank: bool = False
+    switches: tuple[tuple[int, str], ...] = ()
 
     def drawing(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Tells whether it draws random numbers, called with these."""
@@ -55,7 +58,7 @@ class Kind(NamedTuple):
 
     def written(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors among the operands that it writes to."""
-        if not self.targets:
+        if not self.targets or any(switch is False for switch in _given(self.switches, args, kwargs)):
             return []
         return pytree.tensors_in(*_given(self.targets, args, kwargs))
 
@@ -79,6 +82,7 @@ def kind_of(func: Function) -> Kind:
         name in _OVERWRITES or any(argument == "out" for _, argument in targets),
         name in _SHAPES_ONLY,
         name in _BLANK,
+        tuple([(i, a.name) for i, a in enumerate(arguments) if name in _STATISTICS and a.name in _SWITCHES]),
     )
 
 

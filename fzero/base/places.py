@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+import types
 from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -39,6 +40,28 @@ def frames(until: Collection[CodeType], looking: Collection[str] = ()) -> Iterat
         if frame.f_globals.get("__name__") not in looking:
             yield frame
         frame = frame.f_back
+
+
+def definition_of(fn: object) -> Place | None:
+    """The line that a function, or the forward of a module, begins with; None of one that is not the caller's.
+
+    What this library makes of a function holds it in a closure or as an argument.
+    """
+    todo, seen = [fn], 0
+    while todo and (seen := seen + 1) < 50:
+        fn = todo.pop(0)
+        if isinstance(fn, functools.partial):
+            todo += [fn.func, *filter(callable, fn.args)]
+            continue
+        own = getattr(fn, "__func__", getattr(fn, "forward", fn))
+        own = getattr(own, "__func__", own)
+        code = getattr(own, "__code__", None)
+        if code is not None and not is_library(code.co_filename):
+            return Place(code.co_filename, code.co_firstlineno, code.co_name)
+        if code is not None:
+            filled = [cell for cell in getattr(own, "__closure__", None) or () if cell != types.CellType()]
+            todo += [cell.cell_contents for cell in filled if callable(cell.cell_contents)]
+    return None
 
 
 def place_in(frame: FrameType) -> Place:

@@ -49,8 +49,9 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 def dispatch_modes() -> bool:
     """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
-    return not all(getattr(mode, "looks", False) for mode in modes)
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack  # type: ignore[attr-defined]
+    some = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
+    return bool(some) and not all(getattr(mode, "looks", False) for mode in stack())
 
 
 def traces() -> bool:
@@ -110,8 +111,8 @@ def is_fake(tensor: object) -> bool:
 
 def single_level() -> int:
     """The level of a vjp that is alone all that differentiates what runs, so that a Function may serve it; else 0."""
-    stack = _functorch.get_interpreter_stack()
-    if stack is None or len(stack) != 1 or forward_mode():
+    stack = _functorch.get_interpreter_stack() or ()
+    if len(stack) != 1 or forward_mode():
         return 0
     interpreter = stack[0]
     if interpreter.key() != _functorch.TransformType.Grad:

@@ -28,8 +28,8 @@ NAMES: Mapping[str, str] = {
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
-        _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _parse_dispatch_key _stash_obj_in_tls
-        _storage_Use_Count _will_engine_execute_node""",
+        _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _len_torch_function_stack _parse_dispatch_key
+        _stash_obj_in_tls _storage_Use_Count _will_engine_execute_node""",
     "torch._C._autograd": """
         _get_current_graph_task_keep_graph _get_sequence_nr _pop_saved_tensors_default_hooks
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled

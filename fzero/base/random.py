@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -154,76 +153,11 @@ class seeded:
                 default.set_state(state)
 
 
-GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 # those that the functions of the modules `random` and `numpy.random` draw from
-PYTHON: object = random.getstate.__self__  # type: ignore[attr-defined]
-NUMPY: object = np.random.get_state.__self__
-SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
+_SHARED = {id(random.getstate.__self__), id(np.random.get_state.__self__)}  # type: ignore[attr-defined]
 
 
 def is_shared(generator: object) -> bool:
     """Tells whether a generator is one of torch's default ones, or of the modules `random` and `numpy.random`."""
     defaults = torch.default_generator, *torch.cuda.default_generators
-    return id(generator) in SHARED or any(generator is default for default in defaults)
-
-
-def drawn_by(value: object) -> object:
-    """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
-    if value is random:
-        return PYTHON
-    if value is np or value is np.random:
-        return NUMPY
-    own = getattr(value, "__self__", None)
-    return own if id(own) in SHARED else None
-
-
-def _access(generator: Any) -> tuple[Callable[[], object], Callable[[Any], object]]:
-    """Reads and sets a generator's state."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.get_state, legacy=False), generator.set_state
-    bits = getattr(generator, "bit_generator", generator)
-    return lambda: bits.state, functools.partial(setattr, bits, "state")
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-
-
-class Replayed:
-    """Generators of the user's own (torch's default ones belong to `seeded`): a `with` block finds them as at first."""
-
-    __slots__ = ("_access", "_first", "_found")
-
-    def __init__(self, generators: Iterable[object]) -> None:
-        # keyed by identity: one generator may be found twice, as an argument and in a closure
-        self._access = {id(generator): _access(generator) for generator in generators}
-        self._first = {key: read() for key, (read, _) in self._access.items()}
-        self._found: list[dict[int, object]] = []
-
-    def shared(self) -> frozenset[str]:
-        """The modules whose own generators have been drawn from."""
-        shared = SHARED.keys() & self._first.keys()
-        return frozenset(SHARED[key] for key in shared if not _same(self._access[key][0](), self._first[key]))
-
-    def rewind(self) -> None:
-        """Sets the generators to where they were at first: the first run is begun anew."""
-        for key in self._own():
-            self._access[key][1](self._first[key])
-
-    def __enter__(self) -> None:
-        self._found.append({key: self._access[key][0]() for key in self._own()})
-        self.rewind()
-
-    def __exit__(self, *exc: object) -> None:
-        for key, state in self._found.pop().items():
-            self._access[key][1](state)
-
-    def _own(self) -> list[int]:
-        """The generators that nobody else draws from meanwhile: threads share the modules' generators."""
-        return [key for key in self._access if key not in SHARED or intercept.acts_for_main()]
+    return id(generator) in _SHARED or any(generator is default for default in defaults)

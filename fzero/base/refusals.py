@@ -84,11 +84,6 @@ def is_ours(error: BaseException) -> bool:
     return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
-def of_compiler(error: BaseException) -> bool:
-    """True where torch.compile failed, as it does on a CPU without a C++ compiler: what it carries is torch's own."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames that an error has left, the innermost last."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -136,17 +131,6 @@ def of_higher_order(what: str) -> Iterator[None]:
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
 
 
-def clear_frames(error: BaseException) -> None:
-    """Lets go of what fzero's own frames hold, to which an error that the unit keeps leads: the last one, for one."""
-    trace = error.__traceback__
-    frame = trace.tb_frame if trace is not None else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("fzero."):
-            with contextlib.suppress(RuntimeError):  # it is running
-                frame.clear()
-        frame = frame.f_back
-
-
 # ---- of what a unit does
 
 
@@ -179,22 +163,6 @@ higher_order = (  # called with what calls it, and the error
     "own `if` and `while`, or torch.where."
 ).format
 # each is called with the unit's name
-another_run = (
-    "Unit {!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was called: "
-    "it read or put out other tensors. What decides that must be the same then: no clock, no file, no counter in an "
-    "object of another library, no id() of a tensor, no memory that nothing was written to (torch.empty). Take what "
-    "changes as an argument of the unit. Random numbers of Python's or numpy's own that a unit begins to draw in a "
-    "later step are replayed from the next call on: call the step again with the same state."
-).format
-unseen_write = (
-    "Unit {!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy(), a batch norm's "
-    "running statistics), and is run on a copy, so that its caller would not see it either. Write to x itself "
-    "(x.mul_(2)), or to a copy of it; statistics are buffers: fz.functional(module, buffers=True)."
-).format
-reshapes = (
-    "Unit {!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), which its "
-    "caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
-).format
 writes_leaf = (
     "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
     "(w = w.clone()), or use the operation that is not in place."

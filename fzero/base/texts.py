@@ -24,6 +24,7 @@ FREED = ("data is not allocated yet", "out of bounds for storage of size 0")  # 
 NO_STATISTICS = "is not differentiable with respect to argument 'running_"  # of native_batch_norm
 NO_SPARSE = "is not implemented for sparse tensors"
 HIGHER_ORDER = "higher order operator"  # as torch.cond, in Python's run or below functorch
+OF_ENDED = "level <= current_level INTERNAL ASSERT"  # a tensor of a transform of torch.func that has ended
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"
 WRITES_SAVED = "modified by an inplace operation"

@@ -14,6 +14,8 @@ from fzero.base import private
 _run_backward: Any = torch.autograd.graph._engine_run_backward  # which lets compiled code see this thread's settings
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
+autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
 def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
@@ -80,6 +82,15 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def without_users_modes() -> AbstractContextManager[object]:
+    """The same, but modes that fake, functionalize or trace tensors stay, as those need them."""
+    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    get = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+    if any(get(key) is not None for key in (keys.FAKE, keys.FUNCTIONAL, keys.PROXY)):
+        return contextlib.nullcontext()
+    return without_dispatch_modes()
 
 
 def without_values() -> AbstractContextManager[object]:

@@ -141,7 +141,7 @@ def failing(what: str, counts: Callable[[Exception], bool] = lambda _: True) -> 
         with contextlib.suppress(Exception):  # of an error whose words fail
             text = str(error).partition("\n")[0]
             if counts(error) and not text.startswith(_OURS):  # which all ranks are told
-                happened(f"{what} failed with {type(error).__name__}: {text[:100]}")
+                happened(f"{what} failed with {type(error).__name__}: {text[:300]}")
         raise
 
 

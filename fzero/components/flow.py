@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fzero.base import private, pytree
-from fzero.capture.handle import storage_of
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
 from fzero.table.counting import Counts
+from fzero.table.handle import storage_of
 
 
 class Passes(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.capture.handle import storage_of
+from fzero.table.handle import storage_of
 
 ALIGN = 64  # bytes, at which tensors begin, so that they can be viewed where they arrived
 HEAD = 16  # bytes: how many there are in all, and how many of them the header has

@@ -15,9 +15,9 @@ import torch
 
 from fzero.base import hooks, private, texts
 from fzero.base.node import direct, first_order
-from fzero.capture.handle import storage_of
 from fzero.stores.away import Away, Wait
 from fzero.stores.put import Memory, put
+from fzero.table.handle import storage_of
 
 LEAST = 1024  # bytes from which a tensor is worth its way
 
@@ -204,8 +204,8 @@ class _StandIn(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent
+    def backward(ctx: object, cotangent: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        return (cotangent,)
 
 
 class _Refill(torch.autograd.Function):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import private, pytree
-from fzero.capture.notes import Notes
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import gathered
+from fzero.table.placements import Notes
 
 
 def scalars_in(outputs: object) -> list[torch.Tensor]:

@@ -108,6 +108,7 @@ class Batch:
         self._losses: list[torch.Tensor] = []
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
+        self._collected: dict[str, list[torch.Tensor]] = {}
         self.times, self.followed, self.counts = 1.0, is_transformed(), Counts()
         self._used = None if self.followed else first_use(self._axis)
         self._carry = Carry(step, state)
@@ -147,6 +148,8 @@ class Batch:
                 pieces, self.times = micro.split_cotangent(cotangent, likely, counts.factors)
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
+            for name, own in run.collected.items():
+                self._collected.setdefault(name, []).extend(own)
             del outputs, given
             if i == micro.count - 1:
                 leaves = None
@@ -174,9 +177,10 @@ class Batch:
             need_used(self._state, self._used, grads)
 
     def aux(self) -> dict[str, object]:
-        """The metric "aux", where the step has one."""
+        """The metric "aux", where the step has one, and "collected", where something was."""
         merged = lambda: self._step.microbatches.merge(self._auxes, "aux", self.counts.of_rank)
-        return {"aux": merged()} if self._step.has_aux else {}
+        collected: dict[str, object] = {"collected": self._collected} if self._collected else {}
+        return {"aux": merged(), **collected} if self._step.has_aux else collected
 
     def kept(self, new: TrainState, metrics: Mapping[str, object]) -> TrainState:
         """The state after an update, with what the step carries."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
-from fzero.base.context import during
+from fzero.base import collecting, private, pytree
+from fzero.base.context import during, proves
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, of_higher_order, place_of, refuse_outside
 from fzero.base.uncounted import look_for_more
-from fzero.capture.handle import Handle, StandIn, storage_of
-from fzero.capture.notes import followed, has_run, notes
-from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
@@ -28,8 +25,10 @@ from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.engine.written import all_of, buffers_of, named, run_unwritten, versions_of
+from fzero.engine.written import LeafOf, all_of, buffers_of, leaf_of, named, run_unwritten, versions_of
 from fzero.formats.formats import Plain
+from fzero.purity.look import looking_at
+from fzero.purity.strict import is_strict
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.sharded import Sharded
@@ -37,8 +36,10 @@ from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
 from fzero.table.counting import Mask
+from fzero.table.handle import Handle, StandIn, protecting, storage_of
 from fzero.table.layout import Key
 from fzero.table.names import need_given
+from fzero.table.placements import followed, has_run, notes
 from fzero.table.spec import Spec
 
 
@@ -215,6 +216,18 @@ def _copied(x: object) -> object:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
+@contextlib.contextmanager
+def _looking(given: Mapping[int, LeafOf]) -> Iterator[None]:
+    """Around the first run of a function."""
+    with looking_at("step: the function", given) as look:
+        with during(protecting, lambda copy, path: look.give(copy, lambda _: f"leaf {path!r}")):
+            yield
+
+
+def _an_input(_: torch.Tensor) -> str:
+    return "an input"
+
+
 def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
@@ -225,12 +238,9 @@ def call_function(
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
     stored = [buffer for own in buffers_of(state.params).values() for buffer in own]
     storages = {storage_of(buffer) for buffer in stored}
-    # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
-    shows = traversal.acts and torch.is_grad_enabled() and private.level() == 0
-    first = not traversal.schedule.ran_before or is_strict() or shows
+    first = not traversal.schedule.ran_before or is_strict()
     if first:
         look_for_more()
-    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
@@ -239,13 +249,12 @@ def call_function(
     def protected() -> dict[int, LeafOf]:
         return {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(all_of(state.params))
 
-    if first and not traversal.table.compiled:
-        traversal.looked_at = True
-        watch = watching_run(protected())
-    elif traversal.acts and not traversal.schedule.record.pure:
-        watch = watching_run(None)
+    look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if traversal.looked_at and (is_strict() or not traversal.schedule.ran_before):
+    if first and not traversal.table.compiled and proves.get():
+        own = inputs[1:] if step.carries else inputs  # it may write to its copy of what is carried
+        tensors = [x for x in pytree.flatten(own)[0] if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)]
+        look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | protected())
         observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
@@ -258,7 +267,7 @@ def call_function(
         autocast(traversal.device, traversal.table.outside),
         traversal.running(),
         traversal.schedule.forward(),
-        watch,
+        look,
         observer,
     ):
         try:
@@ -272,6 +281,7 @@ def call_function(
                     during(notes, known),
                     follow,
                     _hidden(traversal, primals, inputs, fn),
+                    collecting.run() as traversal.collected,
                 ):
                     out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
             finally:  # also what it wrote before an error
@@ -289,8 +299,6 @@ def call_function(
         if known:
             need_invariant(split_result(step, out)[0], known)
         has_run(known, before, given)
-        if traversal.acts:
-            refuse_leaks(out)
     for (_, group), version, now in zip(full, entered, versions_of([leaf for leaf, _ in full]), strict=True):
         if now != version:
             raise ValueError(

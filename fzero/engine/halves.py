@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
 from fzero.base.hooks import Pass, keeping, register, running
-from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
+from fzero.table.handle import storage_of
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.base.node import depth
-from fzero.capture.handle import writes
 from fzero.engine.traversal import here
+from fzero.table.handle import writes
 
 Refusal = Callable[[torch.Tensor], Exception]
 # what is said of one, where somebody looks for them in a run on one rank too

@@ -11,7 +11,6 @@ import torch
 
 from fzero.base import private, texts
 from fzero.base.context import in_differentiated
-from fzero.capture.handle import is_same_view, storage_of
 from fzero.comm.axis import Axis
 from fzero.engine.function import traversal_of
 from fzero.engine.schedule import Record
@@ -19,6 +18,7 @@ from fzero.engine.traversal import Traversal
 from fzero.engine.use import Use
 from fzero.state.train_state import TrainState
 from fzero.table.counting import Mask
+from fzero.table.handle import is_same_view, storage_of
 from fzero.table.layout import Key, Slot
 from fzero.table.spec import Spec
 

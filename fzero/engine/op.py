@@ -9,132 +9,161 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 
-from fzero.base import hooks, private
+from fzero.base import hooks, private, pytree, refusals
+from fzero.base.ambient import functions_seen
+from fzero.base.context import averaged, proves
 from fzero.base.edges import is_users
-from fzero.base.interrupts import as_found
-from fzero.base.node import Op, Tensors, apply, edges_to, gradients, joint_outputs, refuse_foreign_leaves
-from fzero.base.pytree import is_real
-from fzero.capture.again import Again
-from fzero.capture.handle import Seen, seen
-from fzero.capture.second_run import refusing_twice
-from fzero.capture.watch import OneLevel, Watch, is_strict, leaf_of
+from fzero.base.follow import is_pushed
+from fzero.base.node import Tensors, apply, edges_to, joint_outputs
+from fzero.base.places import Place, definition_of
+from fzero.base.quick_node import apply_at
+from fzero.base.random import seeded
+from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
-from fzero.engine.call import Call
-from fzero.engine.halves import Part, Split
-from fzero.engine.later import Later
-from fzero.engine.recorded import Recorded
-from fzero.engine.traversal import Traversal
-from fzero.engine.written import Memories, named, refusing_uncounted, unit_pulled
-from fzero.purity.observer import current
-from fzero.stores.put import DEVICE, Memory
+from fzero.engine.compiled import compiled
+from fzero.engine.outlets import Leaving
+from fzero.engine.pullback import Pull, PulledOp
+from fzero.engine.recorded import Recorded, Whole
+from fzero.engine.signature import Signature
+from fzero.engine.surroundings import Surroundings, closed
+from fzero.engine.traversal import Traversal, inside
+from fzero.engine.written import Memories, leaf_of
+from fzero.purity import check
+from fzero.purity.look import Captured, Operation
+from fzero.purity.observer import current as observer
+from fzero.purity.one_level import OneLevel
+from fzero.purity.trial import Trial, repeated, sums_of
+from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
-from fzero.table.names import NO_NAMES, Names
+from fzero.table.names import NO_NAMES
+from fzero.table.placements import marks_of, notes
 
 NESTED = "saved tensor hooks in a derivative's derivative"
+Around = Callable[..., contextlib.AbstractContextManager[object]]
 
 
-@dataclass(eq=False)
-class Pull:
-    """The kept graph of one first-order run of a unit."""
+class UnitOp(PulledOp):
+    """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute.
 
-    keys: list[Key]
-    leaves: list[list[torch.Tensor]]
-    inputs: dict[int, torch.Tensor]
-    outputs: list[torch.Tensor]
-    memories: Memories
-    surroundings: Callable[[], contextlib.AbstractContextManager[object]]
-
-
-class UnitOp(Op):
-    """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
+    Args:
+        fn: what runs; `eager` the same without a compiler.
+        flat: its arguments, flat; `spec` their structure, with this call's order of entries.
+        around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
+        number: of the call in its run.
+    """
 
     def __init__(
         self,
         traversal: Traversal,
-        call: Call,
-        remat: bool,
+        signature: Signature,
+        fn: Callable[..., object],
+        eager: Callable[..., object],
+        flat: Sequence[object],
+        spec: pytree.Spec,
+        around: Around | None,
         seed: int,
         number: int,
-        memory: Memory = DEVICE,
-        names: Names = NO_NAMES,
     ) -> None:
-        keys = list(call.primals)
-        unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
-
-        def pure(*tensors: torch.Tensor) -> Tensors:
-            leaves: dict[int, torch.Tensor] = {}
-            for key, primal in zip(keys, tensors, strict=False):
-                leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
-            # what they would run again later is not surrounded by what this run finds
-            one_level = OneLevel(unit) if private.level() else contextlib.nullcontext()
-            with torch.autograd.graph.disable_saved_tensors_hooks(NESTED):
-                return call.body(leaves, tensors[len(keys) :], one_level)
-
-        super().__init__(pure, seed, traversal.device)
-        self.reduced = len(keys) if any(traversal.uses[key].axis.ranks > 1 for key in keys) else 0
-        # a derivative of a derivative recomputes anyway: keep no graph for it
-        self._nested = private.level() > 1
-        self.recompute = call.recomputes = remat or self._nested
-        # then its graph is kept, and of what that saved what has a name
-        self._names, self._gives_names = names, names != NO_NAMES
-        if self._nested or call.compiles or call.facts.whole:
-            self._names = NO_NAMES
-        elif self._gives_names:
-            self.recompute = False
-        self.traversal, self.keys, self.call = traversal, keys, call
-        self.number = number
-        self.unit = call.unit = unit
+        self.seed, self.device, self.averaged = seed, traversal.device, averaged.get()
+        self.autocast = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
+        self.node: weakref.ref[torch.autograd.graph.Node] | None = None
+        self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
+        self._eager = eager
+        self.keys, self.unit, self.joint = list(signature.keys), signature.unit, signature.joint
         self.name = f"unit {self.unit!r}"
-        self._memory = memory
+        self.reduced = len(self.keys) if any(traversal.uses[key].axis.ranks > 1 for key in self.keys) else 0
+        # a derivative of a derivative recomputes anyway: keep no graph for it
+        self._nested = signature.depth > 1
+        self._names, self._memory = signature.names, signature.memory
+        self.recompute = signature.remat or self._nested
+        if self._nested or signature.compiles or signature.whole:
+            self._names = NO_NAMES
+        elif signature.named:
+            self.recompute = False  # its graph is kept, and of what that saved what has a name
+        self._names_some = signature.named and self._names is not NO_NAMES
+        self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
+        self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._pull: Pull | None = None
-        self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
-        self._compiles = call.compiles
-        self._seen, self._records, self._watched = seen.get() or Seen(), torch.is_grad_enabled(), False
-        self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
         self._saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
+        self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
+        self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self.used = False
-        # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
-        self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
+        self.wanted, self.real = signature.wanted, list[int]()
+        self._leaving: Leaving | None = None  # of its first run
+        # what that showed, if it was the first under its signature, until it has run again
+        self._first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
+        surrounds = signature.surrounded and (self.recompute or signature.level is None)
+        self._surroundings = Surroundings() if surrounds else None
+        self.stand_ins: Mapping[int, torch.Tensor] = {}
         traversal.schedule.runs(self)
 
-    def applied(self) -> object:
-        """The call's result."""
-        operands, wanted = self.call.operands()
-        inputs = self._put_away(operands, wanted) if self._memory != DEVICE and self.call.recomputes else None
-        result = self.call.finish(apply(self, wanted, *operands))
-        if inputs is not None:
-            self.call.let_go({id(operands[place]): own for place, own in inputs.stand_ins.items()})
-            self.stand_ins = {}
-        return result
-
-    def _put_away(self, operands: Sequence[torch.Tensor], wanted: Sequence[int]) -> Inputs | None:
-        """Puts the inputs into another memory that only the recomputation needs; none where more levels do."""
-        if not (private.single_level() or not private.transforms()) or self.call.first:
-            return None
-        count = len(self.keys)
-        alone = [place for place in wanted if place >= count and self.call.is_alone(place - count)]
-        self._inputs = inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
-        self.stand_ins = inputs.stand_ins
-        return inputs
+    def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
+        """The call as a pure function of stored buffers and tensors, under any derivative."""
+        leaves: dict[int, torch.Tensor] = {}
+        for key, primal in zip(self.keys, tensors, strict=False):
+            leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
+        inputs = tensors[len(self.keys) :]
+        one_level = OneLevel(self.unit) if private.level() else _NOTHING
+        modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
+        with torch.autograd.graph.disable_saved_tensors_hooks(NESTED), modes, one_level:
+            out = self._called(self._runs, leaves, inputs)
+        return tuple(self._let_out(out, leaves, inputs, ()))
 
     @property
-    def runs_again(self) -> bool:  # type: ignore[override]
-        return self.recompute or self._pull is None
+    def _runs(self) -> Callable[..., object]:
+        return self._eager if private.level() else self.unit_fn
 
-    def restored(self, saved: Tensors) -> Tensors:
-        return self._inputs.restored(saved) if self._inputs is not None else saved
+    def applied(self, carriers: Sequence[object]) -> object:
+        """The call's result.
+
+        Args:
+            carriers: objects among its arguments whose content the function may change.
+        """
+        flat, signature = self._flat, self.signature
+        level = signature.level
+        operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
+        operands += [flat[place] for place in signature.tensors]
+        if level is None:
+            needs = private.is_differentiated if signature.grad else is_pushed
+            self.wanted = [i for i, x in enumerate(operands) if needs(x)]
+        if self._memory != DEVICE and self.recompute and self.wanted and (level or not private.transforms()):
+            alone = [i for i in self.wanted if i >= len(self.keys)]
+            self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
+            self.stand_ins = self._inputs.stand_ins
+        if level and self.wanted:
+            out = apply_at(level, self, operands)
+        elif level == 0:
+            out = self.run(tuple(operands), ())
+        else:
+            out = apply(self, self.wanted, *operands)
+        if self.stand_ins:  # whose tensors lie elsewhere now
+            held = list(flat)
+            for i, own in self.stand_ins.items():
+                held[signature.tensors[i - len(self.keys)]] = own
+            self._flat, self.stand_ins = held, {}
+        if self.recompute or level is None:  # and a loop goes on, whose variables the function may close over
+            eager, self._eager = self._eager, closed(self._eager)
+            if self._eager is not eager:
+                self.unit_fn = compiled(self._eager) if signature.compiles else self._eager
+        return self._outside(out, carriers)
+
+    # ---- forward
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
-        out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
+        # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
+        with _NOTHING if self.signature.level else functions_seen(self.functions):
+            out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
         if self.recompute:
             self._pull = None
         if not wanted:
@@ -150,103 +179,6 @@ class UnitOp(Op):
             self._empty()
         return out
 
-    def back(
-        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor] | None:
-        with self.traversal.turn, as_found():
-            return self._back(tensors, wanted, cotangents)
-
-    def _back(
-        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor] | None:
-        schedule = self.traversal.schedule
-        keep = ends = self.traversal.retain_graph or private.keeps_graph()
-        if self.used:
-            raise RuntimeError(used_up(f"unit {self.unit!r}"))
-        gather_previous = functools.partial(schedule.gather_previous, self)
-        if self.recompute:
-            with torch.no_grad():
-                self._run_again(tuple([t.detach() for t in tensors()]), wanted, gather_previous)
-            keep = False
-            if schedule.frees:
-                schedule.finish_reductions()
-        elif self._pull is None:
-            return None
-        else:
-            for key, full in self._fulls.items():
-                (self._arriving.pop(key, None) or schedule.refill(key, full))()
-            gather_previous()
-            if isinstance(self._saved, Recorded):
-                self._saved.comes_with(tensors)
-        pull = self._pull
-        assert pull is not None
-        flat = [leaf for leaves in pull.leaves for leaf in leaves]
-        inputs = list(pull.inputs.values())
-        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
-        late = self.traversal.late  # whether its params' cotangents are for the second half
-        if late is not None and (not keys or any(map(self.traversal.wants, keys))):
-            late = None
-        parts: list[Part] = []
-        # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
-        if not self._watched:
-            refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._seen.is_of_unit)
-        with self._pulling(pull, keep):
-            if late is None or self._compiles:
-                found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
-            else:
-                split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
-                if not split.native:
-                    late.settle(self.traversal.collect)
-                found_inputs, early, parts = split.pull(cotangents, keep)
-                del split
-                found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
-        if late is None:
-            self._leave()  # of what does not lead to these outputs
-        # what the unit does not depend on has none: zeros would meet infinite derivatives before it
-        out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
-        del found[len(flat) :]
-        if late is not None:
-            self._empty()  # what is kept of the leaves would keep it
-            later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
-            found, sizes, keys = [], [], []
-            at_once = self._compiles and self.number in late.alone
-            late.put(self.number, later, self.traversal.collect, at_once)
-            del later
-        del flat
-        if keep:
-            self._empty()
-        else:
-            self._pull, self._fulls = None, {}
-            pull.outputs, pull.leaves, pull.memories, pull.surroundings = [], [], (), contextlib.nullcontext
-        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
-            grads = found[len(found) - size :]
-            del found[len(found) - size :]
-            shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
-            if shard is not None:
-                out[self.keys.index(key)] = shard
-        if not ends:
-            self.forget()
-        return out
-
-    def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
-        self._forward(tensors, wanted, True, gather_ahead)
-
-    @contextlib.contextmanager
-    def _pulling(self, pull: Pull, keep: bool) -> Iterator[None]:
-        """Around the pullback of its graph."""
-        with (
-            private.without_donation() if keep and self._compiles else contextlib.nullcontext(),
-            pull.surroundings(),
-            unit_pulled(self.unit, pull.outputs, pull.memories, self._watched),
-        ):
-            yield
-
-    def forget(self) -> None:
-        """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
-        self.used, self._pull, self._inputs, self._saved = True, None, None, None
-        self.call.forget()
-        del self.call, self.fn
-
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
     ) -> Tensors:
@@ -256,145 +188,190 @@ class UnitOp(Op):
             wanted: positions to differentiate now: a graph is kept for them.
             derived: whether something differentiates this run, now or by running it again.
         """
-        traversal, count = self.traversal, len(self.keys)
+        traversal, signature, count = self.traversal, self.signature, len(self.keys)
+        schedule, groups = traversal.schedule, traversal.layout.groups
         self._fulls = {}
         leaves: dict[int, torch.Tensor] = {}
         differentiated: list[list[torch.Tensor]] = []
         fulls: list[torch.Tensor] = []
         for position, key in enumerate(self.keys):
-            full, own = traversal.schedule.take(key)
+            full, own = schedule.take(key)
             fulls.append(full)
             if own:
                 self._fulls[key] = full
-            views = traversal.layout.groups[key].cut(full)
+            views = groups[key].cut(full)
             if position in wanted:
                 differentiated.append([view.requires_grad_() for view in views.values()])
             leaves.update(views)
         gather_ahead()
-        inputs = list(tensors[count:])
-        for position in wanted:
-            if position >= count:
-                inputs[position - count] = inputs[position - count].detach().requires_grad_()
-        grad_mode = torch.enable_grad() if self._records else torch.no_grad()
-        begin = [
-            *(leaf for group in differentiated for leaf in group),
-            *(inputs[p - count] for p in wanted if p >= count),
-        ]
-        for leaf in begin:  # no other unit, and nobody outside, may compute with these
-            self._seen.note(leaf, self.unit)
-        thorough = (self._suspicious and (derived or traversal.looked_at)) or self.call.facts.watched
-        # what is no input shows itself, as an error, or to the watch
-        groups = [traversal.layout.groups[key] for key in self.keys]
-        memories = [(full, leaf_of(group)) for full, group in zip(fulls, groups, strict=True)]
-        guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
-        putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        recorded = None
-        if self._names != NO_NAMES and wanted:
-            what, kept = f"the activations of {self.name}", self.call.facts.kept
-            self._saved = recorded = Recorded(self._names, self._memory, what, kept)
-            putting_away = recorded.hooks()
-        elif self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
-            self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
-            putting_away = self._saved.hooks()
-        constants = self.call.reach.constants if derived and self.call.recomputes else ()
-        refusing = refusing_uncounted(lambda: named(memories)), refusing_twice(self.unit, constants)
-        with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode, refusing[0], refusing[1]:
-            watch, call = None, self.call
-            if thorough and not call.compiles:
-                watch = Watch(self.unit, named(memories), map(id, begin), lambda: call.given)
-            self._watched = watch is not None
-            one_level = OneLevel(self.unit) if self._nested and derived and not self.call.compiles else None
-            noting = recorded and recorded.noting(self.call.first or is_strict())
-            observer = None
-            if watch is not None and self.call.first and current.get() is None:
-                observer = traversal.observing(f"Unit {self.unit!r}")
-            looks = [x for x in (watch, one_level, noting, observer) if x is not None]
-            try:
-                out = call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
-            except Again:  # with what is gathered: the other ranks need not run again
-                for key, full in self._fulls.items():
-                    traversal.schedule.keep(key, full)
-                raise
-        if recorded is not None:
-            recorded.shown(self.unit, inputs)
-            self.call.facts = self.call.facts._replace(kept=recorded.keeps_all)
+        inputs = {position: tensors[position] for position in wanted if position >= count}
+        for x in inputs.values():
+            x.requires_grad_()
+        entered = _versions(tensors[count:], fulls)
+        memories: Memories = ()
+        # what runs again is not proven before it has, in a pullback
+        again = self.recompute and signature.level and wanted and not signature.repeated
+        tries = self._first is None and (again or not signature.proven) and proves.get()
+        if signature.users or again or not signature.proven:
+            memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
+        one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
+        enabled, refused = torch.is_grad_enabled(), hooks.allow()
+        SET_GRAD_ENABLED(signature.grad)
+        try:
+            trial = None
+            if tries:
+                with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
+                    trial = self._tried(leaves, tensors[count:], memories)
+            with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), one_level:
+                if trial is not None:
+                    out = self._compared(trial, leaves, tensors[count:])
+                elif self._first is not None:
+                    out = self._repeated(leaves, tensors[count:], memories)
+                else:
+                    out = self._called(self.unit_fn, leaves, tensors[count:])
+            put = self._let_out(out, leaves, tensors[count:], fulls)
+        except Whole:
+            for key, full in self._fulls.items():
+                schedule.keep(key, full)
+            raise
+        finally:
+            SET_GRAD_ENABLED(enabled)
+            hooks.refuse_again(refused)
+        if _versions(tensors[count:], fulls) != entered:
+            self._refuse_writes(fulls, entered)
+        if isinstance(self._saved, Recorded) and recorded:
+            self._saved.shown(self.unit, tensors[count:])
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
-            traversal.named.append(recorded.settle([(place, tensors[place]) for place in stand_ins], fulls))
-        elif self._gives_names:
+            traversal.named.append(self._saved.settle([(place, tensors[place]) for place in stand_ins], fulls))
+            signature.kept = self._saved.keeps_all
+        elif signature.named:
             traversal.named.append(None)
-        if watch is not None and wanted:
-            users = any(is_users(type(node)) for node, _ in edges_to(out))
-            self.call.facts = self.call.facts._replace(joint=joint_outputs(out), users=users)
-        traversal.users = traversal.users or self.call.facts.users
-        self.joint = self.call.facts.joint
-        if self.call.compiles:  # whose graphs do not say
-            self.joint = dict.fromkeys(range(len(out)), frozenset(range(len(out))))
+        if trial is not None:
+            self._note_first(put, wanted)
+        traversal.users = traversal.users or signature.users
+        self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
             self._pull = Pull(
                 [self.keys[p] for p in wanted if p < count],
                 differentiated,
-                {p: inputs[p - count] for p in wanted if p >= count},
-                [o for o in out if is_real(o)],
-                memories,
-                functools.partial(self.call.refilled, leaves, self.call.inner),
+                inputs,
+                [put[i] for i in self.real],
+                memories if signature.users else (),
+                functools.partial(self._refilled, leaves, tensors[count:]) if signature.reruns else _nothing,
             )
-            if watch is not None:
-                refuse_foreign_leaves(self._pull.outputs, begin, lambda leaf: id(leaf) not in watch.own)
-        self.call.inner = (), []
-        return tuple(o.detach() for o in out)
+        return tuple([x.detach() for x in put])
 
-    def _leave(self) -> None:
-        for activations in (self._inputs, self._saved):
-            if activations is not None:
-                activations.leave()
+    def _tried(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor], memories: Memories) -> Trial:
+        """A trial run, which is dropped."""
+        indices = list(leaves)
 
-    def _empty(self) -> None:
-        """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
-        for full in self._fulls.values():
-            self.traversal.schedule.empty(full)
+        def run(given: Sequence[torch.Tensor]) -> Sequence[object]:
+            return self._called(self._eager, dict(zip(indices, given, strict=False)), given[len(indices) :])
 
-    def gather_ahead(self) -> None:
-        """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.
+        with self._observing():  # or ranks would wait for one that the real run refuses
+            given, outer = (
+                [*leaves.values(), *tensors],
+                [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors],
+            )
+            return Trial(f"Unit {self.unit!r}", run, given, memories, self.seed, outer=outer, defined=self._defined)
 
-        That it still exists says nothing: whether what nobody needs is collected yet may differ between ranks.
-        """
-        node = self.node() if self.node is not None else None
-        if node is None or not private.will_run(node):
-            return
-        for activations in (self._inputs, self._saved):
-            if activations is not None:
-                activations.start()
+    @property
+    def _defined(self) -> Place | None:
+        return definition_of(self._eager)
+
+    def _observing(self) -> contextlib.AbstractContextManager[object]:
+        return _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
+
+    def _compared(
+        self, trial: Trial, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> Sequence[object]:
+        """The flat result of the real run, which must be as the trial was."""
+        signature = self.signature
+        with self._observing():
+            out, look = trial.compared(functools.partial(self._called, self._eager, leaves, tensors))
+        signature.reruns = trial.look.reruns or look.reruns
+        signature.opaque = trial.opaque
+        check.note(self.unit, len(look.captured))
         if self.recompute:
-            self.traversal.schedule.gather_ahead(tuple(self.keys))
-        elif self._pull is not None:
-            for key, full in self._fulls.items():
-                if key not in self._arriving:
-                    self._arriving[key] = self.traversal.schedule.refill(key, full)
+            self._first = look.operations, [*look.captured.values()], sums_of(out)
+        signature.constants = [*look.constants.values()]
+        return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
-    def fetch_ahead(self) -> None:
-        """Starts to bring to the device what the gather of this call will begin with."""
-        node = self.node() if self.node is not None else None
-        if node is not None and private.will_run(node) and (self.recompute or self._pull is not None):
-            self.traversal.schedule.fetch_ahead(tuple(self.keys if self.recompute else self._fulls))
+    def _repeated(
+        self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor], memories: Memories
+    ) -> Sequence[object]:
+        """The flat result of the first run in a pullback, which must do what the one before it did."""
+        signature = self.signature
+        run = functools.partial(self._called, self._eager, leaves, tensors)
+        given = [*leaves.values(), *tensors]
+        assert self._first is not None
+        with seeded(self.seed):
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+        if self._surroundings is not None:
+            signature.surrounded = self._surroundings.differ
+        self._first, signature.repeated = None, True
+        return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
-    def forget_ahead(self) -> None:
-        """Leaves what was gathered ahead and not used."""
-        self._leave()
-        for key in list(self._arriving):
-            self._arriving.pop(key)()
-            self.traversal.schedule.empty(self._fulls[key])
+    def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
+        signature = self.signature
+        signature.proven = True
+        if signature.compiles:  # whose graphs do not say
+            signature.joint = dict.fromkeys(range(len(put)), frozenset(range(len(put))))
+        elif wanted:
+            signature.users = any(is_users(type(node)) for node, _ in edges_to(put))
+            signature.joint = joint_outputs(put)
+        self.joint = signature.joint
+
+    def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
+        """Says what was written to in place."""
+        if _versions((), fulls) != entered[len(entered) - len(fulls) :]:
+            raise ValueError(refusals.writes_leaf(self.unit))
+        raise ValueError(
+            f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
+            "to a copy: x = x.clone(), or use the operation that is not in place."
+        )
+
+    @contextlib.contextmanager
+    def _refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around a pullback that may run parts of the function again (torch.utils.checkpoint)."""
+        filled = list(self._flat)
+        for place, index in self.signature.handles:
+            filled[place] = leaves[index]
+        for place, x in zip(self.signature.tensors, tensors, strict=True):
+            filled[place] = x
+        args, _ = pytree.unflatten(self._spec, filled)
+        with inside({(self.traversal, index): x for index, x in leaves.items()}):
+            with self._around(args[0]) if self._around else _NOTHING:
+                yield
+
+    def _saving(
+        self,
+        wanted: Sequence[int],
+        fulls: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        tried: bool = False,
+    ) -> contextlib.AbstractContextManager[object]:
+        """Around the function: what becomes of the tensors that its graph saves."""
+        if not wanted or self.recompute or (not self._names_some and self._memory == DEVICE):
+            return _NOTHING
+        what = f"the activations of {self.name}"
+        if tried:  # hooks are at work as in the real run, and put nothing away
+            return hooks.putting_away(what, lambda x: x.detach(), torch.Tensor.detach)
+        if not self._names_some:
+            if self.signature.compiles:
+                return _NOTHING
+            self._saved = Saved(self._memory, what, [*fulls, *inputs])
+            return self._saved.hooks()
+        self._saved = Recorded(self._names, self._memory, what, self.signature.kept)
+        return self._saved.around(not self.signature.proven)
 
 
-@contextlib.contextmanager
-def _together(contexts: Sequence[contextlib.AbstractContextManager[object]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in (*inputs, *fulls)]
 
 
-def used_up(what: str) -> str:
-    return (
-        f"The pullback of {what} was used up by an earlier call, which freed what it kept. "
-        "Pass retain_graph=True to every call but the last."
-    )
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return _NOTHING
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

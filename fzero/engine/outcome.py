@@ -12,9 +12,9 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
-from fzero.capture.contents import tensors_in
+from fzero.base.rebound import tensors_inside
 from fzero.engine.masking import is_given
-from fzero.engine.op import used_up
+from fzero.engine.pullback import used_up
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -37,6 +37,7 @@ class Outcome:
 
     outputs: Any
     aux: object
+    collected: dict[str, list[torch.Tensor]]  # by fz.collect, detached
 
     def __init__(
         self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float, mask: Mask
@@ -57,6 +58,15 @@ class Outcome:
         self.returned = returned[0]
         self.outputs, self.aux = returned[0].join(real, others[0]), returned[1].join(others[1])
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+
+    def _note_collected(self, collected: dict[str, list[torch.Tensor]]) -> None:
+        """Notes what the function has collected, while its level of torch.func is there."""
+        level = private.level()
+        self.collected = {
+            name: [private.inner(x) if level and private.level_of(x) == level else x.detach() for x in own]
+            for name, own in collected.items()
+        }
+        collected.clear()
 
     def note_use(self, used: set[int]) -> None:
         """Adds the leaves that it uses to a set, at once or in its pullback."""
@@ -162,7 +172,7 @@ def is_differentiable(value: object) -> bool:
 
 def refuse_hidden(value: object) -> None:
     """Refuses an output that hides tensors, whose derivative nobody could ask for."""
-    if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
+    if not isinstance(value, torch.Tensor) and tensors_inside(value):
         raise TypeError(
             f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
             "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "

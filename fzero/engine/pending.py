@@ -9,12 +9,12 @@ import torch
 
 from fzero.base import private
 from fzero.base.hooks import without_compiled_autograd
-from fzero.capture.handle import storage_of
 from fzero.engine.delivery import Delivery
 from fzero.engine.halves import Part, Split
 from fzero.engine.later import Late
 from fzero.engine.traversal import Traversal
 from fzero.stores.away import Buffer
+from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 
 

@@ -19,14 +19,13 @@ from fzero.base import private, pytree, texts
 from fzero.base.edges import edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.base.node import edges_to
-from fzero.capture.exports import alike
-from fzero.capture.handle import storage_of
 from fzero.comm.divergence import failing
 from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
 from fzero.engine.halves import Split, apart_from
 from fzero.engine.leaves import UNFIT, Alias, Leaves, Unfit, known, need_apart, says_unfit
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
+from fzero.engine.outlets import alike
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
 from fzero.engine.weights import Graph, Rest, Waiting, Weight, pull
@@ -35,6 +34,7 @@ from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
+from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -89,7 +89,6 @@ class PlainRun(Outcome):
                 traversal = leaves.traversal(seed, every, mask)
                 with failing("a forward", lambda error: not says_unfit(error)):
                     result = call_function(step, state, traversal, {}, arguments)
-                self._looked_at = traversal.looked_at
             except (RuntimeError, TypeError) as error:
                 if says_unfit(error):
                     known(step, state)[UNFIT] = Record()
@@ -101,6 +100,7 @@ class PlainRun(Outcome):
                     "compute with a copy (w = w.clone()), or use operations that are not in place."
                 ) from error
             outputs, others = returned = split_both(step, result)
+            self._note_collected(traversal.collected)
             if torch.is_autocast_enabled(state.params.device.type):  # its cache would hold on to leaves
                 torch.clear_autocast_cache()
         leaves.check(every)
@@ -148,7 +148,7 @@ class PlainRun(Outcome):
     def _around(self) -> Iterator[None]:
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
-                with failing("a pullback"), run_pulled(self.state, self._real or (), self._looked_at):
+                with failing("a pullback"), run_pulled(self.state):
                     yield
         except BaseException:
             private.forget_failed_backward()

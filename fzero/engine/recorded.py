@@ -19,11 +19,14 @@ from fzero.base.ambient import ambient, within
 from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.again import Again, Facts
-from fzero.capture.handle import storage_of
 from fzero.engine.activations import Activations, Kept, refuse_writes
 from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.table.handle import storage_of
 from fzero.table.names import Names
+
+
+class Whole(BaseException):
+    """A unit's operations do not say all that it computes: it is recomputed as a whole."""
 
 
 class Unit(NamedTuple):
@@ -105,8 +108,14 @@ class Recorded(Activations):
         if not (first or looked_at) or self.keeps_all or looking.get() is not None or self._is_made_again():
             return
         if not self._program.sends:
-            raise Again(Facts(whole=True))
+            raise Whole
         self.keeps_all = True
+
+    @contextlib.contextmanager
+    def around(self, first: bool) -> Iterator[bool]:
+        """Around the unit's function; see `noting`."""
+        with self.hooks(), self.noting(first):
+            yield True
 
     def _is_made_again(self) -> bool:
         saved = self._alive()

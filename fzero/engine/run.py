@@ -14,11 +14,11 @@ from fzero.base.context import in_differentiated
 from fzero.base.hooks import Registrations
 from fzero.base.node import edges_to
 from fzero.base.rebound import tensors_reached
-from fzero.capture.exports import alike
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.outlets import alike
 from fzero.engine.pending import Ends, Pending
 from fzero.engine.saves import Saves
 from fzero.engine.traversal import Traversal
@@ -85,6 +85,7 @@ class Run(Outcome):
                 filled[place] = alike(value, flat[place])
             result = call_function(step, state, traversal, {**primals, **fixed}, pytree.unflatten(spec, filled))
             outputs, others = split_both(step, result)
+            self._note_collected(traversal.collected)
             real, carried = map(tuple, outputs.leaves)
             returned[:] = [(outputs, others)]
             carried = carried, tuple(others.leaves[0])
@@ -151,7 +152,7 @@ class Run(Outcome):
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with (
                 failing("a pullback"),
-                self._unwritten(traversal) as settled,
+                run_pulled(self.state) as settled,
                 mode,
                 traversal.schedule.pullback(before),
             ):
@@ -271,17 +272,13 @@ class Run(Outcome):
                 self.drop()
             return rest.found
 
-    def _unwritten(self, traversal: Traversal) -> contextlib.AbstractContextManager[Callable[[Key], None]]:
-        outputs = self._ends.outputs if self._ends is not None else ()
-        return run_pulled(self.state, outputs, traversal.looked_at)
-
     @contextlib.contextmanager
     def _half(self, pending: Pending) -> Iterator[None]:
         """Around one half of a pullback."""
         traversal = pending.traversal
         traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
         try:
-            with failing("a pullback"), self._unwritten(traversal), torch.no_grad(), traversal.schedule.pullback():
+            with failing("a pullback"), run_pulled(self.state), torch.no_grad(), traversal.schedule.pullback():
                 yield
         except BaseException:
             private.forget_failed_backward()

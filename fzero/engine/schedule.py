@@ -14,13 +14,12 @@ from typing import Protocol
 import torch
 
 from fzero.base import pages, private
-from fzero.capture.again import Facts
-from fzero.capture.notes import FirstRun
 from fzero.comm import hazards
 from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key
+from fzero.table.placements import FirstRun
 
 Keys = tuple[Key, ...]
 
@@ -29,19 +28,15 @@ class Record:
     """The calls of a function's last run, in order, and what is known of them.
 
     Attributes:
-        facts: by a call's number, the places among its tensors of those that are differentiated, and how it runs.
+        signatures: by a call's number, those that were proven.
         first_runs: what those on slices showed, by what the function was given.
     """
 
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
-        self.facts: dict[tuple[object, ...], Facts] = {}
-        self.routes: dict[int, list[object]] = {}
-        self.pure = False  # whether each call of the last run was so
+        self.signatures: dict[int, list[object]] = {}
         self.first_runs: dict[object, FirstRun] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
-        self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
-        self.may_be: dict[object, bool] = {}  # that of those that were called -> whether it names what is refused
 
 
 class Running(Protocol):
@@ -93,7 +88,6 @@ class Schedule:
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self.record = Record()
-        self.pure = 0  # how many calls were
         self._fetching: dict[Key, Callable[[], Stored]] = {}  # whose gather has not begun
         self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[Key, torch.Tensor] = {}
@@ -120,28 +114,18 @@ class Schedule:
         self._calls.append(_gone)
         return count
 
-    def forget_call(self) -> None:
-        """Forgets the latest call, which went straight, and is made anew."""
-        self._called.pop()
-        self._calls.pop()
-        self.pure -= 1
-
     def runs(self, op: Running) -> None:
         """Notes what runs a call."""
         self._calls[op.number] = weakref.ref(op)
 
-    @property
-    def on_track(self) -> bool:
-        """Tells whether this run has called so far what the last one called."""
-        return self.ran_before and self._on_track
+    def signatures(self) -> list[object]:
+        """The signatures of the next call under which earlier runs of it were proven."""
+        return self.record.signatures.get(len(self._called), [])
 
-    def facts(self, place: tuple[object, ...]) -> Facts | None:
-        """The facts of the latest call; None if nothing is known."""
-        return self.record.facts.get(place) if self.on_track else None
-
-    def routes(self) -> list[object]:
-        """The forms of the next call in which earlier runs of it were pure."""
-        return self.record.routes.get(len(self._called), []) if self.on_track else []
+    def note(self, number: int, signature: object, kept: int) -> None:
+        """Notes the signature of a call that was proven; the latest of them are kept."""
+        known = self.record.signatures.setdefault(number, [])
+        known[:] = [signature, *known[: kept - 1]]
 
     def is_last(self) -> bool:
         """Tells whether the call that runs is probably the last of the forward, and may keep its buffers."""
@@ -214,7 +198,6 @@ class Schedule:
         with _ended_by(self._end_of_gathers):
             yield
         self.record.order = tuple(self._called)
-        self.record.pure = self.pure == len(self._called)
         self._expected = ()
 
     def calls(self) -> list[Running]:

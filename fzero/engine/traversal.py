@@ -19,7 +19,6 @@ from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
-from fzero.capture.handle import Handle
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.later import Late
@@ -28,6 +27,7 @@ from fzero.engine.use import Use
 from fzero.purity.collectives import of_collectives
 from fzero.purity.observer import Observer
 from fzero.table.counting import Mask
+from fzero.table.handle import Handle
 from fzero.table.layout import Key, Layout, Slot
 from fzero.table.rows import Table
 
@@ -93,7 +93,7 @@ class Traversal:
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
         self.users = False  # whether backwards of users' own are called where its units are pulled back
-        self.looked_at = False  # whether the run was, operation by operation
+        self.collected: dict[str, list[torch.Tensor]] = {}  # what the function has collected, at its own level
         self.seeds = Seeds(*seed)
         self.next_seed = self.seeds.next
 

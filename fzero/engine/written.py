@@ -10,13 +10,18 @@ import torch
 from fzero.base import private
 from fzero.base.refusals import noted, of_higher_order, place_of
 from fzero.base.uncounted import STATISTICS, told
-from fzero.capture.handle import storage_of
-from fzero.capture.watch import LeafOf, leaf_of, watching_pullback
 from fzero.state.sharded import Part, Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
+from fzero.table.handle import storage_of
+from fzero.table.layout import Group, Key
 
+LeafOf = Callable[[torch.Tensor], str]
 Memories = Sequence["tuple[torch.Tensor, LeafOf]"]  # gathered ones or a state's own, and what names the leaf of a view
+
+
+def leaf_of(group: Group, start: int = 0) -> LeafOf:
+    """Names the leaf of a group that a tensor in its buffer, or in a part of that from `start` on, belongs to."""
+    return lambda x: f"leaf {group.leaf_at(start + int(private.unwrapped(x).storage_offset()))!r}"
 
 
 def memories_of(params: Sharded, key: Key) -> Memories:
@@ -87,8 +92,8 @@ def refusing_uncounted(protected: Callable[[], Mapping[int, LeafOf]]) -> told:
         if leaf_of is not None:
             raise noted(
                 ValueError(
-                    f"{leaf_of(x)} is written to in place, by {operator}{place_of()}. Params change in step.update "
-                    f"only: {_INSTEAD.get(operator, _COPY)}."
+                    f"A unit or the step's function writes to {leaf_of(x)} in place, by {operator}{place_of()}. Params "
+                    f"change in step.update only: {_INSTEAD.get(operator, _COPY)}."
                 )
             )
 
@@ -143,41 +148,31 @@ def _written(what: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def unit_pulled(unit: str, outputs: Sequence[torch.Tensor], memories: Memories, looked_at: bool) -> Iterator[None]:
+def unit_pulled(unit: str, memories: Memories) -> Iterator[None]:
     """Around the pullback of a unit's graph.
 
-    Args:
-        outputs: the graph's.
-        looked_at: whether the run was, operation by operation.
-
     Raises:
-        ValueError: somebody writes to the unit's params; where it is looked at, before he does.
+        ValueError: somebody writes to the unit's params.
     """
     before = versions(memories)
-    watch = watching_pullback(outputs, named(memories) if looked_at else {})
-    with of_higher_order(f"Unit {unit!r}"), refusing_uncounted(lambda: named(memories)), watch:
+    with of_higher_order(f"Unit {unit!r}"), refusing_uncounted(lambda: named(memories)):
         yield
     if versions(memories) != before:
         raise _written(f"params of unit {unit!r}")
 
 
 @contextlib.contextmanager
-def run_pulled(
-    state: TrainState | None, outputs: Sequence[torch.Tensor], looked_at: bool
-) -> Iterator[Callable[[Key], None]]:
+def run_pulled(state: TrainState | None) -> Iterator[Callable[[Key], None]]:
     """Around the pullback of a run, or one of its halves.
 
     Args:
         state: None where the pullback was used up.
-        outputs: the graph's.
-        looked_at: whether the run was, operation by operation.
 
     Returns:
         What settles a group that has been pulled back, which an update may write to from then on.
 
     Raises:
-        ValueError: somebody writes to the state's params. Where the run was not looked at that shows afterwards, and
-            the state is dead.
+        ValueError: somebody has written to the state's params, and the state is dead.
     """
     params = state.params if state is not None else None
     buffers = {} if params is None else buffers_of(params)
@@ -193,19 +188,13 @@ def run_pulled(
     def settle(key: Key) -> None:
         refuse(key)
         before.pop(key, None)  # of one that is away there is nothing to write to
-        for buffer in buffers.pop(key, ()):
-            protected.pop(storage_of(buffer), None)
+        buffers.pop(key, None)
 
     def protecting() -> dict[int, LeafOf]:
         return {} if params is None else named([memory for key in before for memory in memories_of(params, key)])
 
-    protected = protecting() if looked_at else {}
     try:
-        with (
-            of_higher_order("step: the function"),
-            refusing_uncounted(protecting),
-            watching_pullback(outputs, protected),
-        ):
+        with of_higher_order("step: the function"), refusing_uncounted(protecting):
             yield settle
     finally:
         for key in before:

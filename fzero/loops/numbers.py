@@ -17,7 +17,7 @@ STEP, SECONDS = "step", "seconds"  # of a row: how many were taken, and what one
 def numbers_of(values: object, what: str) -> dict[str, float]:
     """Numbers by their names; those of an ensemble as `loss.0`, `loss.1`, ..., of a mapping as `leaf_norms.params.w`.
 
-    "aux" is left out.
+    "aux" and "collected" are left out.
 
     Raises:
         TypeError: a name that is no str, or a value that is no number.
@@ -26,7 +26,8 @@ def numbers_of(values: object, what: str) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise TypeError(f"loop: got {named(values)} as {what}, expected a mapping of names to numbers.")
     out: dict[str, float] = {}
-    for name, value in here({name: value for name, value in values.items() if name != "aux"}).items():
+    numbers = {name: value for name, value in values.items() if name not in ("aux", "collected")}
+    for name, value in here(numbers).items():
         if not isinstance(name, str):
             raise TypeError(f"loop: got the name {name!r} in {what}, expected a str.")
         if isinstance(value, Mapping):

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fzero.base.context import during
-from fzero.capture.handle import Function
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.parallel.axis import is_spanned
 from fzero.parallel.batch_norm import Call, OverRanks, ranks_of_means, running
+from fzero.table.handle import Function
 
 
 def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function]:

@@ -13,15 +13,13 @@ from torch import nn
 from fzero.base import texts
 from fzero.base.arguments import named
 from fzero.base.refusals import noted
-from fzero.capture.exports import overlap
-from fzero.capture.found import Found
-from fzero.capture.handle import Function, storage_of
-from fzero.capture.surroundings import Surroundings
 from fzero.engine.dispatch import call_unit
+from fzero.engine.outlets import overlap
 from fzero.modules.holdings import Holdings
 from fzero.modules.moved_alike import need_moved_alike, others_in
 from fzero.modules.places import Place, Places
 from fzero.parallel.batch_norm import ranks_of_means
+from fzero.table.handle import Function, storage_of
 
 
 def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
@@ -78,20 +76,11 @@ class Carried:
         alike = others_in(module) if synchronises else ()
         self._alike = [name for name in self.names if name in alike]
 
-    def reached(self, module: nn.Module, surroundings: Surroundings) -> Carried:
-        """Those among them that a unit reaches: its own, and others' to whose module it has a way, or to themselves.
-
-        Args:
-            module: the unit's.
-            surroundings: what it reaches; its own alone, where that is something that cannot be looked through.
-        """
-        found = Found()
-        with contextlib.suppress(TypeError):
-            found = surroundings.found(set())
-        registries = {id(own._buffers) for own in (*module.modules(), *found.modules)}
-        names = [self._placeholders.get(id(x)) for x, _ in found.tensors]
-        names += [name for name, owner in self._owners.items() if owner in registries]
-        own, firsts = copy.copy(self), {self._first[name] for name in names if name in self._first}
+    def of(self, module: nn.Module) -> Carried:
+        """Those among them that a module below has itself."""
+        registries = {id(own._buffers) for own in module.modules()}
+        firsts = {first for name, first in self._first.items() if self._owners[name] in registries}
+        own = copy.copy(self)
         own._first = {name: first for name, first in self._first.items() if first in firsts}
         own.others = [name for name in self.names if name not in firsts]
         return own
@@ -169,13 +158,17 @@ class Carried:
     def _elsewhere(self) -> list[tuple[str, tuple[torch.Tensor, list[Place]]]]:
         return [(name, found) for name, found in self._places.elsewhere.items() if name in self._first]
 
-    def alone(self, call: Callable[[], object]) -> object:
+    def undo(self) -> Callable[[], None]:
+        """Notes the buffers; what it returns puts them back."""
+        return functools.partial(self.put, self.now())
+
+    def alone(self, call: Function, *args: object, **kwargs: object) -> object:
         """What a call returns; the buffers are those that it has left, unless it was refused and runs again."""
         kept: dict[str, torch.Tensor] = {}
         try:
             with self.carrying(self.now()) as new:
                 try:
-                    out = call()
+                    out = call(*args, **kwargs)
                 except Exception as error:
                     again = isinstance(error, RuntimeError) and texts.says(error, *texts.REFUSED)
                     kept = {} if again else self.now()
@@ -216,7 +209,6 @@ def call_carrying(
     given: tuple[object, ...],
     seed: int | None,
     fast: Function,
-    surroundings: Surroundings,
     around: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> object:
     """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again.
@@ -225,7 +217,7 @@ def call_carrying(
         given: leaves, args, kwargs.
     """
     if carried is None:
-        return call_unit(call, given, {}, seed, fast, surroundings, around)
+        return call_unit(call, given, {}, seed, fast, around)
 
     def carrying(call: Function, leaves: object, buffers: object, *others: object) -> object:
         with carried.carrying(buffers) as new:
@@ -235,7 +227,7 @@ def call_carrying(
     own, quick = functools.partial(carrying, call), functools.partial(carrying, fast)
     try:
         with carried.only_in_modules():
-            out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
+            out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, around)
     except Exception as error:
         if carried.others and isinstance(error, ValueError) and "closes over a tensor" in str(error):
             some = ", ".join(map(repr, carried.others[:4]))

@@ -13,8 +13,6 @@ from torch import nn
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.capture.handle import Handle
-from fzero.capture.notes import Cut, Mark
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
@@ -25,6 +23,8 @@ from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
 from fzero.parallel.watched import mark_of, need_level, note, taken
+from fzero.table.handle import Handle
+from fzero.table.placements import Cut, Mark
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]

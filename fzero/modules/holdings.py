@@ -19,8 +19,17 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fzero.base.random import is_shared
-from fzero.capture.containers import Cell
-from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, is_weak, names_of, referent
+from fzero.modules.contents import (
+    ATOMS,
+    BOUND,
+    attributes_of,
+    contents_of,
+    functions_of,
+    is_library,
+    is_weak,
+    names_of,
+    referent,
+)
 
 Item = TypeVar("Item")
 Part = tuple[str, object, bool]  # label, object, whether it is data of what holds it
@@ -109,10 +118,6 @@ def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[
         if isinstance(inner, types.FunctionType):
             names |= _attribute_names(inner, depth - 1)
     return names
-
-
-def contents_of(cell: types.CellType) -> object:
-    return Cell(cell).found.get("")
 
 
 def snapshot(items: Callable[[], Iterable[Item]]) -> list[Item]:

@@ -17,12 +17,11 @@ from torch import nn
 
 from fzero.base import private
 from fzero.base.refusals import noted
-from fzero.capture.again import Again, Facts
-from fzero.capture.contents import BOUND, apart, attributes_of
-from fzero.capture.handle import Function, Handle, Valueless, name_of
 from fzero.engine.traversal import current, here, read
+from fzero.modules.contents import BOUND, apart, attributes_of
 from fzero.modules.holdings import Holdings, rebuilt
 from fzero.state.sharded import Sharded
+from fzero.table.handle import Function, Handle, Valueless, name_of
 
 Leaves = Mapping[str, object]
 _FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
@@ -194,12 +193,12 @@ def _with(x: object, now: Mapping[int, object]) -> object:
 
 
 def full(handle: Handle) -> torch.Tensor:
-    """A module's leaf of another unit in full, differentiable. Inside a unit it becomes one of that unit's leaves."""
+    """A module's leaf of another unit in full, differentiable."""
     leaves = here.get()
     if leaves is not None:
         own = leaves.get((handle.owner, handle.index))
         if own is None:
-            raise noted(Again(Facts(more=(handle.index,))))
+            raise noted(handle._refuse("read inside another unit, which is not given it"))
         return own
     if current.get() is not handle.owner:
         raise noted(handle._refuse("read where its step's function is not running"))

@@ -21,11 +21,10 @@ from fzero.base import private
 from fzero.base.node import edges_to
 from fzero.base.texts import COMPRESSED
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.containers import Cell, slots_of
-from fzero.capture.contents import BOUND, container_of, names_of, referent
-from fzero.capture.exports import overlap
-from fzero.capture.handle import StandIn, storage_of
+from fzero.engine.outlets import overlap
+from fzero.modules.contents import BOUND, fill, names_of, referent, slots_of
 from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt
+from fzero.table.handle import StandIn, storage_of
 
 
 def private_copy(
@@ -243,9 +242,7 @@ class _Copier:
             if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
                 vars(new)["_compiled_call_impl"] = None
         else:
-            how = Cell if isinstance(x, types.CellType) else container_of(x)
-            assert how is not None
-            how(new).write({inner(key): inner(value) for key, value in how(x).found.items()})
+            fill(new, x, inner)
 
     def _globals_of(self, x: types.FunctionType) -> dict[str, object]:
         names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]

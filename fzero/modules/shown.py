@@ -13,11 +13,11 @@ import warnings
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.carriers import flatten
 from fzero.base.context import during
-from fzero.capture.contents import tensors_in
-from fzero.capture.handle import Function
-from fzero.capture.notes import Mark, Notes, hand_on, marks_of, notes
 from fzero.parallel.acting import helped
+from fzero.table.handle import Function
+from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 FORMS = 64  # that are kept of a unit: a call may be given other objects each time
 
@@ -78,4 +78,4 @@ def _noted(fast: Function, marks: list[Mark | None], *args: object) -> object:
 
 
 def _tensors(out: object) -> list[torch.Tensor]:
-    return list(tensors_in(out, lambda _: False))
+    return [x for x in flatten(out)[0] if isinstance(x, torch.Tensor)]

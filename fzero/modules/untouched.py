@@ -6,6 +6,7 @@ Its other attributes are its own affair, as they are a module's: a counter count
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -13,8 +14,6 @@ from torch import nn
 
 from fzero.base import private, texts
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.capture.containers import Container
-from fzero.capture.found import Snapshot
 from fzero.modules.holdings import REGISTRIES, Holdings
 from fzero.modules.private_copy import Stale
 
@@ -60,6 +59,18 @@ def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
         return bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
 
 
+class _Registry:
+    """A module's params, buffers or submodules, and what they were."""
+
+    def __init__(self, of: dict[str, object], module: nn.Module, what: str, prefix: str) -> None:
+        self.of, self.module, self.what, self.prefix, self.before = of, module, what, prefix, dict(of)
+        self._keys, self._values = list(of), list(of.values())
+
+    def is_as_it_was(self) -> bool:
+        same = len(self.of) == len(self._keys) and all(map(operator.is_, self.of, self._keys))
+        return same and all(map(operator.is_, self.of.values(), self._values))
+
+
 class Untouched:
     """Keeps how the copy was before a call, and restores it.
 
@@ -78,11 +89,10 @@ class Untouched:
         self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
-            (Container(getattr(own, name)), own, f"its {what}", f"{path}." if path else "")
+            _Registry(getattr(own, name), own, f"its {what}", f"{path}." if path else "")
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
-        self._snapshot = Snapshot([registry for registry, *_ in self._registries], ())
         self._constants: list[_Constant] = []
         for number, x in holdings.objects.items():
             if (
@@ -136,10 +146,12 @@ class Untouched:
         """Puts back what a call has changed but for values of tensors; returns what is to be said of all of it."""
         self._written = [constant for constant in self._constants if constant.changed(self.thorough)]
         said = [_changed(constant.label, self._carries) for constant in self._written]
-        for registry, module, what, prefix in () if self._snapshot.holds() else self._registries:
-            before, now = registry.found, registry.differs(registry.found)
-            if now is not None:
-                registry.write(before)
+        for registry in self._registries:
+            if not registry.is_as_it_was():
+                before, now = registry.before, dict(registry.of)
+                what, prefix, module = registry.what, registry.prefix, registry.module
+                registry.of.clear()
+                registry.of.update(before)
                 names = [name for name in {**before, **now} if not _alike(before.get(name, self), now.get(name, self))]
                 labels = {name: f"{what} {prefix + name!r}" for name in names}
                 said += [_changed(x, self._carries) if n in before else _made(x) for n, x in labels.items()]

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import during, variable
-from fzero.capture.handle import Function, Handle, Named, Operands, name_of, reading
-from fzero.capture.notes import Action, Actions, Notes, Straight, notes
 from fzero.comm.axis import Axis
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
+from fzero.table.handle import Function, Handle, Named, Operands, name_of, reading
+from fzero.table.placements import Action, Actions, Notes, Straight, notes
 
 ATTENTION = "attention"  # what `watched.attended` is known by
 Copy = Callable[[torch.Tensor, Axis], torch.Tensor]

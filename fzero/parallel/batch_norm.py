@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
 from fzero.base.context import averaged, one_by_one, variable
-from fzero.capture.handle import Function, Named, Operands, name_of
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.acting import note_help
 from fzero.parallel.axis import need_axis
 from fzero.parallel.loss import wide
 from fzero.parallel.maps import _map
+from fzero.table.handle import Function, Named, Operands, name_of
 
 
 def ranks_of_means() -> tuple[Axis, ...]:

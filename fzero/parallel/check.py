@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import pytree, texts, thread_state
+from fzero.base import collecting, pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
@@ -167,6 +167,7 @@ def check(
             with of_higher_order(f"{WHO}: the function"):
                 with (
                     planned.running(given[0]) if planned is not None else contextlib.nullcontext(),
+                    collecting.run(),
                     Forms(watch.formed),
                 ):
                     out = fn(*given)

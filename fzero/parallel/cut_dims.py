@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import pytree
-from fzero.capture.handle import Function, Operands
-from fzero.capture.notes import Cut
 from fzero.parallel.cut_parts import gated, indexed, taken_apart
 from fzero.parallel.cut_shapes import (
     DimOf,
@@ -34,6 +32,8 @@ from fzero.parallel.cut_shapes import (
 from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 from fzero.parallel.own_size import OwnSize
 from fzero.parallel.partial import PARTIAL, behind_partial
+from fzero.table.handle import Function, Operands
+from fzero.table.placements import Cut
 
 CutOf = Callable[[object], Cut | None]
 

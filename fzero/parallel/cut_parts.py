@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
-from fzero.capture.handle import Operands
-from fzero.capture.notes import Cut
 from fzero.parallel.cut_shapes import Given, Mixed
 from fzero.parallel.own_size import OwnSize
+from fzero.table.handle import Operands
+from fzero.table.placements import Cut
 
 
 def indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fzero.capture.handle import Operands
-from fzero.capture.notes import Cut
 from fzero.parallel.own_size import OwnSize
+from fzero.table.handle import Operands
+from fzero.table.placements import Cut
 
 Given = dict[str, Any]
 DimOf = Callable[[object], int | None]  # the dim that is cut, from the end; None where none is, or it is not known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fzero.capture.handle import Function
+from fzero.table.handle import Function
 
 BOTH = (torch.Tensor, torch)
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import pytree
-from fzero.capture.handle import Function, Named, Operands
-from fzero.capture.notes import Cut
 from fzero.parallel import partial
 from fzero.parallel.cut_dims import cut_behind, keeps_alike
 from fzero.parallel.cut_shapes import Mixed
+from fzero.table.handle import Function, Named, Operands
+from fzero.table.placements import Cut
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown

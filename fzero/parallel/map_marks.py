@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from fzero.base import private
-from fzero.capture.notes import Cut, Mark, noting
 from fzero.comm.axis import Axis
 from fzero.parallel.partial import PARTIAL
 from fzero.parallel.watched import watcher
+from fzero.table.placements import Cut, Mark, noting
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map

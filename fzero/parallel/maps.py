@@ -18,7 +18,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
-from fzero.capture.notes import Cut
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
@@ -27,6 +26,7 @@ from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
 from fzero.parallel.map_marks import GATHER_OWN, mapped, need_mappable
 from fzero.parallel.types import running
+from fzero.table.placements import Cut
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]

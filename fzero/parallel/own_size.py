@@ -9,9 +9,9 @@ from fractions import Fraction
 
 import torch
 
-from fzero.capture.handle import Function, Operands
-from fzero.capture.notes import Cut, Mark, notes
 from fzero.parallel.elementwise import BOTH, named
+from fzero.table.handle import Function, Operands
+from fzero.table.placements import Cut, Mark, notes
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement stride __len__", torch.Tensor), torch.numel, _NBYTES}  # type: ignore[attr-defined]

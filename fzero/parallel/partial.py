@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import pytree
-from fzero.capture.handle import Function, Operands
-from fzero.capture.notes import Cut
 from fzero.parallel.cut_shapes import Given, Mixed, input_of
 from fzero.parallel.elementwise import BOTH, named
+from fzero.table.handle import Function, Operands
+from fzero.table.placements import Cut
 
 PARTIAL = Cut(0)  # in the place of how a tensor is cut: it is as large as the whole
 # of one tensor, or of several that are all parts of sums

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import private, pytree
-from fzero.capture.contents import tensors_in
-from fzero.capture.handle import Function, Handle, Named, Operands, reading, storage_of
+from fzero.base.carriers import flatten
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread, wholes
+from fzero.table.handle import Function, Handle, Named, Operands, reading, storage_of
 
 DIM = -2  # that is cut, from the end: of tokens, before that of features
 
@@ -127,7 +127,7 @@ class Pieces:
             made: dict[int, Piece] = {}
             opened = [self._opened(x, made) for x in args]
             out = run(*opened, **{name: self._opened(x, made) for name, x in kwargs.items()})
-            views = {storage_of(x) for x in tensors_in(out, lambda _: False)}
+            views = {storage_of(x) for x in flatten(out)[0] if isinstance(x, torch.Tensor)}
             for own in made.values():
                 own.need_untouched(views)
             return self.packed(out, {id(own): number for number, own in made.items()})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.carriers import flatten_first
 from fzero.base.refusals import noted
-from fzero.capture.containers import is_same
-from fzero.capture.contents import ATOMS, containers_of, parts_of, replaced, tensors_in
-from fzero.capture.handle import (
+from fzero.table.handle import (
     OF_THE_GRAPH,
     REQUIRES_GRAD,
     Function,
@@ -122,29 +122,12 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.whole() if isinstance(x, Spread) else x
 
 
-def wholes(value: object) -> object:
+def wholes(value: object) -> Any:
     """A value with whole tensors."""
-    spread = [x for x in tensors_in(value, lambda _: False) if isinstance(x, Spread)]
-    if not spread:
+    leaves, spec = flatten_first(value)
+    if not any(isinstance(x, Spread) for x in leaves):
         return value
-    whole = {id(x): x.whole() for x in spread}
-    _fill(value, whole, set())
-    return replaced(value, whole)
-
-
-def _fill(value: object, by: Mapping[int, torch.Tensor], seen: set[int]) -> None:
-    """Exchanges tensors in what can be written to."""
-    if id(value) in seen or isinstance(value, torch.Tensor) or type(value) in ATOMS:
-        return
-    seen.add(id(value))
-    for part in parts_of(value):
-        _fill(part, by, seen)
-    for container in containers_of(value):
-        for item in container.found.values():
-            _fill(item, by, seen)
-        new = {key: replaced(item, by) for key, item in container.found.items()}
-        if not is_same(new, container.found):
-            container.write(new)
+    return pytree.unflatten(spec, [whole(x) if isinstance(x, Spread) else x for x in leaves])
 
 
 def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> object:

@@ -24,9 +24,9 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import pytree
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, is_library, place_in
-from fzero.capture.handle import Function, Operands, name_of, writes
 from fzero.comm.axis import Axis
 from fzero.parallel.forms import CONSTANT, REPLICATED, Clash, Form, form_made
+from fzero.table.handle import Function, Operands, name_of, writes
 
 WHO = "parallel.check"
 Axes = frozenset[str]

@@ -12,11 +12,11 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import during
-from fzero.capture.handle import Function
-from fzero.capture.notes import Following, Mark, Notes, Straight, notes
 from fzero.comm.axis import Axis
 from fzero.parallel.acting import ATTENTION, Acting, Copy, running_mode, unseen
 from fzero.parallel.varying import Varying
+from fzero.table.handle import Function
+from fzero.table.placements import Following, Mark, Notes, Straight, notes
 
 
 def watcher() -> Varying | None:

@@ -91,6 +91,9 @@ class Collectives:
         own = [frame for frame in caller.frames if backend.is_differentiable(frame.f_globals["__name__"])]
         return bool(own) and (self._cuts or not all(backend.adds(frame.f_locals.get("op")) for frame in own))
 
+    def refuses(self) -> bool:
+        return self._error is not None
+
     def end(self) -> None:
         if self._error is not None:
             raise self._error

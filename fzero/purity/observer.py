@@ -23,6 +23,7 @@ from fzero.base.uncounted import Operator
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 Arguments = tuple[object, ...]
+_MODES = "__torch_function__", "__torch_dispatch__"
 
 
 class Caller(NamedTuple):
@@ -58,6 +59,10 @@ class Rule(Protocol):
         """Returns what the operation is done with, if it is an operator ("namespace::name"): its arguments, mostly."""
         ...
 
+    def refuses(self) -> bool:
+        """Tells whether `end` will raise."""
+        ...
+
     def end(self) -> None:
         """After the run, also after one that has failed; may raise what is to be said of it."""
 
@@ -85,6 +90,10 @@ class Observer(dispatch.TorchDispatchMode):
             if caller is not None:
                 args = rule.look(func._schema.name, caller, args)
         return func(*args, **(kwargs or {}))
+
+    def refuses(self) -> bool:
+        """Tells whether the run is refused at its end, to which it goes on: others wait for what it sends."""
+        return any(rule.refuses() for rule in self._rules.values())
 
     def note(self, func: object, args: Arguments, kwargs: Mapping[str, object] | None) -> None:
         """Told of functions of torch above all levels, where grad mode is what the caller has set.
@@ -122,7 +131,7 @@ def _caller(records: bool) -> Caller | None:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         name = module.partition(".")[0]
-        passes = frame.f_code.co_name == "__torch_function__" or module.startswith("fzero.base.")  # calls on
+        passes = frame.f_code.co_name in _MODES or module.startswith("fzero.base.")  # calls on
         if name == "fzero" and not passes:  # has called the caller, or is it
             break
         if frame.f_code is _APPLY:

@@ -99,6 +99,23 @@ def of_adam(make: Callable[..., Any]) -> dict[str, tuple[Call, set[str]]]:
     }
 
 
+def in_step(fn: Callable[[], object]) -> object:
+    return fz.with_fn(STEP, lambda p, x: (fn(), loss(p, x))[1]).forward(STATE, X)
+
+
+def anew(cls: Any) -> Any:
+    """A type that is not registered yet."""
+    return type("Own", (cls,), {}) if isinstance(cls, type) else cls
+
+
+def taken_apart(x: Any) -> Any:
+    return [], None
+
+
+def made_of(context: Any, values: Any) -> Any:
+    return context
+
+
 # function -> argument -> (a call with it, the kinds that it takes)
 TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "convert": {
@@ -231,6 +248,20 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "name": (lambda v: fz.name(X, v), {"a string"}),
     },
     "unit": {"fn": (fz.unit, {"a function", "a class"})},
+    "check_pure": {
+        "step": (lambda v: fz.check_pure(v, STATE, X), {"a step"}),
+        "state": (lambda v: fz.check_pure(STEP, v, X), {"a state"}),
+    },
+    "collect": {
+        "x": (lambda v: fz.collect(v, "aux"), {"a tensor", "a 0-d tensor"}),
+        "name": (lambda v: fz.collect(X, v), {"a string"}),
+    },
+    "collected": {"name": (lambda v: in_step(lambda: fz.collected(v)), {"a string"})},
+    "register_carrier": {
+        "cls": (lambda v: fz.register_carrier(anew(v), taken_apart, made_of), {"a class"}),
+        "flatten": (lambda v: fz.register_carrier(anew(dict), v, made_of), CALLED),
+        "unflatten": (lambda v: fz.register_carrier(anew(dict), taken_apart, v), CALLED),
+    },
     "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
     "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
     "sgd": {

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
 from fzero.base.private import inductor
-from fzero.base.random import Replayed, seeded
+from fzero.base.random import seeded
 from fzero.testing import run_ranks
 
 X = torch.linspace(0.1, 0.9, 60).reshape(6, 10)
@@ -460,34 +460,3 @@ def test_an_operator_that_takes_no_generator_borrows_the_default_one() -> None:
         on_thread(work)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(work(), on_thread(work))
-
-
-# ---- generators of the user's own
-
-
-def test_a_second_run_finds_generators_where_the_first_did() -> None:
-    a, b = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-
-    def run() -> torch.Tensor:
-        return torch.rand(3, generator=a) + torch.randn(3, generator=b)
-
-    torch.rand(5, generator=a)
-    replayed = Replayed([a, b, a])
-    first = run()
-    later = run()
-    states = a.get_state(), b.get_state()
-    for _ in range(2):
-        with replayed:
-            assert torch.equal(run(), first)
-    with pytest.raises(ZeroDivisionError), replayed:
-        run()
-        raise ZeroDivisionError
-    assert torch.equal(a.get_state(), states[0]) and torch.equal(b.get_state(), states[1])
-    with replayed:
-        assert torch.equal(run(), first)
-        with replayed:  # a derivative of a recomputation recomputes
-            assert torch.equal(run(), first)
-        assert torch.equal(run(), later)
-    assert torch.equal(a.get_state(), states[0])
-    with Replayed([]):
-        pass

@@ -6,6 +6,7 @@ from drawn.language import feature
 from drawn.write import Writer
 
 AUX = "0.1 * h.square().mean()"
+SIN = "torch.sin(h)"
 
 
 def _then(c: Writer) -> str:
@@ -13,28 +14,38 @@ def _then(c: Writer) -> str:
     return f"h = h + 0.3 * torch.tanh(h @ {w} + {b})"
 
 
-@feature("a class attribute")
+@feature("a class attribute", remedy=True)
 def class_attribute(c: Writer) -> None:
     """Set around a call, counted up, read where it is differentiated, or left for the caller."""
     hold, form = c.name("Hold"), c.number(4)
     w, b, _ = c.own()
     c.top.append(f"class {hold}:\n    value = 1.0")
     what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
-    if form == 0:
+    if c.remedied and form == 3:
+        block = c.unit("h", _then(c), f"return h, {AUX}")
+        c.do(f"h, {c.name('more')} = {c.call(block, 'h')}", f"total = total + {c.name('more')}")
+    elif c.remedied:
+        block = c.unit("h, value", f"return {what} * value")
+        c.do(f"h = {c.call(block, f'h, {(0.8, 1.1, SIN)[form]}')}")
+        c.do(*[f"h = {c.call(block, 'h, 1.2')} * 1.2"][: form == 1])
+    elif form == 0:
         block = c.unit("h", f"return {what} * {hold}.value")
         c.do(f"{hold}.value = 0.8", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.1")
     elif form == 1:
         block = c.unit("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
+        c.effect(block)
         c.do(f"{hold}.value = 1.0", f"h = {c.call(block, 'h')}", f"h = {c.call(block, 'h')} * {hold}.value")
     elif form == 2:
         block = c.unit("h", f"return {what} * {hold}.value")
-        c.do(f"{hold}.value = torch.sin(h)", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.0")
+        c.effect(block, captured=True)
+        c.do(f"{hold}.value = {SIN}", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.0")
     else:
         block = c.unit("h", _then(c), f"{hold}.value = {AUX}", "return h")
+        c.effect(block)
         c.do(f"h = {c.call(block, 'h')}", f"total = total + {hold}.value", f"{hold}.value = 1.0")
 
 
-@feature("an error that the caller catches", rows=False)
+@feature("an error that the caller catches", rows=False, remedy=True)
 def error(c: Writer) -> None:
     form, log = c.number(3), c.name("log")
     w, b, _ = c.own()
@@ -42,18 +53,26 @@ def error(c: Writer) -> None:
     if form == 0:  # in some steps
         block = c.unit("h, n", "if n % 2:\n    raise ValueError('odd')", f"return h + {what}")
         c.do("try:", f"    h = {c.call(block, f'h, {c.n}')}", "except ValueError:", "    h = 0.9 * h")
+    elif c.remedied:
+        c.do(f"h = {c.call(c.unit('h', f'return h + {what}'), 'h')}")
     elif form == 1:  # the error carries a tensor
         block = c.unit("h", f"h = h + {what}", "raise KeyError(h)")
+        c.effect(block)
         c.do("try:", f"    h = {c.call(block, 'h')}", "except KeyError as error:", "    h = error.args[0]")
     else:  # what was done before it stays
         block = c.unit("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
+        c.effect(block)
         c.do(f"{log} = []", "try:", f"    h = {c.call(block, f'h, {log}')}")
         c.do("except StopIteration:", f"    h = {log}[-1]")
 
 
-@feature("an input that is kept")
+@feature("an input that is kept", remedy=True)
 def kept(c: Writer) -> None:
     form, box = c.number(4), c.name("box")
+    if c.remedied:
+        c.do(f"{box} = h", f"h = {c.call(c.unit('h', _then(c), 'return h'), 'h')}")
+        c.do(f"h = 0.7 * h + 0.3 * torch.sin({box})")
+        return
     made, keep, back = [
         ("[]", "box.append(h)", "{}[0]"),
         ("{}", "box['h'] = h", "{}['h']"),
@@ -61,39 +80,58 @@ def kept(c: Writer) -> None:
         ("deque([None], maxlen=1)", "box.append(h)", "{}[0]"),
     ][form]
     block = c.unit("h, box", keep, _then(c), "return h")
+    c.effect(block)
     c.do(f"{box} = {made}", f"h = {c.call(block, f'h, {box}')}", f"h = 0.7 * h + 0.3 * torch.sin({back.format(box)})")
 
 
-@feature("a deque that is filled")
+@feature("a deque that is filled", remedy=True)
 def filled(c: Writer) -> None:
     kept, form = c.name("kept"), c.number(2)
     w, b, _ = c.own()
-    if form:
+    if c.remedied and form:
+        block = c.unit("h, old", f"return h + 0.3 * torch.tanh(old @ {w} + {b})")
+        c.do(f"{kept} = {c.call(block, 'h, torch.cos(h)')}", f"h = {kept} + 0.1 * h")
+    elif c.remedied:
+        block = c.unit("h, old", "h = h + 0.1 * old", _then(c), f"return h, {AUX}")
+        c.do(f"h, {kept} = {c.call(block, 'h, torch.cos(h)')}", f"total = total + {kept}")
+    elif form:
         block = c.unit("kept", f"kept.append(kept[-1] + 0.3 * torch.tanh(kept[0] @ {w} + {b}))")
         c.do(f"{kept} = deque([torch.cos(h), h], maxlen=2)", c.call(block, kept), f"h = {kept}[-1] + 0.1 * {kept}[0]")
     else:
         block = c.unit("h, kept", "h = h + 0.1 * kept.popleft()", _then(c), f"kept.append({AUX})", "return h")
         c.do(f"{kept} = deque([torch.cos(h)])", f"h = {c.call(block, f'h, {kept}')}")
         c.do(f"total = total + sum({kept})")
+    if not c.remedied:
+        c.effect(block)
 
 
-@feature("a context variable around a call")
+@feature("a context variable around a call", remedy=True)
 def variable(c: Writer) -> None:
     var, token = c.name("var"), c.name("token")
     w, b, _ = c.own()
+    again = c.number(2)
+    if c.remedied:
+        block = c.unit("h, value", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * value")
+        c.do(*[f"h = {c.call(block, f'h, {value}')}" for value in (0.5, 1.0)[: 1 + again]])
+        return
     c.top.append(f"{var} = ContextVar('{var}', default=1.0)")
     block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * {var}.get()")
     c.do(f"{token} = {var}.set(0.5)", f"h = {c.call(block, 'h')}", f"{var}.reset({token})")
-    if c.number(2):
+    if again:
         c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("attributes of a tensor")
+@feature("attributes of a tensor", remedy=True)
 def on_tensor(c: Writer) -> None:
     a, form = c.name("a"), c.number(3)
     w, b, _ = c.own()
     what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
-    if form == 0:
+    if c.remedied:
+        last = ["return h * 0.9", f"return h, {AUX}", "return h, 0.1 * h.mean()"][form]
+        block = c.unit("h", f"h = {what}", last)
+        c.do(f"h = {c.call(block, 'h')}" if form == 0 else f"h, {a} = {c.call(block, 'h')}")
+        c.do(*[f"total = total + {a}"][: form > 0])
+    elif form == 0:
         block = c.unit("h", f"return ({what}) * h.factor")
         c.do(f"{a} = h * 1.0", f"{a}.factor = 0.9", f"h = {c.call(block, a)}")
     elif form == 1:
@@ -104,7 +142,7 @@ def on_tensor(c: Writer) -> None:
         c.do(f"{a} = h * 1.0", f"h = {c.call(block, a)}", f"total = total + 0.1 * {a}.seen")
 
 
-@feature("generators and counters that are not torch's", rows=False)
+@feature("generators and counters that are not torch's", rows=False, remedy=True)
 def counters(c: Writer) -> None:
     of = c.name("of")
     w, b, _ = c.own()
@@ -115,10 +153,18 @@ def counters(c: Writer) -> None:
         ("np.zeros(2)", "float(of[1])"),
     ][c.number(4)]
     first = ["of[1] += 0.3"] if made.startswith("np.z") else []
-    block = c.unit("h, of", *first, f"return h + {draw} * torch.tanh(h @ {w} + {b})")
+    body = f"* torch.tanh(h @ {w} + {b})"
+    args, lines = ("h, k", [f"return h + k {body}"]) if c.remedied else ("h, of", [*first, f"return h + {draw} {body}"])
+    block = c.unit(args, *lines)
     c.do(f"{of} = {made}")
     for _ in range(1 + c.number(2)):
-        c.do(f"h = {c.call(block, f'h, {of}')}")
+        if c.remedied:
+            c.do(*[line.replace("of[", f"{of}[") for line in first])
+            c.do(f"h = {c.call(block, 'h, ' + draw.replace('of', of))}")
+        else:
+            c.do(f"h = {c.call(block, f'h, {of}')}")
+    if not c.remedied:
+        c.effect(block)
 
 
 @feature("an iterator that a unit takes from", remedy=True)
@@ -132,6 +178,7 @@ def iterator(c: Writer) -> None:
         c.do(f"h = {c.call(block, f'h, factor=next({of})')}")
     else:
         block = c.unit("h, box", f"return {what} * next(box.scale)")
+        c.effect(block)
         c.do(f"{of} = Config(iter([0.8, 0.9, 1.1]))", f"h = {c.call(block, f'h, {of}')}")
         c.do(f"h = {c.call(block, f'h, {of}')}")
 
@@ -152,13 +199,17 @@ def twice(c: Writer) -> None:
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
     else:  # and changed
         block = c.unit("h, v", "v.mul_(0.5)", f"return {then}, v")
+        c.effect(block)
         given = f"{a}, {a}" + ["", "[...]"][form - 5]
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, given)}", f"h = h + 0.1 * {a}")
 
 
-@feature("data that decide what a unit reads", kinds="pure", rows=False, weight=1.8)
+@feature("data that decide what a unit reads", kinds="pure", rows=False, weight=1.8, remedy=True)
 def decided(c: Writer) -> None:
-    a, block, form = c.name("a"), c.leaves(), c.number(2)
-    c.do(f"{a} = [torch.sin(h)]")
-    taken = f"({a}[0] if float(x.sum()) > 0 else h)" if form else f"(h if float(x.sum()) > 0 else {a}[0])"
+    a, block, form, first = c.name("a"), c.leaves(), c.number(2), c.name("first")
+    c.do(f"{a} = [torch.sin(h)]", f"{first} = float({c.root('g')}.sum()) > 0")  # alike on all ranks
+    taken = f"({a}[0] if {first} else h)" if form else f"(h if {first} else {a}[0])"
+    if c.remedied:
+        c.do(f"h = unit(lambda q, h, a: h + 0.3 * torch.tanh(a @ q['w'] + q['b']))(p['blocks'][{block}], h, {taken})")
+        return
     c.do(f"h = unit(lambda q, h: h + 0.3 * torch.tanh({taken} @ q['w'] + q['b']))(p['blocks'][{block}], h)")

@@ -47,7 +47,7 @@ def function_mode(c: Writer) -> None:
         c.do(f"h = {c.call(inner, 'h')}", "with Doubling():", f"    h = {c.call(block, 'h')}")
 
 
-@feature("an except that takes everything")
+@feature("an except that takes everything", remedy=True)
 def takes_everything(c: Writer) -> None:
     form, held = c.number(4), c.name("held")
     taken = ["except Exception:", "except:"][c.number(2)]
@@ -58,16 +58,27 @@ def takes_everything(c: Writer) -> None:
         )
         c.do(f"h = {c.call(block, 'h')}")
         return
+    if c.remedied:
+        read = ["held * 1.0", "torch.cos(held)", "held.sum(-1, keepdim=True)"][form]
+        c.do(f"h = {c.call(c.unit('h, held', f'return h + {_what(c)} * {read}'), f'h, {given}')}")
+        return
     c.top.append(f"{held} = Config(None)")
     read = [f"{held}.scale * 1.0", f"torch.cos({held}.scale)", f"{held}.scale.sum(-1, keepdim=True)"][form]
     block = c.unit("h", "try:", f"    v = {read}", taken, "    v = 2.0", f"return h + {_what(c)} * v")
+    c.effect(block, captured=True)
     c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
 
 
-@feature("an array of objects")
+@feature("an array of objects", remedy=True)
 def objects(c: Writer) -> None:
     kept, form = c.name("kept"), c.number(3)
-    if form == 0:
+    v = _what(c, "v")
+    if c.remedied and form == 0:
+        c.do(f"h = {c.call(c.unit('h, v', f'return h + {v}'), 'h, torch.sin(h)')}")
+    elif c.remedied:
+        block = c.unit("h", f"return h * 0.9, h + {_what(c)}")
+        c.do(f"h, {kept} = {c.call(block, 'h')}", f"h = h + 0.1 * {kept}")
+    elif form == 0:
         block = c.unit("kept", f"return kept[0] + {_what(c, 'kept[1]')}")
         c.do(f"{kept} = np.empty(2, dtype=object)", f"{kept}[0], {kept}[1] = h, torch.sin(h)")
         c.do(f"h = {c.call(block, kept)}")
@@ -78,24 +89,41 @@ def objects(c: Writer) -> None:
         block = c.unit("h, kept", f"kept[0] = kept[0] + {_what(c, 'kept[0]')}", "return h * 0.9")
         c.do(f"{kept} = np.empty(1, dtype=object)", f"{kept}[0] = h")
         c.do(f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[0]")
+    if not c.remedied:
+        c.effect(block)
 
 
-@feature("a tuple of a class of its own")
+@feature("a tuple of a class of its own", remedy=True)
 def records(c: Writer) -> None:
     """In and out, with what it has beside its items."""
     form, r = c.number(4), c.name("r")
+    if c.remedied:
+        v = _what(c)
+        returned = [f"h, {v}", v, f"h * 0.4, {v}", v][form]
+        made = c.call(c.unit("h", f"return {returned}"), "h")
+        if form == 0:
+            block = c.unit("h, v", f"return h + {_what(c, 'v')}")
+            c.do(f"h, {r} = {made}", f"h = {c.call(block, f'h, {r}')}")
+        else:
+            use = [f"2 * {r} * torch.sin({r}) + 0.1 * {r}", f"{r}[0] + {r}[1]", f"{r} * 0.5"][form - 1]
+            c.do(f"{r} = {made}", f"h = h + {use}")
+        return
     if form == 0:
         made = c.unit("h", f"return Row((h, {_what(c)}))")
         block = c.unit("r", f"return r[0] + {_what(c, 'r[1]')}")
+        c.effect(made)
         c.do(f"h = {c.call(block, c.call(made, 'h'))}")
     elif form == 1:
         made = c.unit("h", f"r = Record({_what(c)})", "r.note = torch.sin(r.h)", "return r")
+        c.effect(made)
         c.do(f"{r} = {c.call(made, 'h')}", f"h = h + {r}.k * {r}.note + 0.1 * {r}[0]")
     elif form == 2:  # an attribute that a unit sets
         block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r.k * 0.2")
+        c.effect(block)
         c.do(f"{r} = Record(h)", f"h = h + {c.call(block, r)} + {r}.note")
     else:  # given back
         block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r")
+        c.effect(block)
         c.do(f"{r} = Record(h)", f"{r} = {c.call(block, r)}", f"h = {r}.h + {r}.note * 0.5")
 
 

@@ -128,19 +128,23 @@ def hook(c: Writer) -> None:
     c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("closures over self", kinds="module", weight=1.8)
+@feature("closures over self", kinds="module", weight=1.8, remedy=True)
 def over_self(c: Writer) -> None:
     form, name = c.number(3), c.name("fns")
     w, b, _ = c.own()
     if form == 0:  # a list of lambdas
         c.init.append(f"self.{name} = [lambda h: h * (1 + 0.1 * self.g), lambda h: self.head.weight.mean() * 0.1 + h]")
         c.do(f"for f in self.{name}:", "    h = f(h)")
+    elif form == 1 and c.remedied:
+        own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
+        c.do(f"h = {c.call(own, 'h')} * (1 + 0.1 * self.g)")
     elif form == 1:  # a wrapped forward
         own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
         c.init += [
             f"{name} = self.blocks[{own}].forward",
             f"self.blocks[{own}].forward = lambda h: {name}(h) * (1 + 0.1 * self.g)",
         ]
+        c.effect(own, captured=True)
         c.do(f"h = {c.call(own, 'h')}")
     else:  # of the unit itself
         own = c.unit("h", "return self.act(h)", init=[f"self.act = lambda h: h + 0.3 * torch.tanh(h @ {w} + {b})"])

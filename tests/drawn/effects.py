@@ -26,6 +26,7 @@ def attribute(c: Writer) -> None:
     if c.remedied:
         return _told(c)
     block = c.unit("h", _then(c), f"self.aux = {AUX}", "return h")
+    c.effect(block)
     c.do(
         f"h = {c.call(block, 'h')}",
         c.pick(
@@ -43,6 +44,7 @@ def appended(c: Writer) -> None:
         return _told(c)
     log = c.name("log")
     block = c.unit("h, log", _then(c), f"log.append({AUX})", "return h")
+    c.effect(block)
     c.do(f"{log} = []", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log})")
 
 
@@ -57,6 +59,7 @@ def list_attribute(c: Writer) -> None:
     else:
         block = c.unit("h", _then(c), f"self.log.append({AUX})", "return h")
         c.do(f"self.blocks[{block}].log = {log} = []", f"h = {c.call(block, 'h')}", f"total = total + sum({log})")
+    c.effect(block)
 
 
 @feature("a dict argument that is filled", remedy=True)
@@ -65,6 +68,7 @@ def filled(c: Writer) -> None:
         return _told(c)
     cache, key = c.name("cache"), c.pick(["aux", "h"])
     block = c.unit("h, cache", _then(c), f"cache['{key}'] = {AUX if key == 'aux' else 'h'}", "return h")
+    c.effect(block)
     c.do(f"{cache} = {{}}", f"h = {c.call(block, f'h, {cache}')}")
     value = f"{cache}['{key}']"
     c.do(f"total = total + {value}" if key == "aux" else f"total = total + 0.1 * {value}.square().mean()")
@@ -91,6 +95,7 @@ def dataclass_in(c: Writer) -> None:
         block = c.unit(
             "h, carry", f"h = h + 0.3 * torch.tanh(carry.h @ {w} + {b})", f"carry.penalty = {AUX}", "return h"
         )
+        c.effect(block)
         c.do(f"{carry} = Carry(h * 0.5)", f"h = {c.call(block, f'h, {carry}')}", f"total = total + {carry}.penalty")
 
 
@@ -118,6 +123,7 @@ def simple(c: Writer) -> None:
     else:
         block = c.unit("h", _then(c), f"return SimpleNamespace(h=h, aux={AUX})")
         c.do(f"{box} = {c.call(block, 'h')}", f"h = {box}.h", f"total = total + {box}.aux")
+    c.effect(block)
 
 
 @feature("an attribute that the parent sets before the call", kinds="module", weight=2.0, remedy=True)
@@ -129,6 +135,7 @@ def attribute_before(c: Writer) -> None:
         c.do(f"h = {c.call(block, f'h, {value}')}")
         return
     block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * self.context")
+    c.effect(block, captured=True)
     c.do(f"self.blocks[{block}].context = {value}", f"h = {c.call(block, 'h')}")
 
 
@@ -152,6 +159,8 @@ def stash(c: Writer) -> None:
         made = "{}" if form == 1 else "SimpleNamespace()"
         c.init.append(f"self.blocks[{first}].stash = self.blocks[{second}].stash = {made}")
         c.do(f"h = {c.call(first, 'h')}", f"h = {c.call(second, 'h')}")
+    if not c.remedied:
+        c.effect(first)
 
 
 @feature("a counter", rows=False, remedy=True)
@@ -174,6 +183,8 @@ def counter(c: Writer) -> None:
     else:
         block = c.unit("h", "self.calls += 1", body + "(1 + 0.1 * self.calls)", init=["self.calls = 0"])
         c.do(f"h = {c.call(block, 'h')}")
+    if not c.remedied:
+        c.effect(block)
 
 
 @feature("a buffer that is assigned", kinds="module", rows=False, weight=2.4, remedy=True)
@@ -188,11 +199,12 @@ def buffer(c: Writer) -> None:
     )
     body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
     if c.remedied:  # a state of the function, handed to the unit
-        ema = c.name("ema")
+        ema, change = c.name("ema"), change.replace("{ema}.mul_(0.9)", "{ema} = {ema} * 0.9")
         c.top.append(f"{ema} = Config(torch.ones(4, dtype=F64))")
         block = c.unit("h, ema", body + "ema")
         c.do(change.format(ema=f"{ema}.scale"), f"h = {c.call(block, f'h, {ema}.scale')}")
         return
     init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
     block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)
+    c.effect(block)
     c.do(f"h = {c.call(block, 'h')}")

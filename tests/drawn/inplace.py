@@ -17,6 +17,7 @@ def on_input(c: Writer) -> None:
         c.do(f"{a} = h * 1.1", f"h, {a} = {c.call(block, a)}")
     else:
         block = c.unit("h", change, f"return {then}")
+        c.effect(block)
         c.do(f"{a} = h * 1.1", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
@@ -77,6 +78,7 @@ def relu(c: Writer) -> None:
     else:
         init = [] if c.pure else ["self.relu = nn.ReLU(inplace=True)"]
         block = c.unit("h", f"h = {'nn.ReLU(inplace=True)' if c.pure else 'self.relu'}(h)", f"return {then}", init=init)
+        c.effect(block)
         c.do(f"{a} = h + 0.3", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 

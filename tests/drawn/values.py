@@ -13,6 +13,7 @@ def over_activation(c: Writer) -> None:
     if c.remedied:
         c.do(f"h = unit(lambda q, h, a: h + 0.3 * torch.tanh(a @ q['w'] + q['b']))(p['blocks'][{block}], h, {a})")
     else:
+        c.effect(block, captured=True)
         c.do(f"h = unit(lambda q, h: h + 0.3 * torch.tanh({a} @ q['w'] + q['b']))(p['blocks'][{block}], h)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Writer:
         self.top: list[str] = []  # of the file
         self.before: list[str] = []  # the function's first lines
         self.renamed: dict[str, str] = {}  # root leaf -> the variable that has taken its place
+        self.effects: list[tuple[int, bool]] = []  # unit, and whether only its differentiated capture is one
         self.counted = False
         self.statement = Statement("")
         self._asked, self._index = 0, 0
@@ -98,6 +100,10 @@ class Writer:
         *body, last = lines
         self.blocks.append(Block(args, [], list(body), last, list(init), {**LEAVES, **leaves}))
         return len(self.blocks) - 1
+
+    def effect(self, block: int, captured: bool = False) -> None:
+        """A unit is not pure; `captured`: as it closes over a tensor, where that is differentiated."""
+        self.effects.append((block, captured))
 
     def leaves(self) -> int:
         """A unit of which there are only leaves: its function is written where it is called."""
@@ -215,13 +221,30 @@ def _in(lines: Sequence[str], depth: int = 1) -> list[str]:
     return textwrap.indent("\n".join(lines), "    " * depth).split("\n")
 
 
-def written(program: Program) -> tuple[str, bool]:
-    """The file of a program, and whether its function takes the number of the step."""
+def _writer(program: Program) -> Writer:
     writer = Writer(program)
     for index, statement in enumerate(program.statements):
         writer.write(statement, index)
+    return writer
+
+
+def written(program: Program) -> tuple[str, bool]:
+    """The file of a program, and whether its function takes the number of the step."""
+    writer = _writer(program)
     text = writer.finished()
     return text, writer.counted
+
+
+def must_be_refused(program: Program) -> bool:
+    """Whether one of its units is not pure in whatever runs of it."""
+    if any(s.feature == "an early exit" for s in program.statements):  # which may come before
+        return False
+    units = program.units or ("blocks.*",)
+    derives = "freeze" not in program.transforms and any(a.verb not in ("forward", "none") for a in program.actions)
+    return any(
+        (derives or not captured) and any(p == "blocks" or fnmatch.fnmatch(f"blocks.{block}", p) for p in units)
+        for block, captured in _writer(program).effects
+    )
 
 
 def listing(program: Program) -> str:

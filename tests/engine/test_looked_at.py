@@ -186,7 +186,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("names", ["save", "offload"])
 def test_what_a_mode_changes_is_not_made_again_otherwise(names: str, inside: bool) -> None:
-    """Also where no mode was there as the call was first seen."""
+    """Also where no mode was there as the call was first seen. One that changes a unit's forward run is refused."""
 
     def rank_main(rank: int) -> None:
         step = fz.shard_zero3(fz.train_step(named(fz.unit, inside), fz.sgd(0.1)))
@@ -199,26 +199,27 @@ def test_what_a_mode_changes_is_not_made_again_otherwise(names: str, inside: boo
             ("looks", "looks"),
             ("changes", "changes"),
             ("changes", "none"),
-            ("none", "looks"),
         ]:
             leaves = [p["w"].clone().requires_grad_() for p in PARAMS["blocks"]]
             with MODES[forward]():
                 out = named(lambda f: f, inside)({"blocks": [{"w": w} for w in leaves]}, X)
             with MODES[back]():
                 expected = torch.autograd.grad(out, leaves)
-            with MODES[forward]():
-                found, pullback = step.vjp(state, X)
-            torch.testing.assert_close(found, out.detach())
             try:
+                with MODES[forward]():
+                    found, pullback = step.vjp(state, X)
+                torch.testing.assert_close(found, out.detach())
                 with MODES[back]():
                     grads = fz.gather(pullback(torch.ones((), dtype=F64))[0])
             except ValueError as error:
-                assert "A TorchDispatchMode around a pullback" in str(error) or "when it ran again" in str(error), error
+                assert "A TorchDispatchMode around a pullback" in str(error) or "that is around it" in str(error), error
                 refused.add((forward, back))
             else:
                 torch.testing.assert_close([p["w"] for p in grads["blocks"]], list(expected))
         if not inside:
-            assert refused == {("none", "changes"), ("changes", "none")}
+            assert refused == {("none", "changes"), ("changes", "changes"), ("changes", "none")}
+        else:
+            assert len(refused) == 5
 
     run_ranks(rank_main, 1)
 

@@ -177,7 +177,6 @@ FUNCTIONS_OF_W: dict[str, Any] = {
     "not reached": used_up,
     "returned": lambda p, x: p["w"] * x.sum(),
     "of constants": lambda p, x: F.linear(x.detach(), p["w"]),
-    "written to its input": lambda p, x: F.linear(x.mul_(2), p["w"]),
     "an output that is the input": lambda p, x: x,
     "slices": lambda p, x: F.linear(x[:, :3], p["w"][:, :3]),
     "batched": lambda p, x: torch.bmm(x[None], p["w"][None])[0],
@@ -276,12 +275,13 @@ def test_params_that_are_given_out_are_copies(policy: str) -> None:
     assert torch.equal(fz.gather(state.params)["b"].float(), torch.ones(5))
 
 
-@pytest.mark.parametrize("second", [lambda x: x, lambda x: x[:, :3]])
-def test_a_write_to_an_input_that_is_there_twice_is_refused(second: Any) -> None:
+@pytest.mark.parametrize("second", [torch.ones_like, lambda x: x, lambda x: x[:, :3]])
+def test_a_write_to_an_input_is_refused(second: Any) -> None:
     step = fz.train_step(lambda p, x, y: F.linear(x.mul_(2), p["w"]).sum() + y.sum(), fz.sgd(0.1))
     passes, x = Passes(step, step.init({"w": torch.ones(5, 5)}), 2), torch.ones(4, 5)
-    with pytest.raises(ValueError, match="shares its memory with another input"):
+    with pytest.raises(ValueError, match=r"writes to an input in place, by mul_ \(.*test_plain.py:\d+"):
         passes.forward(0, (x, second(x)), (0, 1))
+    assert torch.equal(x, torch.ones(4, 5))
 
 
 def test_a_param_that_is_pickled_is_a_tensor() -> None:

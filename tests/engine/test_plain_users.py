@@ -362,15 +362,13 @@ class Checkpointed(nn.Module):
 
     def __init__(self, again: bool) -> None:
         super().__init__()
-        self.inner, self.calls, self.again = nn.Linear(4, 4, dtype=torch.float64), 0, again
+        self.inner, self.again = nn.Linear(4, 4, dtype=torch.float64), again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-
         def part(x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.inner(x))
 
-        return x / self.calls + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
+        return x / 2 + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
 
 
 @pytest.mark.parametrize("taped", [False, True])

@@ -8,8 +8,8 @@ import torch
 from units import X, params_of
 
 import fzero as fz
-from fzero.capture.handle import Handle
 from fzero.engine.traversal import Present, current, here, inside, origins_of
+from fzero.table.handle import Handle
 from fzero.testing import run_ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -242,7 +243,7 @@ def test_strict_runs_are_all_looked_at() -> None:
         wrong.append(rank)
         torch.distributed.barrier()
         grads(step, state, x)  # impure, and not seen
-        with fz.testing.strict_capture(), pytest.raises(ValueError, match="'softmax' goes over the dim"):
+        with fz.testing.strict(), pytest.raises(ValueError, match="'softmax' goes over the dim"):
             grads(step, state, x)
 
     run_ranks(rank_main, 2)
@@ -294,7 +295,8 @@ def test_each_rank_drops_by_itself_in_every_run(remat: bool) -> None:
 
     def code(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         out = F.dropout(torch.ones_like(h), 0.5)
-        tell(private.unwrapped(out).detach().clone())
+        with torch._C.DisableTorchFunction():  # which is no part of what is computed
+            tell(private.unwrapped(out).tolist())
         return h * out
 
     loss, params = made(code)
@@ -310,11 +312,13 @@ def test_each_rank_drops_by_itself_in_every_run(remat: bool) -> None:
         return found
 
     first, second = run_ranks(rank_main, 2)
-    for masks, others in zip(first, second, strict=True):
-        assert len(masks) == (4 if remat else 2)
-        assert not any(map(torch.equal, masks, others))
+    for masks, others, tried in zip(first, second, (1, 0, 0), strict=True):  # units run twice in their first run
+        assert len(masks) == 2 * (1 + tried + remat)
+        assert not any(map(operator.eq, masks, others))
+        if tried:
+            assert masks.pop(0) == masks[0] and masks.pop(1) == masks[1]
         if remat:
-            assert torch.equal(masks[0], masks[3]) and torch.equal(masks[1], masks[2])
+            assert masks[0] == masks[3] and masks[1] == masks[2]
 
 
 def test_a_first_run_that_is_refused_on_all_ranks_loses_nothing() -> None:

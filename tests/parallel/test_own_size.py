@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fzero.base.context import during
-from fzero.capture.notes import Cut, Notes, notes
 from fzero.comm.axis import Axis
 from fzero.parallel.own_size import OwnSize
+from fzero.table.placements import Cut, Notes, notes
 
 
 def test_how_many_go_into_one() -> None:

@@ -43,10 +43,10 @@ def test_two_dtypes_for_one_leaf_are_refused() -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_callers_own_autocast_stays(stage: int) -> None:
     """Around a step that says nothing of it, as around any function."""
-    seen: list[torch.dtype] = []
+    seen: set[tuple[str, torch.dtype]] = set()
 
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append((x @ p["w"]).dtype)
+        seen.add(("unit", (x @ p["w"]).dtype))
         return (x @ p["w"]).float()
 
     unit = fz.unit(block)
@@ -54,7 +54,7 @@ def test_a_callers_own_autocast_stays(stage: int) -> None:
 
     def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
         out = unit(params["blocks"][0], x) @ params["head"]
-        seen.append(out.dtype)
+        seen.add(("outside", out.dtype))
         return out.float().mean()
 
     def rank_main(rank: int) -> None:
@@ -65,7 +65,7 @@ def test_a_callers_own_autocast_stays(stage: int) -> None:
             step(state, torch.ones(1, 2))
 
     run_ranks(rank_main, 1)
-    assert seen == [torch.bfloat16] * 4
+    assert seen == {("unit", torch.bfloat16), ("outside", torch.bfloat16)}
 
 
 def _cast(enabled: bool | None) -> contextlib.AbstractContextManager[Any]:

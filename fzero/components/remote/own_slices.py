@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
-from fzero.capture.notes import Cut, Mark, noting
 from fzero.components.remote.specs import axes_of, dims_by_leaf
+from fzero.table.placements import Cut, Mark, noting
 
 
 def lies_over(specs: object, axis: str) -> bool:

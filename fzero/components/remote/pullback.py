@@ -13,7 +13,7 @@ from fzero.components.remote.handle import Away, Handle, Made, RemoteTree
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, cotangent_for, inputs_for
 from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
-from fzero.engine.op import used_up
+from fzero.engine.pullback import used_up
 from fzero.table.counting import Counts
 
 

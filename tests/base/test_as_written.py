@@ -110,7 +110,7 @@ def test_other_threads_compile_meanwhile() -> None:
         seen.append(stance())
 
     steps(made(hook))
-    assert seen == ["default", "force_eager"] * 2
+    assert seen == ["default", "force_eager"] * 4  # two units, each by a trial and a run
     assert stance() == "default"
 
 

@@ -9,7 +9,7 @@ import torch
 from units import X, block_of, params_of
 
 import fzero as fz
-from fzero.capture.handle import Handle, name_of, writes
+from fzero.table.handle import Handle, name_of, writes
 from fzero.testing import run_ranks
 
 

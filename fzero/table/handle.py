@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -32,32 +31,6 @@ class HandleError(AttributeError, TypeError):
 reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = variable("reading", None)
 
 
-class Seen:
-    """Tensors that were seen in one run of a step's function."""
-
-    def __init__(self) -> None:
-        # id -> the tensor, and the unit whose graph it is of or None; unwatched only those that graphs begin with
-        self.made: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
-        # storage of the copy that was read of a leaf -> the leaf, and what has that storage
-        self.copies: dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] = {}
-
-    def note(self, tensor: torch.Tensor, unit: str | None) -> None:
-        self.made[id(tensor)] = weakref.ref(tensor), unit
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.made and self.made[id(tensor)][0]() is tensor
-
-    def unit_of(self, tensor: torch.Tensor) -> str | None:
-        return self.made[id(tensor)][1] if self.knows(tensor) else None
-
-    def is_of_unit(self, tensor: torch.Tensor) -> bool:
-        return self.unit_of(tensor) is not None
-
-
-# that of the run that goes on, while one does
-seen: contextvars.ContextVar[Seen | None] = variable("seen", None)
-
-
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 READABLE = frozenset(
     {
@@ -70,6 +43,10 @@ READABLE = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     }
 )
+
+
+# told of what is read of leaves outside of their units: (copy, path)
+protecting: contextvars.ContextVar[Callable[[torch.Tensor, str], None] | None] = variable("protecting", None)
 
 
 class StandIn(torch.Tensor):
@@ -191,7 +168,9 @@ class Handle(Valueless):
         for leaf, copy, version in copied:
             if _version(copy) != version:
                 raise noted(leaf._refuse(f"got {name_of(func)!r}, which writes to it"))
-            _note(leaf, copy, out)
+            protect = protecting.get()
+            if protect is not None:  # a write to it, or to a view of it, would be lost
+                protect(copy, leaf.path)
         return out
 
 
@@ -234,27 +213,11 @@ def writes(func: object, kwargs: Named) -> bool:
         return False
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     in_place = in_place or (name == "__set__" and func == SET_DATA)
-    return in_place or bool(kwargs and kwargs.get("out") is not None)
+    return in_place or bool(kwargs and (kwargs.get("out") is not None or kwargs.get("inplace") is True))
 
 
 def _version(copy: torch.Tensor) -> int:
     return private.version(private.unwrapped(copy))
-
-
-def _note(handle: Handle, copy: torch.Tensor, out: object) -> None:
-    """Notes what was read of a leaf: a copy; a write to it, or to a view of it, would be lost."""
-    own = seen.get()
-    if own is not None:
-        views = [x for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)]
-        alive = [weakref.ref(x) for x in (copy, *views) if storage_of(x) == storage_of(copy)]
-        own.copies[storage_of(copy)] = handle, alive
-
-
-def copy_of(tensor: torch.Tensor) -> Handle | None:
-    """The leaf that a tensor is a copy of, or a view of one, as it was read outside of the leaf's unit."""
-    own = seen.get()
-    handle, alive = own.copies.get(storage_of(tensor), (None, [])) if own is not None else (None, [])
-    return handle if any(x() is not None for x in alive) else None
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
-from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, writes
 from fzero.comm.axis import Axis
+from fzero.table.handle import READABLE, Function, Handle, Named, Operands, writes
 from fzero.table.rows import Row
 
 

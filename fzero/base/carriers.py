@@ -1,0 +1,144 @@
+"""Objects that hold tensors and go in and out of units: by their types, which say what their content is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+
+from fzero.base.arguments import wrong
+from fzero.base.pytree import Spec
+from fzero.base.refusals import noted
+
+T = TypeVar("T")
+_NAMESPACE = "fzero"
+_changing: set[type] = set()  # types whose content a unit may change
+_known: set[type] = {torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+
+
+def register_carrier(
+    cls: type[T],
+    flatten: Callable[[T], tuple[Iterable[object], object]],
+    unflatten: Callable[[Any, Sequence[Any]], T],
+) -> None:
+    """Makes objects of a type go in and out of units with the tensors that they hold, such as a cache of keys.
+
+    A unit may change such an object (`cache.update(k, v)`): it works on an object that is made anew from the content,
+    and afterwards the caller's has the attributes that this one has then. Caches of `transformers` are registered, and
+    so are dataclasses and what torch knows as a pytree, which a unit must not change.
+
+    Args:
+        cls: the type, exactly. Its objects have a `__dict__`.
+        flatten: `flatten(x)` returns its content, pytrees of tensors, and what else makes it up, which has `==`.
+        unflatten: `unflatten(rest, content)` makes an object again.
+
+    Raises:
+        TypeError: `cls` is no type, or an argument is no function.
+        ValueError: the type is registered already.
+
+    Example:
+        >>> class Cache:
+        ...     def __init__(self, keys=()):
+        ...         self.keys = list(keys)
+        >>> fz.register_carrier(Cache, lambda c: (c.keys, None), lambda _, keys: Cache(keys))
+    """
+    if not isinstance(cls, type):
+        raise wrong("register_carrier", "cls", cls, "a type")
+    for name, fn in (("flatten", flatten), ("unflatten", unflatten)):
+        if not callable(fn):
+            raise wrong("register_carrier", name, fn, "a function")
+    optree.register_pytree_node(cls, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    _changing.add(cls)
+    _known.add(cls)
+
+
+def flatten(tree: object) -> tuple[list[Any], Spec]:
+    """Leaves and structure of what a unit is given or returns; `None` is a leaf."""
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
+
+
+def flatten_first(tree: object) -> tuple[list[Any], Spec]:
+    """The same, of what a call gives or returns for the first time: types that it has are made known."""
+    while True:
+        leaves, spec = flatten(tree)
+        new = {type(x) for x in leaves if not isinstance(x, torch.Tensor)} - _known
+        if not any([_adopted(kind) for kind in new]):
+            return leaves, spec
+
+
+def changing(tree: object) -> list[object]:
+    """The objects among a tree whose content a unit may change."""
+    if not _changing:
+        return []
+    found: list[object] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    found = [x for x in found if _changes(x)]
+    if len({*map(id, found)}) < len(found):
+        kind = type(found[0]).__name__
+        raise noted(
+            TypeError(
+                f"A unit is given one object twice whose content it may change, of type {kind!r}: it would have two. "
+                "Give it once."
+            )
+        )
+    return found
+
+
+def map_changing(fn: Callable[[object], object], tree: object) -> object:
+    """The tree with something else in the place of such objects."""
+    return optree.tree_map(
+        lambda x: fn(x) if _changes(x) else x,
+        tree,  # type: ignore[arg-type]
+        is_leaf=_changes,
+        none_is_leaf=True,
+        namespace=_NAMESPACE,
+    )
+
+
+def _changes(x: object) -> bool:
+    return type(x) in _changing
+
+
+def _adopted(kind: type) -> bool:
+    """Tells whether objects of a type are pytrees from now on."""
+    _known.add(kind)
+    if any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__):
+        names = lambda x: tuple(vars(x))
+        optree.register_pytree_node(
+            kind,
+            lambda x: ([*vars(x).values()], names(x)),
+            lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
+            namespace=_NAMESPACE,
+        )
+        _changing.add(kind)
+        return True
+    if kind in torch_pytree.SUPPORTED_NODES:
+        own = torch_pytree.SUPPORTED_NODES[kind]
+        optree.register_pytree_node(
+            kind,
+            own.flatten_fn,  # type: ignore[arg-type]
+            lambda context, children: own.unflatten_fn(children, context),  # type: ignore[arg-type]
+            namespace=_NAMESPACE,
+        )
+        return True
+    if dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero."):
+        slots = [field.name for field in dataclasses.fields(kind)]
+        names = lambda x: tuple(getattr(x, "__dict__", slots))
+        optree.register_pytree_node(
+            kind,  # type: ignore[arg-type]
+            lambda x: ([getattr(x, name) for name in names(x)], names(x)),
+            lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
+            namespace=_NAMESPACE,
+        )
+        return True
+    return False
+
+
+def _made(kind: type[T], attributes: Iterable[tuple[str, object]]) -> T:
+    made = kind.__new__(kind)
+    for name, value in attributes:
+        object.__setattr__(made, name, value)
+    return made

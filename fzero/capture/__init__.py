@@ -1,1 +1,0 @@
-"""The objects that a unit's function reaches beside its arguments: found, filled, compared, put out, refused."""

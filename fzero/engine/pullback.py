@@ -1,0 +1,227 @@
+"""The pullback of a unit's call: its params are gathered again, or it runs again, and cotangents are reduced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero.base import private
+from fzero.base.ambient import default_dtype, functions_seen
+from fzero.base.context import averaged, during
+from fzero.base.node import Tensors, gradients
+from fzero.engine.activations import Inputs, Saved
+from fzero.engine.called import CalledOp
+from fzero.engine.halves import Part, Split
+from fzero.engine.later import Later
+from fzero.engine.recorded import Recorded
+from fzero.engine.signature import Signature
+from fzero.engine.surroundings import Surroundings
+from fzero.engine.traversal import Traversal
+from fzero.engine.written import Memories, unit_pulled
+from fzero.table.layout import Key
+
+
+@dataclass(eq=False)
+class Pull:
+    """The kept graph of one first-order run of a unit."""
+
+    keys: list[Key]
+    leaves: list[list[torch.Tensor]]
+    inputs: dict[int, torch.Tensor]
+    outputs: list[torch.Tensor]
+    memories: Memories
+    surroundings: Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class PulledOp(CalledOp):
+    """A unit's call, as far as its pullback goes; `UnitOp` runs it."""
+
+    traversal: Traversal
+    signature: Signature
+    keys: list[Key]
+    unit: str
+    number: int
+    used: bool
+    recompute: bool
+    unit_fn: Callable[..., object]
+    _eager: Callable[..., object]
+    _flat: Sequence[object]
+    _pull: Pull | None
+    _inputs: Inputs | None  # that lie elsewhere meanwhile
+    _saved: Saved | Recorded | None  # what the graph saved, elsewhere or to be computed again
+    _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
+    _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
+    _surroundings: Surroundings | None  # of one that runs again
+
+    def _forward(
+        self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
+    ) -> Tensors:
+        raise NotImplementedError
+
+    @property
+    def runs_again(self) -> bool:  # type: ignore[override]
+        return self.recompute or self._pull is None
+
+    def restored(self, saved: Tensors) -> Tensors:
+        return self._inputs.restored(saved) if self._inputs is not None else saved
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        with self.traversal.turn:
+            return self._back(tensors, wanted, cotangents)
+
+    def _back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        schedule = self.traversal.schedule
+        keep = ends = self.traversal.retain_graph or private.keeps_graph()
+        if self.used:
+            raise RuntimeError(used_up(f"unit {self.unit!r}"))
+        gather_previous = functools.partial(schedule.gather_previous, self)
+        if self.recompute:
+            with torch.no_grad():
+                self._run_again(tuple([t.detach() for t in tensors()]), wanted, gather_previous)
+            keep = False
+            if schedule.frees:
+                schedule.finish_reductions()
+        elif self._pull is None:
+            return None
+        else:
+            for key, full in self._fulls.items():
+                (self._arriving.pop(key, None) or schedule.refill(key, full))()
+            gather_previous()
+            if isinstance(self._saved, Recorded):
+                self._saved.comes_with(tensors)
+        pull = self._pull
+        assert pull is not None
+        flat = [leaf for leaves in pull.leaves for leaf in leaves]
+        inputs = list(pull.inputs.values())
+        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
+        late = self.traversal.late  # whether its params' cotangents are for the second half
+        if late is not None and (not keys or any(map(self.traversal.wants, keys))):
+            late = None
+        parts: list[Part] = []
+        with self._pulling(pull, keep):
+            if late is None or self.signature.compiles:
+                found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+            else:
+                split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
+                if not split.native:
+                    late.settle(self.traversal.collect)
+                found_inputs, early, parts = split.pull(cotangents, keep)
+                del split
+                found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
+        if late is None:
+            self._leave()  # of what does not lead to these outputs
+        # what the unit does not depend on has none: zeros would meet infinite derivatives before it
+        out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
+        del found[len(flat) :]
+        if late is not None:
+            self._empty()  # what is kept of the leaves would keep it
+            later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
+            found, sizes, keys = [], [], []
+            at_once = self.signature.compiles and self.number in late.alone
+            late.put(self.number, later, self.traversal.collect, at_once)
+            del later
+        del flat
+        if keep:
+            self._empty()
+        else:
+            self._pull, self._fulls = None, {}
+            pull.outputs, pull.leaves, pull.memories, pull.surroundings = [], [], (), contextlib.nullcontext
+        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
+            grads = found[len(found) - size :]
+            del found[len(found) - size :]
+            shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
+            if shard is not None:
+                out[self.keys.index(key)] = shard
+        if not ends:
+            self.forget()
+        return out
+
+    def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
+        enabled, dtype = self.autocast
+        casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
+        with (
+            self._surroundings.again() if self._surroundings is not None else contextlib.nullcontext(),
+            functions_seen(self.functions),
+            default_dtype(self.default_dtype),
+            during(averaged, self.averaged),
+            casts if enabled or torch.is_autocast_enabled(self.device) else contextlib.nullcontext(),
+        ):
+            self._forward(tensors, wanted, True, gather_ahead)
+
+    def _pulling(self, pull: Pull, keep: bool) -> contextlib.AbstractContextManager[object]:
+        """Around the pullback of its graph."""
+        if self.signature.users or (keep and self.signature.compiles):
+            return self._watched(pull, keep)
+        return pull.surroundings()
+
+    @contextlib.contextmanager
+    def _watched(self, pull: Pull, keep: bool) -> Iterator[None]:
+        donation = private.without_donation() if keep and self.signature.compiles else contextlib.nullcontext()
+        users = unit_pulled(self.unit, pull.memories) if self.signature.users else contextlib.nullcontext()
+        with donation, pull.surroundings(), users:
+            yield
+
+    def forget(self) -> None:
+        """Lets go of the call: an output may lie in an object that it was given, and leads to it by its graph."""
+        self.used, self._pull, self._inputs, self._saved = True, None, None, None
+        self._flat, self.unit_fn, self._eager = (), _forgotten, _forgotten
+
+    def _leave(self) -> None:
+        for activations in (self._inputs, self._saved):
+            if activations is not None:
+                activations.leave()
+
+    def _empty(self) -> None:
+        """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
+        for full in self._fulls.values():
+            self.traversal.schedule.empty(full)
+
+    def gather_ahead(self) -> None:
+        """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.
+
+        That it still exists says nothing: whether what nobody needs is collected yet may differ between ranks.
+        """
+        node = self.node() if self.node is not None else None
+        if node is None or not private.will_run(node):
+            return
+        for activations in (self._inputs, self._saved):
+            if activations is not None:
+                activations.start()
+        if self.recompute:
+            self.traversal.schedule.gather_ahead(tuple(self.keys))
+        elif self._pull is not None:
+            for key, full in self._fulls.items():
+                if key not in self._arriving:
+                    self._arriving[key] = self.traversal.schedule.refill(key, full)
+
+    def fetch_ahead(self) -> None:
+        """Starts to bring to the device what the gather of this call will begin with."""
+        node = self.node() if self.node is not None else None
+        if node is not None and private.will_run(node) and (self.recompute or self._pull is not None):
+            self.traversal.schedule.fetch_ahead(tuple(self.keys if self.recompute else self._fulls))
+
+    def forget_ahead(self) -> None:
+        """Leaves what was gathered ahead and not used."""
+        self._leave()
+        for key in list(self._arriving):
+            self._arriving.pop(key)()
+            self.traversal.schedule.empty(self._fulls[key])
+
+
+def _forgotten(*_: object) -> object:
+    raise AssertionError("a call that was let go of")
+
+
+def used_up(what: str) -> str:
+    return (
+        f"The pullback of {what} was used up by an earlier call, which freed what it kept. "
+        "Pass retain_graph=True to every call but the last."
+    )

@@ -1,0 +1,65 @@
+"""What surrounds a unit's call, and its second run: torch's settings, function modes, context variables, closures."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+
+from fzero.base import private
+from fzero.base.ambient import ambient, within
+from fzero.base.context import values_here
+from fzero.base.places import is_library
+from fzero.purity.look import own_modes
+
+
+class Surroundings:
+    """Those of one call.
+
+    Attributes:
+        differ: whether a second run has found others: later calls need not look if the first one's were alike.
+    """
+
+    def __init__(self) -> None:
+        self._settings, self._modes, self._variables = ambient(), own_modes(), values_here()
+        self.differ = False
+
+    def modes(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the function modes are those of the call."""
+        return private.under_function_modes(self._modes)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all are as in the call."""
+        now = dict(values_here())
+        same = ambient() == self._settings and [*map(id, own_modes())] == [*map(id, self._modes)]
+        same = same and len(now) == len(self._variables)
+        self.differ = not (same and all(x in now and now[x] is value for x, value in self._variables))
+        with within(self._settings), self.modes():
+            tokens = [(variable, variable.set(value)) for variable, value in self._variables]
+            try:
+                yield
+            finally:
+                for variable, token in tokens:
+                    variable.reset(token)
+
+
+def closed(fn: Callable[..., object]) -> Callable[..., object]:
+    """A function that closes over what `fn` closes over now, whatever those variables name when it is called."""
+    if isinstance(fn, functools.partial):
+        own = closed(fn.func)
+        return fn if own is fn.func else functools.partial(own, *fn.args, **fn.keywords)
+    if not isinstance(fn, types.FunctionType) or not fn.__closure__ or is_library(fn.__code__.co_filename):
+        return fn
+    cells = tuple([_filled(cell) for cell in fn.__closure__])
+    new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return new
+
+
+def _filled(cell: types.CellType) -> types.CellType:
+    try:
+        return types.CellType(cell.cell_contents)
+    except ValueError:  # of a variable that has no value yet
+        return cell

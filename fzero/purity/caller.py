@@ -1,0 +1,30 @@
+"""Whose line calls an operation that a mode looks at."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from fzero.base.places import Place, is_library, place_in
+
+NOWHERE = Place("", 0, "a module of torch's")
+_OWN = "fzero.", "torch.testing._internal.distributed."  # the second are collectives of ranks that are threads
+_PASS_ON = ("fzero.purity", "fzero.base.uncounted", "fzero.base.intercept")  # which call an operator for somebody else
+
+
+def place_here() -> Place | None:
+    """The innermost line of the user's that runs; None if this library calls an operation itself."""
+    frame: FrameType | None = sys._getframe(3)
+    direct = True
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        passes = module.startswith(_PASS_ON) or frame.f_code.co_name == "__torch_function__"
+        if direct and module.startswith(_OWN) and not passes:
+            return None
+        if not is_library(frame.f_code.co_filename):
+            return place_in(frame)
+        direct = (
+            direct and (passes or module.startswith(("torch.", "contextlib"))) and not module.startswith("torch.nn")
+        )
+        frame = frame.f_back
+    return NOWHERE

@@ -1,0 +1,391 @@
+"""A look at every operation of torch in one run of a function: what it captures, writes to, makes, and in which order.
+
+Two modes look together. The dispatch mode sees all operations, also those of autograd Functions, of transforms of
+torch.func inside and of TorchScript. The function mode sees the tensors as the caller has them: whether one is
+differentiated shows there alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+
+from fzero.base import as_written, hooks, private, pytree
+from fzero.base.carriers import flatten
+from fzero.base.context import during, variable
+from fzero.base.node import Op, edges_to
+from fzero.base.operators import kind_of
+from fzero.base.places import Place
+from fzero.base.refusals import heard, noted
+from fzero.base.uncounted import Operator
+from fzero.purity.caller import NOWHERE, place_here
+from fzero.purity.observer import current
+from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
+
+# which give no derivative on: x.shape, x.detach()
+_CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
+_ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+NameOf = Callable[[torch.Tensor], str]
+# which compute nothing: autograd and fake tensors do so by themselves, too
+_SILENT = ("aten::detach", "prim::device")
+_MADE_OF_NUMBERS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor
+
+
+class Impure(Exception):
+    """What a function does that a pure one does not: raised at once, and said by whoever knows its name.
+
+    Args:
+        what: such as "writes to".
+        instead: what to write.
+    """
+
+    def __init__(self, what: str, place: Place | None, instead: str) -> None:
+        super().__init__(what)
+        self.what, self.place, self.instead = what, place, instead
+
+
+class Operation(NamedTuple):
+    """One operation, as it was called.
+
+    Attributes:
+        numbers: its operands that are no tensors.
+        depends: whether any operand depends on what the function was given.
+    """
+
+    name: str
+    numbers: tuple[object, ...]
+    depends: bool
+    place: Place | None
+
+
+class Captured(NamedTuple):
+    """A tensor that the function was not given, and did not make."""
+
+    held: StorageWeakRef | weakref.ref[torch.Tensor]  # so that nothing else comes to lie there
+    memory: int
+    version: int
+    place: Place | None
+
+
+class Made(NamedTuple):
+    """What a run has made of what it was given: whoever keeps it keeps this run's values."""
+
+    memory: StorageWeakRef | weakref.ref[torch.Tensor]
+    shape: torch.Size
+    place: Place | None
+
+    def is_alive(self) -> bool:
+        if isinstance(self.memory, StorageWeakRef):
+            return not self.memory.expired()
+        return self.memory() is not None
+
+
+class Look:
+    """Looks at one run, as a context.
+
+    Args:
+        given: the memory of what the function is given -> what names a tensor of it.
+        protected: whether writes to that are refused.
+        inside: whether it runs inside of what is differentiated, as a unit does: then it captures constants only.
+
+    Attributes:
+        objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
+        outer: ids of these as its caller has them.
+        operations: all of them, in order.
+        captured: by the memory of a tensor.
+        made: what depends on something given.
+        reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
+    """
+
+    def __init__(self, given: Mapping[int, NameOf], inside: bool = True) -> None:
+        self.operations: list[Operation] = []
+        self.captured: dict[int, Captured] = {}
+        self.made: list[Made] = []
+        self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
+        self.reruns = False
+        self.objects: Collection[int] = ()
+        self.outer: Collection[int] = ()
+        self._inside, self._given = inside, dict(given)
+        self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
+        self._modes = _Operators(self), _Functions(self)
+
+    def __enter__(self) -> Look:
+        as_written.begin(self)
+        self._token = looking.set(self)
+        dispatch._push_mode(self._modes[0])
+        self._modes[1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._modes[1].__exit__(*error)
+        dispatch._pop_mode()
+        looking.reset(self._token)
+        as_written.end(self)
+
+    def give(self, tensor: torch.Tensor, name: NameOf) -> None:
+        """Has another tensor be one that the function is given."""
+        memory = memory_of(private.unwrapped(tensor))
+        self._given[memory], self._own[memory] = name, True
+
+    def given_more(self, given: Mapping[int, NameOf]) -> None:
+        """Has more memory be what the function is given."""
+        self._given |= given
+        self._own |= dict.fromkeys(given, True)
+
+    def own(self, tree: object) -> None:
+        """Has tensors be made by the function: what a unit returns that it calls."""
+        for x in flatten(tree)[0]:
+            if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
+                self._own.setdefault(memory_of(private.unwrapped(x)), True)
+
+    # ---- what the modes tell
+
+    def before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
+        """Looks at what an operation is given; whether any of it depends on what the function is given."""
+        name, depends, place = func._schema.name, False, place_here()
+        if place is None:  # this library's own
+            for x in pytree.tensors_in(*args, *kwargs.values()):
+                if name not in _SILENT:
+                    self._own.setdefault(memory_of(x), False)
+                depends = depends or self._own.get(memory_of(x), False)
+            return depends
+        if name in _MADE_OF_NUMBERS:
+            for x in pytree.tensors_in(*args):
+                self._own.setdefault(memory_of(x), False)
+        for x in pytree.tensors_in(*args, *kwargs.values()):
+            known = self._own.get(memory_of(x))
+            if known is None:
+                of = memory_of(x)
+                self.captured.setdefault(of, Captured(_held(x), of, private.version(x), place))
+            depends = depends or bool(known)
+        for x in kind_of(func).written(args, kwargs):
+            self._refuse_write(x, name, place)
+        self.reruns = self.reruns or hooks.any_around()
+        # what a generator gives depends on whoever drew from it before
+        depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
+        numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
+        if name not in _SILENT:
+            self.operations.append(Operation(name, numbers, depends, place))
+        return depends
+
+    def after(self, out: object, depends: bool, new: bool) -> None:
+        """Notes what an operation has made.
+
+        Args:
+            new: whether that may be new memory.
+        """
+        for x in pytree.tensors_in(out):
+            memory = memory_of(x)
+            if new and memory not in self._own and memory not in self.captured:
+                self._own[memory] = depends
+            elif depends and memory in self._own:
+                self._own[memory] = True
+            if depends and not isinstance(x, StandIn):
+                of = _held(x) if memory not in self._given else weakref.ref(x)
+                self.made.append(Made(of, x.shape, self.operations[-1].place if self.operations else None))
+
+    def called(self, func: Function, operands: Operands, kwargs: Named) -> None:
+        """Looks at tensors as the caller has them."""
+        if func in _ASKS:
+            _refuse_parts(func, operands, kwargs or {})
+        if func in _HOOKS:
+            self.reruns = True
+            if id(operands[0]) in self.objects:
+                raise noted(
+                    Impure(
+                        f"calls {func.__name__!r} of a tensor that it is given",
+                        place_here(),
+                        "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
+                        "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
+                    )
+                )
+        if func in _CONSTANT:
+            return
+        if writes(func, kwargs):  # before autograd says something else of it
+            out = (kwargs or {}).get("out")
+            for x in pytree.flatten(operands[:1] if out is None else out)[0]:
+                if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
+                    self._refuse_write(private.unwrapped(x), f"::{name_of(func)}", place_here() or NOWHERE)
+        for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
+            if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
+                continue
+            given = id(x) not in self.outer or id(x) in self.objects  # where nothing is differentiated, they are one
+            if given and memory_of(private.unwrapped(x)) in self._own:
+                continue
+            place = place_here()
+            if place is None:  # this library's own
+                return
+            if _moves(x):
+                raise noted(
+                    Impure(
+                        f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
+                        place,
+                        "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
+                    )
+                )
+            self.constants[id(x)] = weakref.ref(x)
+
+    # ----
+
+    def _refuse_write(self, x: torch.Tensor, name: str, place: Place) -> None:
+        memory = memory_of(x)
+        if memory in self._given:
+            what = self._given[memory](x)
+            params = "" if what == "an input" else "Params change in step.update only. "
+            raise noted(
+                Impure(
+                    f"writes to {what} in place, by {name.partition('::')[2]}",
+                    place,
+                    f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
+                    "statistics are buffers: fz.functional(module, buffers=True).",
+                )
+            )
+        if memory in self.captured or memory not in self._own:
+            raise noted(
+                Impure(
+                    f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
+                    place,
+                    "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
+                    "then fz.functional(module, buffers=True) and fz.carry.",
+                )
+            )
+
+
+class _Operators(dispatch.TorchDispatchMode):
+    supports_higher_order_operators = True
+    looks = True
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if looking.get() is not self._look or not hasattr(func, "_schema"):  # a higher-order one
+            return func(*args, **(kwargs or {}))
+        depends = self._look.before(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        self._look.after(out, depends, func._schema.name not in _SILENT)
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if (observer := current.get()) is not None:
+            observer.note(func, args, kwargs)
+        if looking.get() is self._look:
+            self._look.called(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+_Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+# what looks at the function that is running
+looking: contextvars.ContextVar[Look | None] = variable("looking_at_operations", None)
+
+
+def own_modes() -> list[object]:
+    """The user's torch function modes that are on."""
+    return [mode for mode in private.function_modes() if not type(mode).__module__.startswith("fzero.")]
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Inside, nothing is looked at."""
+    with during(looking, None):
+        yield
+
+
+def refusal(who: str, error: Impure, defined: Place | None = None) -> ValueError:
+    """What is said of a function that is not pure.
+
+    Args:
+        defined: where it is defined, for what no operation shows.
+    """
+    at = error.place or defined
+    place = f" ({at})" if at is not None else ""
+    return ValueError(f"{who} {error.what}{place}. {error.instead}")
+
+
+@contextlib.contextmanager
+def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
+    """Around a run of a step's own function, which may close over tensors that are differentiated.
+
+    Raises:
+        ValueError: it is not pure.
+    """
+    look = looking.get()
+    if look is not None:  # at what runs this one
+        look.given_more(given)
+        yield look
+        return
+    look = Look(given, inside=False)
+    try:
+        with heard(), look:
+            yield look
+    except Impure as error:
+        raise noted(refusal(who, error)) from None
+
+
+def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) -> None:
+    """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
+    is_grad = func == torch.autograd.grad
+    given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
+    for x in pytree.flatten(given["inputs"])[0]:
+        node = getattr(x, "grad_fn", None)
+        op = getattr(node, "op", None)
+        if node is None or not isinstance(op, Op):
+            continue
+        others = op.joint.get(x.output_nr, frozenset())
+        if is_grad and others:  # those that what is differentiated depends on
+            others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
+        if others:
+            what = f"asks {name_of(func)!r} by one of {len(node.real)} tensors that {op.name} returns"
+            why = (
+                "Another one depends on it inside, which is not seen outside. Differentiate inside the unit, or "
+                "compute the other one of it outside."
+            )
+            raise noted(Impure(what, place_here(), why))
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """A number that tensors which share memory have in common."""
+    try:
+        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    except (RuntimeError, NotImplementedError):
+        return id(x)
+
+
+def _held(x: torch.Tensor) -> StorageWeakRef | weakref.ref[torch.Tensor]:
+    return StorageWeakRef(x.untyped_storage()) if memory_of(x) != id(x) else weakref.ref(x)
+
+
+
+
+def _moves(x: torch.Tensor) -> bool:
+    """Tells whether something differentiates or maps a tensor."""
+    try:
+        return private.is_mapped(x) or private.is_differentiated(x)
+    except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
+        return x.requires_grad
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None)))
+
+
+def _number(x: object) -> object:
+    return bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x

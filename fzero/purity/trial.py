@@ -1,0 +1,351 @@
+"""A trial of a function before its real run: both must be alike, and nothing of the trial may outlive it.
+
+The trial has a graph, as some operations ask for one (`h.register_hook`, `torch.autograd.grad`), draws the same random
+numbers, and is dropped. What differs in the real run (a clock, a counter, Python's generator) was decided outside of
+the arguments. What is still alive was put into something outside (a list, an attribute), where whoever reads it would
+take the trial's value for its own.
+
+Source:
+    `jax.checking_leaks` looks for tracers that are alive in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.ambient import functions_seen
+from fzero.base.node import OWNER
+from fzero.base.places import Place
+from fzero.base.random import seeded
+from fzero.base.rebound import tensors_inside
+from fzero.base.refusals import heard, is_ours, noted
+from fzero.base.thread_state import without_dispatch_modes, without_users_modes
+from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
+from fzero.purity.observer import current as observer
+from fzero.table.handle import StandIn
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
+CLOSE = 1e-3  # of outputs where operators are not deterministic
+_WAITS = 0.0, 0.01, 0.05, 0.2, 0.5
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Trial:
+    """Runs a function once before its real run.
+
+    Args:
+        who: names it.
+        run: the function; `given` are the tensors that it is called with.
+        given: its leaves, which lie in `memories`, and other tensors.
+        memories: buffers, each with what names a tensor in it.
+        seed: of its random numbers; None: as they come.
+        inside: as of `Look`.
+        passes: whether `run` passes on the tensors that it is given.
+        outer: the tensors among `given` as the caller has them, whom nothing passes on.
+        defined: where the function is defined.
+
+    Attributes:
+        opaque: types of what it returns that is neither a tensor nor a number.
+
+    Raises:
+        ValueError: it writes to something, captures what is differentiated, or keeps what it has computed.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        run: Run,
+        given: Sequence[torch.Tensor],
+        memories: Sequence[tuple[torch.Tensor, NameOf]],
+        seed: int | None = None,
+        inside: bool = True,
+        passes: bool = True,
+        outer: Sequence[torch.Tensor] = (),
+        defined: Place | None = None,
+    ) -> None:
+        self._who, self._inside, self._given, self._seed = who, inside, given, seed
+        self._outer, self._defined = {id(x) for x in outer}, defined
+        self._names = names_of(given, memories)
+        with _refusing(who, defined):
+            with _beside():
+                before = _content(given)
+            attributes = [_set_on(x) for x in (*given, *outer)]
+            own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
+            look = Look(self._names, inside)
+            look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
+            look.objects, look.outer = {id(x) for x in own if inside}, self._outer
+            with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
+                out = _run(run, own)
+            if _dressed(own, given, outer) or attributes != [_set_on(x) for x in (*given, *outer)]:
+                raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
+            with _beside(), torch.no_grad():
+                self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
+            opaque = [x for x in out if not isinstance(x, (torch.Tensor, *_VALUES))]
+            self.opaque = {type(x) for x in opaque}
+            del out
+            own.clear()
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                torch.clear_autocast_cache()
+            if (observed := observer.get()) is None or not observed.refuses():
+                _need_gone(look, opaque)
+            with _beside():
+                _need_same(given, before, look, self._names)
+        self.look = look
+
+    def compared(self, run: Callable[[], Sequence[object]]) -> tuple[Sequence[object], Look]:
+        """The flat result of the real run, and what it showed.
+
+        Raises:
+            ValueError: it is not as the trial was.
+        """
+        real = Look(self._names, self._inside)
+        real.objects, real.outer = {id(x) for x in self._given if self._inside}, self._outer
+        with _refusing(self._who, self._defined):
+            with seeded(self._seed), heard(), real:
+                try:
+                    out = run()
+                except Exception as error:
+                    if not is_ours(error) and not isinstance(error, Impure):
+                        error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
+                    raise
+            under_modes = private.dispatch_modes()
+            with _beside():
+                _compare(self.look.operations, real.operations, self._kept, out, under_modes)
+        return out, real
+
+
+def repeated(
+    who: str,
+    run: Callable[[], Sequence[object]],
+    given: Sequence[torch.Tensor],
+    memories: Sequence[tuple[torch.Tensor, NameOf]],
+    first: Sequence[Operation],
+    captured: Sequence[Captured],
+    sums: Sequence[float],
+    defined: Place | None = None,
+) -> Sequence[object]:
+    """The flat result of a second run, in a pullback, of what the first one has computed.
+
+    Args:
+        first: the operations of that; `captured` the constants; `sums` of what it returned.
+
+    Raises:
+        ValueError: it does something else.
+    """
+    look = Look(names_of(given, memories))
+    with _refusing(who, defined):
+        with heard(), look:
+            out = run()
+        _compare(first, look.operations, None, out)
+        now = sums_of(out)
+        pairs = zip(sums, now, strict=False)
+        close = [a == b or (a != a and b != b) or abs(a - b) <= CLOSE * abs(a) for a, b in pairs]
+        if len(now) != len(sums) or not all(close):
+            raise _differs("returned other values when it ran again (fz.remat, a derivative of a derivative)", None)
+        known = {each.memory: each for each in captured}
+        for each in look.captured.values():
+            was = known.get(each.memory)
+            if was is not None and was.version != each.version:
+                raise Impure(
+                    "reads a tensor that it closes over when it runs again (fz.remat, a derivative of a derivative), "
+                    "and that has been written to since its call",
+                    each.place,
+                    "Give it to the call as an argument.",
+                )
+    return out
+
+
+def sums_of(out: Sequence[object]) -> list[float]:
+    """The sums of magnitudes of the tensors among what a function returned."""
+    with _beside():
+        tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
+        return [float(_reals(x).abs().sum(dtype=torch.float64)) if _has_values(x) else 0.0 for x in tensors]
+
+
+def _reals(x: torch.Tensor) -> torch.Tensor:
+    return x.byte() if x.dtype == torch.bool else pytree.as_reals(x)
+
+
+def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(x, torch.Tensor) and not isinstance(x, StandIn)
+
+
+def _has_values(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta and not private.is_fake(x) and not x.is_quantized
+
+
+def names_of(given: Sequence[torch.Tensor], memories: Sequence[tuple[torch.Tensor, NameOf]]) -> dict[int, NameOf]:
+    """Memory -> what names a tensor in it."""
+    names: dict[int, NameOf] = dict.fromkeys([memory_of(private.unwrapped(x)) for x in given], lambda _: "an input")
+    return names | {memory_of(private.unwrapped(x)): name for x, name in memories}
+
+
+@contextlib.contextmanager
+def _refusing(who: str, defined: Place | None) -> Iterator[None]:
+    try:
+        yield
+    except Impure as error:
+        raise noted(refusal(who, error, defined)) from None
+
+
+def _set_on(x: torch.Tensor) -> set[str]:
+    return vars(x).keys() - {OWNER}
+
+
+def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor], outer: Sequence[torch.Tensor]) -> bool:
+    """Tells whether attributes were set on views of tensors, beside those that their callers have set."""
+    callers = set[str]().union(*map(_set_on, outer))
+    return any(_set_on(x) - _set_on(y) - callers for x, y in zip(own, given, strict=True))
+
+
+def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
+    try:
+        return run(given)
+    except Exception as error:  # which somebody around may catch
+        if not (is_ours(error) or isinstance(error, Impure)) and tensors_inside([error.args, vars(error)]):
+            instead = "Return the tensor, or raise an error with numbers in it."
+            raise noted(Impure("raises an error that carries a tensor", None, instead)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _beside() -> Iterator[None]:
+    """Inside, nobody looks at what is computed, and no transform goes through it."""
+    with beside(), without_dispatch_modes(), private.below_transforms(), functions_seen.nowhere():
+        yield
+
+
+def _need_gone(look: Look, opaque: list[object]) -> None:
+    """Refuses what outlives the trial.
+
+    Args:
+        opaque: objects that it returned, which are let go of here.
+    """
+    alive = _alive(look)
+    had, types = bool(opaque), " or ".join(sorted({type(x).__name__ for x in opaque}))
+    opaque.clear()
+    left = _alive(look) if alive and had else alive
+    if alive and not left:
+        raise Impure(
+            f"returns an object of type {types} that holds tensors",
+            alive[0].place,
+            "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass), and no generator.",
+        )
+    if left:
+        made = next((each for each in left if each.place is not None), left[0])
+        raise Impure(
+            f"keeps a tensor of shape {tuple(made.shape)} that it computed or was given, in something that outlives it "
+            "(a list, a dict, an attribute, a global)",
+            made.place,
+            "Return it. A module's own state is a buffer: fz.functional(module, buffers=True).",
+        )
+
+
+def _alive(look: Look) -> list[Made]:
+    alive = [made for made in look.made if made.is_alive()]
+    for seconds in _WAITS:
+        if not alive:
+            break
+        time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
+        gc.collect()  # of cycles; it does nothing while another thread's is under way
+        alive = [made for made in alive if made.is_alive()]
+    return alive
+
+
+Content = tuple[int, int, bool, float]
+
+
+def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
+    """What shows a write that no operation tells of (x.numpy()[:] = 0, x.data = y)."""
+    found = []
+    for x in tensors:
+        plain = private.unwrapped(x).detach()
+        strided = _has_values(plain)
+        total = float(pytree.as_reals(plain).sum(dtype=torch.float64)) if strided else 0.0
+        found.append((plain.data_ptr() if strided else 0, private.version(plain), x.requires_grad, total))
+    return found
+
+
+def _need_same(
+    given: Sequence[torch.Tensor], before: Sequence[Content], look: Look, names: Mapping[int, NameOf]
+) -> None:
+    for x, was, now in zip(given, before, _content(given), strict=True):
+        if was != now and not (was[:3] == now[:3] and was[3] != was[3] and now[3] != now[3]):  # NaN
+            raise Impure(
+                f"changes {names[memory_of(private.unwrapped(x))](x)} in a way that autograd does not see (x.data, "
+                "x.numpy(), requires_grad_)",
+                look.operations[-1].place if look.operations else None,
+                "Compute with a copy: x = x.clone().",
+            )
+
+
+def _compare(
+    first: Sequence[Operation],
+    second: Sequence[Operation],
+    kept: Sequence[torch.Tensor] | None,
+    out: Sequence[object],
+    under_modes: bool = False,
+) -> None:
+    """Refuses what was not the same in both runs."""
+    one, other = [x for x in first if x.depends], [x for x in second if x.depends]
+    for a, b in zip(one, other, strict=False):
+        if a.name != b.name or not _same(a.numbers, b.numbers):
+            what = f"calls {_called(a)} in one run and {_called(b)} in the next, with the same arguments"
+            raise _differs(what, b.place)
+    if len(one) != len(other):
+        longer = max(one, other, key=len)
+        extra = longer[min(len(one), len(other))]
+        raise _differs(f"calls {_called(extra)} in one of two runs with the same arguments", extra.place)
+    if kept is None:
+        return
+    tensors = [x for x in out if _is_tensor(x)]
+    if len(tensors) != len(kept):
+        raise _differs(f"returns {len(kept)} tensors in one run and {len(tensors)} in the next", None)
+    for x, was in zip(tensors, kept, strict=True):
+        now = private.unwrapped(x).detach()
+        if (now.shape, now.dtype) != (was.shape, was.dtype):
+            raise _differs(f"returns {tuple(was.shape)} in one run and {tuple(now.shape)} in the next", None)
+        if not _alike(now, was):
+            if under_modes:
+                raise Impure(
+                    "returns other values under a TorchDispatchMode that is around it",
+                    None,
+                    "A mode may look at operations, and not change what they compute.",
+                )
+            raise _differs("returns other values in a second run with the same arguments", None)
+
+
+def _differs(what: str, place: Place | None) -> Impure:
+    return Impure(
+        what,
+        place,
+        "A clock, a counter, a file, or a random generator of your own decides something. Take what changes as an "
+        "argument, and draw random numbers from torch's default generator.",
+    )
+
+
+def _called(operation: Operation) -> str:
+    numbers = ", ".join(repr(x) for x in operation.numbers if x is not None)
+    return f"{operation.name.partition('::')[2]}({numbers})"
+
+
+def _same(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.is_meta or private.is_fake(x):
+        return True
+    if x.layout != torch.strided:
+        x, y = x.to_dense(), y.to_dense()
+    if torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())):
+        return True
+    return x.device.type != "cpu" and bool(torch.isclose(x, y, rtol=CLOSE, atol=CLOSE, equal_nan=True).all())

@@ -1,0 +1,261 @@
+"""What a step refuses in its first run, by itself: on every rank, with the line, and with nothing changed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from units import F64, X, block_of, params_of
+
+import fzero as fz
+from fzero.purity.look import looking_at
+from fzero.testing import assert_trees_equal, run_ranks
+
+FORMS: dict[str, Any] = {
+    "plain": lambda step: step,
+    "ZeRO-3": fz.shard_zero3,
+    "remat": lambda step: fz.remat(fz.shard_zero3(step)),
+    "fused": lambda step: fz.fuse_update(fz.shard_zero1(step)),
+}
+OTHER = r"Unit 'blocks\.0' (calls .* in one run and .* in the next|calls .* in one of two runs|returns other values)"
+KEEPS = r"Unit 'blocks\.0' keeps a tensor of shape .* outlives it"
+WRITES = r"Unit 'blocks\.0' writes to {} in place, by {}"
+LINE = r".*test_impure\.py"
+
+
+def swallows(q: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        q["w"].mul_(2)
+    except Exception:
+        pass
+    return x @ q["w"]
+
+
+def body_of(kind: str) -> Any:
+    """A unit's function with an effect, whose state is its own."""
+    numbers, kept, began = itertools.count(), [], time.monotonic_ns()
+    own, running = random.Random(0), torch.zeros(4, dtype=F64)
+
+    def outputs(q: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x @ q["w"]
+        return (h, h * 2)[0] if next(numbers) % 2 else h
+
+    return {
+        "an iterator": lambda q, x: x @ q["w"] * next(numbers),
+        "a clock": lambda q, x: x @ q["w"] * (time.monotonic_ns() - began),
+        "an order of entries": lambda q, x: torch.tanh(x @ q["w"]).roll(next(numbers) % 3, 0),
+        "a number of operations": outputs,
+        "Python's generator": lambda q, x: x @ q["w"] * random.random(),
+        "a generator of its own": lambda q, x: x @ q["w"] * own.random(),
+        "numpy's generator": lambda q, x: x @ q["w"] * float(np.random.rand()),
+        "a list": lambda q, x: kept.append(x @ q["w"]) or x @ q["w"],
+        "a shape of an input": lambda q, x: x.unsqueeze_(0)[0] @ q["w"],
+        "an input": lambda q, x: torch.tanh(x.mul_(2.0) @ q["w"]),
+        "a leaf, caught": swallows,
+        "a captured one": lambda q, x: torch.tanh(x @ q["w"] + running.add_(1.0)),
+    }[kind]
+
+
+BODIES = {
+    "an iterator": OTHER + LINE,
+    "a clock": OTHER + LINE,
+    "an order of entries": OTHER + LINE,
+    "a number of operations": OTHER + LINE,
+    "Python's generator": OTHER + LINE,
+    "a generator of its own": OTHER + LINE,
+    "numpy's generator": OTHER + LINE,
+    "a list": KEEPS + LINE,
+    "a shape of an input": WRITES.format("an input", "unsqueeze_") + LINE,
+    "an input": WRITES.format("an input", "mul_") + LINE,
+    "a leaf, caught": r"(?i)leaf 'blocks.0.w'.* in place.*" + LINE,
+    "a captured one": r"Unit 'blocks\.0' writes to a tensor of shape \(4,\) that it closes over, by add_" + LINE,
+}
+
+
+def is_refused(make: Callable[[], Any], params: Any, match: str, form: str) -> None:
+    def rank_main(rank: int) -> None:
+        step = FORMS[form](fz.train_step(make(), fz.sgd(0.1)))
+        state, before = step.init(params), step.init(params)
+        for _ in range(2):  # nor does it begin to be right
+            with pytest.raises((ValueError, TypeError), match=match):
+                step(state, X.clone())
+        assert_trees_equal(fz.gather(state.params), fz.gather(before.params))
+
+    run_ranks(rank_main, 1 if form == "plain" else 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", BODIES)
+def test_an_effect_of_a_unit(kind: str, form: str) -> None:
+    is_refused(lambda: block_of(body_of(kind)), params_of(), BODIES[kind], form)
+
+
+STATE = torch.zeros(3, 4, dtype=F64)
+
+
+def careless(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """It would go on with something else, and nobody would know."""
+    try:
+        penalty = (p["blocks"][0]["w"] ** 2).sum()
+    except Exception:
+        penalty = torch.zeros(())
+    return x.square().mean() * p["s"] + penalty
+
+
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "an input": (lambda p, x: (x.mul_(2) * p["s"]).sum(), "step: the function writes to an input"),
+    "a captured one": (lambda p, x: (x * p["s"] + STATE.add_(1.0)).sum(), "writes to a tensor .* that it closes over"),
+    "a leaf": (lambda p, x: (x * p["s"].mul_(2.0)).sum(), "(?i)leaf 's'.* in place"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_an_effect_of_the_steps_own_function(kind: str, form: str) -> None:
+    is_refused(lambda: FUNCTIONS[kind][0], {"s": torch.ones((), dtype=F64)}, FUNCTIONS[kind][1] + LINE, form)
+
+
+@pytest.mark.parametrize("form", ["ZeRO-3", "remat"])
+def test_a_leaf_outside_its_unit_though_it_is_caught(form: str) -> None:
+    is_refused(lambda: careless, params_of(), "leaf 'blocks.0.w' belongs to unit 'blocks.0'", form)
+
+
+class Child(nn.Module):
+    def __init__(self, parent: Any) -> None:
+        super().__init__()
+        self.lin, self.parent = nn.Linear(4, 4), [weakref.ref(parent)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x) * self.parent[0]().scale)  # type: ignore[union-attr]
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.7))
+        self.blocks = nn.ModuleList([Child(self) for _ in range(2)])
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_leaf_of_the_parents_that_a_child_is_not_given(form: str) -> None:
+    apply, params = fz.functional(Parent())
+    match = r"'blocks.0' closes over a tensor of shape \(4,\) that is differentiated" + LINE
+    is_refused(lambda: apply, params, match, form)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_unit(reentrant: bool) -> None:
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+
+    def rank_main(rank: int) -> None:
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            for q in p["blocks"]:
+                x = torch.utils.checkpoint.checkpoint(unit, q, x, use_reentrant=reentrant)  # type: ignore[assignment]
+            return x.sum()
+
+        step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params_of())
+        match = "A unit is called by torch.utils.checkpoint.*fz.remat"
+        with fz.tape(step, state) as model, pytest.raises(TypeError, match=match):
+            model(X.clone().requires_grad_()).backward()
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero3])
+def test_a_checkpoint_around_a_module_under_plain_autograd(shard: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4, dtype=F64) for _ in range(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            return x.sum()
+
+    def rank_main(rank: int) -> None:
+        apply, params = fz.functional(Net())
+        step = shard(fz.train_step(apply, fz.sgd(0.1)))
+        with (
+            fz.tape(step, step.init(params)) as model,
+            pytest.raises(TypeError, match=r"called by torch.utils.checkpoint.*fz\.remat"),
+        ):
+            model(X).backward()
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("what", ["an iterator", "a generator"])
+def test_an_argument_that_can_be_read_once(what: str) -> None:
+    unit = fz.unit(lambda q, rows: torch.stack([row @ q["w"] for row in rows]).sum(0))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        rows: Any = iter([x, x]) if what == "an iterator" else (x * i for i in (1, 2))
+        return unit(p["blocks"][0], rows).sum()
+
+    for form in FORMS:
+        is_refused(lambda: fn, params_of(), f"(?i)unit .*{what.split()[-1]}", form)
+
+
+def noted(q: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.tanh(x @ q["w"])
+    out.note = [out.square().mean()]  # type: ignore[attr-defined]
+    return out
+
+
+class Record(NamedTuple("_Record", [("h", torch.Tensor), ("note", Any)])):
+    def __new__(cls, h: torch.Tensor) -> Record:
+        return super().__new__(cls, h, None)
+
+
+RETURNED = r"Unit 'blocks\.0' (returns a tensor .* on which it has set another one|keeps a tensor)"
+MADE = r"Unit 'blocks\.0' is given or returns a container that cannot be made again"
+
+
+@pytest.mark.parametrize("way", ["step", "forward", "tape"])
+@pytest.mark.parametrize("form", ["plain", "remat"])
+@pytest.mark.parametrize(("body", "match"), [(noted, RETURNED), (lambda q, x: Record(x @ q["w"]), MADE)])
+def test_what_a_unit_returns_is_refused_however_it_is_called(form: str, way: str, body: Any, match: str) -> None:
+    step = FORMS[form](fz.train_step(lambda p, x: fz.unit(body)(p["blocks"][0], x)[0].sum(), fz.sgd(0.1)))
+    if (body, form, way) == (noted, "plain", "forward"):
+        return  # nothing is differentiated: the tensor is as good as any
+
+    def rank_main(rank: int) -> None:
+        state = step.init(params_of())
+        with pytest.raises(ValueError, match=match):
+            if way == "tape":
+                with fz.tape(step, state) as model:
+                    model(X)
+            else:
+                (step if way == "step" else step.forward)(state, X)
+
+    run_ranks(rank_main, 2 if form == "remat" else 1)
+
+
+def test_what_comes_to_lie_where_a_constant_lay_is_the_functions_own() -> None:
+    """Such as a leaf outside of its unit, which is gathered for what reads it and then let go of."""
+    given = torch.ones(4, dtype=F64)
+    constants = [torch.ones(4, dtype=F64) for _ in range(30)]
+    with looking_at("step: the function", {}):
+        while constants:
+            total = given + constants.pop()
+            own = [total.clone() for _ in range(2)]
+            for t in own:
+                t.mul_(0.5)
+            del own, t
