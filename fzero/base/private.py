@@ -111,8 +111,8 @@ def is_fake(tensor: object) -> bool:
 
 def single_level() -> int:
     """The level of a vjp that is alone all that differentiates what runs, so that a Function may serve it; else 0."""
-    stack = _functorch.get_interpreter_stack() or ()
-    if len(stack) != 1 or forward_mode():
+    stack = _functorch.get_interpreter_stack()
+    if stack is None or len(stack) != 1 or forward_mode():
         return 0
     interpreter = stack[0]
     if interpreter.key() != _functorch.TransformType.Grad:

@@ -120,8 +120,9 @@ class CalledOp(QuickOp):
         """A flat result with types that no call under this signature has returned before."""
         out, spec = flatten_first(result)
         signature, types = self.signature, {type(x) for x in out}
-        new = [kind for kind in types if not issubclass(kind, torch.Tensor) and kind not in VALUES]
-        if signature.proven and not signature.opaque.issuperset(new):
+        known = signature.opaque.union(VALUES)
+        new = [kind for kind in types if not issubclass(kind, torch.Tensor) and kind not in known]
+        if signature.proven and new:
             what = f"returns an object of type {' or '.join(kind.__name__ for kind in new)}, as its first run did not"
             instead = "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass)."
             raise noted(refusal(f"Unit {self.unit!r}", Impure(what, None, instead), definition_of(self._eager)))

@@ -136,17 +136,18 @@ class Outlets:
         families: dict[Reading, list[int]] = {}
         for i, tensor in enumerate(out):
             families.setdefault(reading(tensor), []).append(i)
-        enabled = torch.is_grad_enabled()
         first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
         for family, members in families.items():
-            alike = [p for p in places.get(family, ()) if inputs[p].stride() == outer[p].stride()]
-            if alike:
+            sharing = [p for p in places.get(family, ()) if inputs[p].stride() == outer[p].stride()]
+            if sharing:
                 for i in members:
                     # of several that share memory, the one whose gradient it is part of
-                    own_place = next((p for p in alike if out[i]._base is inputs[p]), alike[-1])
-                    constant = own_place in moving and self._is_constant(out[i])
-                    if len(alike) == 1 or constant or not enabled or out[i]._base is inputs[own_place]:
-                        self.recipes[i] = View(outer[own_place], out[i], inputs[own_place], constant)
+                    place = next((p for p in sharing if out[i]._base is inputs[p]), None)
+                    told = place is not None or len(sharing) == 1 or not torch.is_grad_enabled()
+                    place = sharing[-1] if place is None else place
+                    constant = place in moving and self._is_constant(out[i])
+                    if told or constant:
+                        self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
                     else:
                         self._put_out(i, "copy", False)
                 continue

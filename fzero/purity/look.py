@@ -373,8 +373,6 @@ def _held(x: torch.Tensor) -> StorageWeakRef | weakref.ref[torch.Tensor]:
     return StorageWeakRef(x.untyped_storage()) if memory_of(x) != id(x) else weakref.ref(x)
 
 
-
-
 def _moves(x: torch.Tensor) -> bool:
     """Tells whether something differentiates or maps a tensor."""
     try:
