@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,29 @@ X = torch.randn(4, 3, generator=MADE, dtype=F64)
 W = torch.randn(3, 2, generator=MADE, dtype=F64)
 T = torch.tensor(1.3, dtype=F64)
 elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
+OF_THREADS: weakref.WeakKeyDictionary[threading.Thread, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def of_this_thread() -> dict[str, Any]:
+    return OF_THREADS.setdefault(threading.current_thread(), {})
+
+
+class Config(types.ModuleType):
+    """A module whose attributes are a rank's own: ranks that are threads would read each other's wrapped tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        return of_this_thread().get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        of_this_thread()[name] = value
+
+
+class OfThreads(type):
+    def __getattr__(cls, name: str) -> Any:
+        return of_this_thread().get(name)
+
+
+OWN: Any = Config("own")
 CONFIG: Any = types.ModuleType("config")
 VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale")
 GRADS: dict[str, Callable[..., Any]] = {
@@ -29,12 +54,10 @@ GRADS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Holder:
-    scale: Any = None
-
+class Holder(metaclass=OfThreads):
     @property
     def own(self) -> Any:
-        return CONFIG.scale
+        return OWN.scale
 
 
 def loss(scale: Callable[[], Any], p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -43,14 +66,14 @@ def loss(scale: Callable[[], Any], p: Any, x: torch.Tensor) -> torch.Tensor:
 
 class Called:
     def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
-        return loss(lambda: CONFIG.scale, p, x)
+        return loss(lambda: OWN.scale, p, x)
 
 
 class Hooked(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(W.clone())
-        self.act = lambda x: torch.tanh(x) * CONFIG.scale
+        self.act = lambda x: torch.tanh(x) * OWN.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(x @ self.w).square().mean()
@@ -69,8 +92,8 @@ def of_a_closure_class() -> Any:
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    "a module's attribute": lambda: functools.partial(loss, lambda: CONFIG.scale),
-    "a class attribute": lambda: functools.partial(loss, lambda: Holder().scale),
+    "a module's attribute": lambda: functools.partial(loss, lambda: OWN.scale),
+    "a class attribute": lambda: functools.partial(loss, lambda: Holder.scale),
     "a property": lambda: functools.partial(loss, lambda: Holder().own),
     "a context variable": lambda: functools.partial(loss, VARIABLE.get),
     "a callable object": Called,
@@ -81,16 +104,16 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 def by_an_entry(p: Any, x: torch.Tensor) -> torch.Tensor:
     scales = torch.ones(2, dtype=F64)
-    scales[1:] = CONFIG.scale
+    scales[1:] = OWN.scale
     return loss(lambda: scales[1], p, x)
 
 
 def by_a_map_within(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss(lambda: torch.vmap(lambda s: s * 1.0)(CONFIG.scale[None])[0], p, x)
+    return loss(lambda: torch.vmap(lambda s: s * 1.0)(OWN.scale[None])[0], p, x)
 
 
 def by_a_gradient_within(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss(lambda: torch.func.grad(lambda s: s**2 / 2)(CONFIG.scale), p, x)
+    return loss(lambda: torch.func.grad(lambda s: s**2 / 2)(OWN.scale), p, x)
 
 
 WAYS |= {
@@ -101,7 +124,7 @@ WAYS |= {
 
 
 def run(fn: Any, wrap: Any, scanned: bool, t: torch.Tensor) -> torch.Tensor:
-    CONFIG.scale = Holder.scale = t
+    OWN.scale = t
     token = VARIABLE.set(t)
     try:
         step = wrap(fz.train_step(fn, fz.sgd(0.1)))
@@ -148,7 +171,7 @@ def test_a_forward_on_ranks_is_refused_too() -> None:
         state = step.init({"w": W})
 
         def forward(t: torch.Tensor) -> Any:
-            CONFIG.scale = t
+            OWN.scale = t
             return step.forward(state, X)
 
         torch.func.grad(forward)(T)
