@@ -280,7 +280,6 @@ class _Copy:
 
     def put_right(self) -> None:
         """Puts back what calls have left that an interrupt has ended; what its forward keeps in attributes stays."""
-        self.untouched.put_back()
         if self._interrupts == passed():
             return
         if self in _calls.get():
@@ -296,10 +295,10 @@ class _Copy:
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
-        places, around = Places(module, self.elsewhere, apart), self.untouched.around
-        call = around(functools.partial(places.call, self._fresh(run, prefix)))
+        places = Places(module, self.elsewhere, apart)
+        call = functools.partial(places.call, self._fresh(run, prefix))
         code = compiled(run, module)
-        fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
+        fast = functools.partial(places.call, fresh(code) if self.converts else code)
         fast = fast if self.pieces is None else call
         carried = self.carried and (self.carried.of(module) if prefix else self.carried)
         return _Unit(prefix, places, module, call, fast, Shown(), carried)

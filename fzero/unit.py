@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fzero.base import program, pytree
-from fzero.base.arguments import need_str, wrong
+from fzero.base.arguments import wrong
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
@@ -85,7 +85,8 @@ def name(x: T, name: str) -> T:
         return x
     if not isinstance(x, torch.Tensor):
         raise wrong("name", "x", x, "a tensor")
-    need_str(name, "name", "name", "a name, such as 'qkv'")
+    if not isinstance(name, str):
+        raise wrong("name", "name", name, "a name, such as 'qkv'")
     program.name(x, name)
     return x
 

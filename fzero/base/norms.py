@@ -15,15 +15,18 @@ ROWS = 64  # from which on a norm by rows is the quicker one
 
 def norms_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of each, float64[pieces]; within 1e-8 of float64 throughout."""
-    by_rows = {i: _norm_by_rows(piece) for i, piece in enumerate(pieces) if _has_many_rows(piece)}
+    large = [i for i, piece in enumerate(pieces) if piece.numel() >= ROWS * ROW]
+    by_rows = {i: _norm_by_rows(pieces[i]) for i in large if _is_on_host(pieces[i])}
+    if not by_rows:
+        return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64))
     others = [piece for i, piece in enumerate(pieces) if i not in by_rows]
     norms = iter(torch._foreach_norm(others, 2, dtype=torch.float64) if others else ())
     return torch.stack([by_rows[i] if i in by_rows else next(norms) for i in range(len(pieces))])
 
 
-def _has_many_rows(piece: torch.Tensor) -> bool:
+def _is_on_host(piece: torch.Tensor) -> bool:
     plain = piece.is_contiguous() and not private.is_fake(piece) and piece.device.type == "cpu"
-    return plain and piece.numel() >= ROWS * ROW and piece.dtype in (torch.float32, torch.bfloat16)
+    return plain and piece.dtype in (torch.float32, torch.bfloat16)
 
 
 def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:

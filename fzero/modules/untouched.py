@@ -1,4 +1,4 @@
-"""A call must not write to a private copy's buffers, nor to the tensors and modules that it consists of.
+"""A private copy's first call must not write to its buffers, nor to the tensors and modules that it consists of.
 
 Its other attributes are its own affair, as they are a module's: a counter counts from call to call.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ class _Constant:
                 self.tensor.copy_(self.source)
         self.state = _state(self.tensor)
 
-    def changed(self, thoroughly: bool) -> bool:
-        return _state(self.tensor) != self.state or (thoroughly and not _same(self.tensor, self.source))
+    def changed(self) -> bool:
+        return _state(self.tensor) != self.state or not _same(self.tensor, self.source)
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -64,29 +64,28 @@ class _Registry:
 
     def __init__(self, of: dict[str, object], module: nn.Module, what: str, prefix: str) -> None:
         self.of, self.module, self.what, self.prefix, self.before = of, module, what, prefix, dict(of)
-        self._keys, self._values = list(of), list(of.values())
 
     def is_as_it_was(self) -> bool:
-        same = len(self.of) == len(self._keys) and all(map(operator.is_, self.of, self._keys))
-        return same and all(map(operator.is_, self.of.values(), self._values))
+        same = [*self.of] == [*self.before]
+        return same and all(map(operator.is_, self.of.values(), self.before.values()))
 
 
 class Untouched:
-    """Keeps how the copy was before a call, and restores it.
+    """Refuses a first call that changes the copy, and puts back what it has changed. Later calls are not looked at.
 
     Args:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
         carries: whether buffers are values of each call, and no constants.
+
+    Attributes:
+        depth: of calls that are running.
     """
 
     def __init__(
         self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor], carries: bool = False
     ) -> None:
         self.module, self._carries = module, carries
-        self.depth = 0  # of calls that are running
-        self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
-        self._written: list[_Constant] = []  # to which calls have written
-        self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
+        self.depth, self._proven = 0, False
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
             _Registry(getattr(own, name), own, f"its {what}", f"{path}." if path else "")
@@ -107,21 +106,13 @@ class Untouched:
                 label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
                 self._constants.append(_Constant(label, x, sources[number]))
 
-    def around(self, run: Callable[..., object]) -> Callable[..., object]:
-        """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
-
-        def call(*args: object, **kwargs: object) -> object:
-            self.dirty = self.dirty or not self.depth
-            return run(*args, **kwargs)
-
-        return call
-
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
-        """Puts everything back after the outermost call, and refuses changed buffers, params and submodules."""
-        if self.dirty and not self.depth:
-            self.restore()
-            self.dirty = False
+        """Around a call.
+
+        Raises:
+            ValueError: it is the first one, and has changed buffers, params or submodules.
+        """
         self.depth += 1
         try:
             yield
@@ -130,22 +121,18 @@ class Untouched:
             raise
         finally:
             self.depth -= 1
-            changed = [] if self.depth else self.restore()
-        _refuse_changes(changed)
-        self.thorough = False
+            said = [] if self.depth or self._proven else self._restore()
+        if said:
+            raise ValueError(said[0])
+        self._proven = self._proven or not self.depth
 
-    def put_back(self) -> None:
-        """Between calls, gives the tensors that calls have written to their values again."""
-        if self._written and not self.depth:
-            with private.below_transforms(), without_dispatch_modes():
-                while self._written:
-                    self._written[-1].put_back()
-                    self._written.pop()
-
-    def restore(self) -> list[str]:
-        """Puts back what a call has changed but for values of tensors; returns what is to be said of all of it."""
-        self._written = [constant for constant in self._constants if constant.changed(self.thorough)]
-        said = [_changed(constant.label, self._carries) for constant in self._written]
+    def _restore(self) -> list[str]:
+        """Puts back what a call has changed, and returns what is to be said of all of it."""
+        written = [constant for constant in self._constants if constant.changed()]
+        said = [_changed(constant.label, self._carries) for constant in written]
+        with private.below_transforms(), without_dispatch_modes():
+            for constant in written:
+                constant.put_back()
         for registry in self._registries:
             if not registry.is_as_it_was():
                 before, now = registry.before, dict(registry.of)
@@ -165,11 +152,6 @@ def _alike(before: object, now: object) -> bool:
     if before is now or not isinstance(now, torch.Tensor) or private.is_mapped(now):
         return before is now
     return private.unwrapped(now) is before  # self.table = self.table.to(x)
-
-
-def _refuse_changes(said: list[str]) -> None:
-    if said:
-        raise ValueError(said[0])
 
 
 def _changed(what: str, carries: bool) -> str:
@@ -211,4 +193,4 @@ def _refuse_in_place(error: RuntimeError, module: nn.Module, carries: bool) -> N
     names = [repr(dots + name) for name, x in held.items() if x is not None]
     if names:
         what = ("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)
-        _refuse_changes([_changed(what, carries)])
+        raise ValueError(_changed(what, carries))
