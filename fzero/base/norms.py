@@ -18,7 +18,7 @@ def norms_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     large = [i for i, piece in enumerate(pieces) if piece.numel() >= ROWS * ROW]
     by_rows = {i: _norm_by_rows(pieces[i]) for i in large if _is_on_host(pieces[i])}
     if not by_rows:
-        return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64))
+        return torch.stack(torch._foreach_norm([*pieces], 2, dtype=torch.float64))
     others = [piece for i, piece in enumerate(pieces) if i not in by_rows]
     norms = iter(torch._foreach_norm(others, 2, dtype=torch.float64) if others else ())
     return torch.stack([by_rows[i] if i in by_rows else next(norms) for i in range(len(pieces))])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from fzero.base import intercept, private, pytree, random
 
+Operator: TypeAlias = torch._ops.OpOverload
 Function = Callable[..., object]
 Drawing = tuple[torch.Generator, torch.Tensor]  # a generator, and its state
 # which read of their operands no more than shapes
@@ -21,7 +22,10 @@ _BLANK = frozenset("empty empty_like empty_strided new_empty new_empty_strided e
 # which write all of a tensor, whatever was there
 _OVERWRITES = frozenset("copy_ fill_ zero_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split())
 # which write to statistics, and whose schemas do not say so
-_STATISTICS = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats".split())
+_STATISTICS = frozenset(
+    "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats batch_norm_gather_stats "
+    "batch_norm_gather_stats_with_counts instance_norm _native_batch_norm_legit _batch_norm_with_update".split()
+)
 _SWITCHES = ("training", "use_input_stats")
 _UNTRACKED = frozenset("set_ resize_ resize_as_ _resize_output_ set_data".split())  # give a tensor another memory
 

@@ -131,7 +131,6 @@ class Batch:
                 fused=last,
                 partial=several,
                 mask=counts.mask(i),
-                once=True,
             )
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()

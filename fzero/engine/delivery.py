@@ -33,7 +33,6 @@ class Delivery:
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
 
     Attributes:
-        before: told of a group before its sum is handed on.
         into: sums of earlier microbatches in `reduce` dtype, to which those of a group that is used once may be added.
         used: takes the leaves that have a cotangent, if somebody asks for them.
     """
@@ -51,7 +50,6 @@ class Delivery:
         self.receive, self.partial = receive, partial
         self.unreduced = dict(unreduced or {})
         self.into: Mapping[Key, torch.Tensor] = {}
-        self.before: Callable[[Key], None] = lambda _: None
         self.used: set[int] | None = None
         self._sums: dict[Key, torch.Tensor] = {}
         self._under_way: set[Key] = set()
@@ -127,7 +125,6 @@ class Delivery:
             numel = self.layout.groups[key].numel // use.axis.size
             total = pages.zeros(numel, dtype, use.device)
         self._delivered.add(key)
-        self.before(key)
         self.receive(key, total.to(dtype))
 
     def finish(self) -> None:

@@ -14,8 +14,7 @@ from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
 from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
-from fzero.base.refusals import heard, of_higher_order, place_of, refuse_outside
-from fzero.base.uncounted import look_for_more
+from fzero.base.refusals import heard, place_of, refuse_outside
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
@@ -25,7 +24,7 @@ from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.engine.written import LeafOf, all_of, buffers_of, leaf_of, named, run_unwritten, versions_of
+from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten, versions_of
 from fzero.formats.formats import Plain
 from fzero.purity.look import looking_at
 from fzero.purity.strict import is_strict
@@ -236,25 +235,20 @@ def call_function(
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
-    stored = [buffer for own in buffers_of(state.params).values() for buffer in own]
-    storages = {storage_of(buffer) for buffer in stored}
+    storages = {storage_of(buffer) for _, buffer in stored(state.params)}
     first = not traversal.schedule.ran_before or is_strict()
-    if first:
-        look_for_more()
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
     entered = versions_of([leaf for leaf, _ in full])
-
-    def protected() -> dict[int, LeafOf]:
-        return {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(all_of(state.params))
 
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if first and not traversal.table.compiled and proves.get():
         own = inputs[1:] if step.carries else inputs  # it may write to its copy of what is carried
         tensors = [x for x in pytree.flatten(own)[0] if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)]
-        look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | protected())
+        own_leaves = {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(state.params)
+        look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | own_leaves)
         observer = traversal.observing("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
@@ -263,7 +257,7 @@ def call_function(
     given = inputs, traversal.table.sequence
     known, follow = followed(over, leaves, layout.rows, before, given)
     with (
-        run_unwritten(state, stored, protected),
+        unwritten(state, "The step's function"),
         autocast(traversal.device, traversal.table.outside),
         traversal.running(),
         traversal.schedule.forward(),
@@ -277,7 +271,6 @@ def call_function(
             try:
                 with (
                     heard(),
-                    of_higher_order("step: the function"),
                     during(notes, known),
                     follow,
                     _hidden(traversal, primals, inputs, fn),

@@ -18,9 +18,8 @@ import torch
 from fzero.base import hooks, private, pytree, refusals
 from fzero.base.ambient import functions_seen
 from fzero.base.context import averaged, proves
-from fzero.base.edges import is_users
 from fzero.base.follow import is_pushed
-from fzero.base.node import Tensors, apply, edges_to, joint_outputs
+from fzero.base.node import Tensors, apply, joint_outputs
 from fzero.base.places import Place, definition_of
 from fzero.base.quick_node import apply_at
 from fzero.base.random import seeded
@@ -212,7 +211,7 @@ class UnitOp(PulledOp):
         # what runs again is not proven before it has, in a pullback
         again = self.recompute and signature.level and wanted and not signature.repeated
         tries = self._first is None and (again or not signature.proven) and proves.get()
-        if signature.users or again or not signature.proven:
+        if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
         one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
@@ -248,7 +247,6 @@ class UnitOp(PulledOp):
             traversal.named.append(None)
         if trial is not None:
             self._note_first(put, wanted)
-        traversal.users = traversal.users or signature.users
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
             self._pull = Pull(
@@ -256,7 +254,6 @@ class UnitOp(PulledOp):
                 differentiated,
                 inputs,
                 [put[i] for i in self.real],
-                memories if signature.users else (),
                 functools.partial(self._refilled, leaves, tensors[count:]) if signature.reruns else _nothing,
             )
         return tuple([x.detach() for x in put])
@@ -318,7 +315,6 @@ class UnitOp(PulledOp):
         if signature.compiles:  # whose graphs do not say
             signature.joint = dict.fromkeys(range(len(put)), frozenset(range(len(put))))
         elif wanted:
-            signature.users = any(is_users(type(node)) for node, _ in edges_to(put))
             signature.joint = joint_outputs(put)
         self.joint = signature.joint
 

@@ -1,8 +1,8 @@
 """One run of the step's function by plain autograd, where all params are at hand in full and nothing acts on units.
 
 torch.func takes microseconds for each operation, and joins cotangents at the end. Here the graph begins with the
-leaves: each cotangent goes to its place in the sum of all microbatches at once, that of a linear layer's weight without
-a tensor between (`engine.weights`). The results are those of `Run`, bit for bit.
+leaves: the cotangent of a linear layer's weight goes to its sum without a tensor between (`engine.weights`). The
+results are those of `Run`, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,23 +13,20 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch.autograd.graph import Node
 
 from fzero.base import private, pytree, texts
-from fzero.base.edges import edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.base.node import edges_to
 from fzero.comm.divergence import failing
-from fzero.engine.adding import Adding, Waits, pull_back
+from fzero.engine.adding import Adding
 from fzero.engine.function import call_function
-from fzero.engine.halves import Split, apart_from
-from fzero.engine.leaves import UNFIT, Alias, Leaves, Unfit, known, need_apart, says_unfit
+from fzero.engine.halves import Part, Split, apart_from
+from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
 from fzero.engine.outlets import alike
 from fzero.engine.run import Run
-from fzero.engine.schedule import Record
-from fzero.engine.weights import Graph, Rest, Waiting, Weight, pull
-from fzero.engine.written import run_pulled
+from fzero.engine.weights import pull, weights_of
+from fzero.engine.written import unwritten
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -38,7 +35,10 @@ from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
-Finish = Callable[[Mapping[Key, Buffer] | None], dict[Key, Buffer]]
+Into = Mapping[Key, Buffer] | None
+Finish = Callable[[Into], dict[Key, Buffer]]
+# what the first half of a pullback leaves: parts of the graph, what is known already, and whether it is asked again
+Rest = tuple[list[Part], dict[int, torch.Tensor | None], bool]
 
 
 class PlainRun(Outcome):
@@ -47,9 +47,6 @@ class PlainRun(Outcome):
     Args:
         argnums, seed, scale, partial, mask: as in `Run`.
         again: makes a `Run` of the same.
-
-    Raises:
-        Unfit: it is to be run under torch.func, and so are the call's other microbatches.
     """
 
     def __init__(
@@ -67,53 +64,45 @@ class PlainRun(Outcome):
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask)
         self._leaves, self._partial, self._pulling = leaves, partial, threading.RLock()
-        self._rest: Rest | Waits | Run | None = None
+        self._rest: Rest | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
-        own = [x for x in flat if isinstance(x, torch.Tensor)]
-        if any(x.is_inference() for x in own):
-            raise Unfit
-        if torch.is_grad_enabled() and any(flat[place].requires_grad for place in self.wanted):
-            raise Unfit  # another graph leads to it, and goes on through this one
         self._again: Callable[[], Run] | None = again
-        self._entered = [(x, private.version(x)) for x in own]
-        filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
-        versions = [private.version(flat[place]) for place in self.wanted]
-        self._hooks, every = Registrations(), leaves.made()
-        self._params = [every[place.slot.leaf] for place in leaves.params]
+        self._entered = [(x, private.version(x)) for x in flat if isinstance(x, torch.Tensor)]
+        self._hooks = Registrations()
         with torch.enable_grad(), private.outside_inference():
-            self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
-            for place, leaf in zip(self.wanted, self._inputs, strict=True):
-                filled[place] = alike(Alias.apply(leaf), flat[place])
+            every, filled = leaves.made(), list(flat)
+            for i, x in enumerate(flat):
+                if isinstance(x, torch.Tensor) and (x.requires_grad or x.is_inference()):
+                    filled[i] = x.clone() if x.is_inference() else x.detach()  # no graph takes the former
+            for place in self.wanted:
+                filled[place] = alike(filled[place].detach().requires_grad_(), flat[place])
+            self._params = [every[place.slot.leaf] for place in leaves.params]
+            self._inputs = [filled[place] for place in self.wanted]
             arguments = pytree.unflatten(spec, filled)
             try:
                 traversal = leaves.traversal(seed, every, mask)
-                with failing("a forward", lambda error: not says_unfit(error)):
+                with failing("a forward"):
                     result = call_function(step, state, traversal, {}, arguments)
-            except (RuntimeError, TypeError) as error:
-                if says_unfit(error):
-                    known(step, state)[UNFIT] = Record()
-                    raise Unfit from error
+            except RuntimeError as error:
                 if not texts.says(error, texts.WRITES_LEAF):
                     raise
                 raise ValueError(
-                    "step: the function writes to one of its params in place. Params change in step.update only: "
-                    "compute with a copy (w = w.clone()), or use operations that are not in place."
+                    "step: the function writes in place to one of its params, or to an input that is differentiated. "
+                    "Compute with a copy (w = w.clone()), or use operations that are not in place."
                 ) from error
             outputs, others = returned = split_both(step, result)
             self._note_collected(traversal.collected)
             if torch.is_autocast_enabled(state.params.device.type):  # its cache would hold on to leaves
                 torch.clear_autocast_cache()
-        leaves.check(every)
-        for leaf in (*self._params, *self._inputs):
-            leaf.grad = None  # what the function has pulled back by itself is not of this pullback
-        need_apart(flat, self.wanted, versions)
+        if not traversal.schedule.ran_before:
+            leaves.check(every)
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
         real, rest, aux = (leaves.given_out(own) for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
         self._note(returned, real, (rest, aux))
 
     def pull(
-        self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
+        self, cotangent: object, retain_graph: bool = False, *, into: Into = None
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling:
@@ -122,12 +111,18 @@ class PlainRun(Outcome):
                 if not retain_graph:
                     self.drop()
                 return pulled
-            self.need_graph()
-            assert self._leaves is not None
-            sums = Adding(self._leaves, None if self.mask.masked else into)
+            real, cotangents = self._begun(cotangent)
+            sums, params = self._sums(into), self._params
             with self._around():
-                finish, out = self._pulled(cotangent, retain_graph, sums)
-                return finish(None), out
+                ends = [o for o in real if o.requires_grad]
+                weights = [] if self._hooks.any() else weights_of(ends, params, self._inputs)
+                totals = sums.places([weight.number for weight in weights])
+                others = [i for i in range(len(params)) if i not in totals]
+                asked = [*self._inputs, *[params[i] for i in others]]
+                found, added = pull(ends, self._given(cotangents), asked, weights, totals, retain_graph)
+                count = len(self._inputs)
+                out = self._filled(found[:count])
+                return self._summed(sums, dict(zip(others, found[count:], strict=True)), added, retain_graph), out
 
     def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
         """`pull` in two: the cotangents of the flat inputs, as soon as they are known, and what goes on with those of
@@ -136,106 +131,55 @@ class PlainRun(Outcome):
             if is_transformed(cotangent):
                 grads, out = self.pull(cotangent)
                 return lambda _: grads, out
+            real, cotangents = self._begun(cotangent)
             with self._around():
-                finish, out = self._pulled(cotangent, False, None)
-            return functools.partial(self._later, finish), out
+                ends, asked = [o for o in real if o.requires_grad], [*self._inputs, *self._params]
+                found, _ = pull(ends, self._given(cotangents), asked, [], {}, False)
+                count = len(self._inputs)
+                out = self._filled(found[:count])
+                grads = self._apart(found[count:], cotangents, out)
+            self._real, self._inputs, self._entered, self._again = None, [], [], None
+        return functools.partial(self._later, dict(enumerate(grads))), out
 
-    def _later(self, finish: Finish, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
+    def _later(self, found: dict[int, torch.Tensor | None], into: Into) -> dict[Key, Buffer]:
         with self._pulling, self._around():
-            return finish(into)
+            return self._summed(self._sums(into), found, (), False)
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
+        assert self.state is not None
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
-                with failing("a pullback"), run_pulled(self.state):
+                with failing("a pullback"), unwritten(self.state, "A backward"):
                     yield
         except BaseException:
             private.forget_failed_backward()
             raise
 
-    def _pulled(
-        self, cotangent: object, retain_graph: bool, sums: Adding | None
-    ) -> tuple[Finish, list[torch.Tensor | None]]:
-        real, leaves, cotangents = self._begun(cotangent)
-        graph = Graph(real, self._params)
-        if not self._is_torchs(graph):
-            waits, out = self._as_torch(graph, cotangents, retain_graph, sums)
-        elif sums is not None and leaves.products is False and sums.takes(self._params):
-            return self._added(graph, cotangents, retain_graph, sums)
-        else:
-            waits, out = self._parted(graph, graph.weights(self._params), cotangents, retain_graph, sums)
-        return functools.partial(self._finish, waits), out
+    def _sums(self, into: Into) -> Adding:
+        assert self._leaves is not None
+        return Adding(self._leaves, None if self.mask.masked else into)
 
-    def _is_torchs(self, graph: Graph) -> bool:
-        """Nobody but torch acts in a pullback: nobody sees in which way cotangents come to their sums."""
-        return graph.native and not self._hooks.any() and not torch.is_anomaly_enabled()
-
-    def _as_torch(
-        self, graph: Graph, cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding | None
-    ) -> tuple[Waits, list[torch.Tensor | None]]:
-        """`_parted`, where users' Functions or hooks act: exactly as torch would have it."""
-        grads, found = pull_back(graph.ends, self._given(cotangents), self._params, self._inputs, retain_graph)
-        if self._leaves is not None and self._leaves.used is not None:  # a Function may have leaves of its own
-            own = zip(self._leaves.params, grads, strict=True)
-            self._leaves.used.update([place.slot.leaf for place, grad in own if grad is not None])
-        if sums is None:  # whoever has these, as a Function has its workspace, may write to them until it goes on
-            grads = [None if x is None else x.clone() for x in grads]
-        out = self._filled(found)
-        self._let_go(retain_graph)
-        return Waits(dict(enumerate(grads)), set(), False, [], sums, retain_graph), self._placed(out)
+    def _summed(
+        self, sums: Adding, found: dict[int, torch.Tensor | None], added: Collection[int], retain_graph: bool
+    ) -> dict[Key, Buffer]:
+        """Adds cotangents to sums, and returns the sums that begin."""
+        assert self.state is not None and self._leaves is not None
+        if self._leaves.used is not None:
+            numbers = {*added, *[i for i, x in found.items() if x is not None]}
+            self._leaves.used.update(self._leaves.params[i].slot.leaf for i in numbers)
+        sums.add(found, added)
+        out: dict[Key, Buffer] = {}
+        for key, total in sums.fresh.items():
+            own = total if self._partial else total.to(self._leaves.uses[key].grad)
+            out[key] = settle(self.state.params, key, "grads", own.zero_() if self.mask.masked else own)
+        if not retain_graph:
+            self.drop()
+        return out
 
     def _given(self, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self._real is not None
         return [c.to(o.dtype) for o, c in zip(self._real, cotangents, strict=True) if o.requires_grad]
-
-    def _let_go(self, retain_graph: bool) -> None:
-        if not retain_graph:
-            self._real, self._inputs, self._entered, self._again = None, [], [], None
-
-    def _parted(
-        self,
-        graph: Graph,
-        weights: Sequence[tuple[Node, Weight]],
-        cotangents: Sequence[torch.Tensor],
-        retain_graph: bool,
-        sums: Adding | None,
-    ) -> tuple[Waits, list[torch.Tensor | None]]:
-        """What waits of the cotangents of the primals, and those of the flat inputs.
-
-        Args:
-            sums: those of earlier microbatches, where they are known: what goes on has less to do.
-        """
-        real, leaves, params = self._real, self._leaves, self._params
-        assert real is not None and leaves is not None
-        own = {weight.number for _, weight in weights}
-        others = [i for i in range(len(params)) if i not in own]
-        asked = [*self._inputs, *[params[i] for i in others]]
-        totals = None if sums is None else {number: sums.place(number) for number in own}
-        later: list[Waiting] = []
-        found, added, gained = pull(graph, self._given(cotangents), asked, weights, totals, retain_graph, later)
-        count = len(self._inputs)
-        out = self._filled(found[:count])
-        if sums is None:  # whoever has these may write to them until it goes on
-            storages = self._storages(real, cotangents, out)
-            later[:] = [waiting.apart_from(storages) for waiting in later]
-            found[count:] = [None if x is None else apart_from(x, storages) for x in found[count:]]
-        self._let_go(retain_graph)
-        rest = dict(zip(others, found[count:], strict=True))
-        return Waits(rest, added, gained, later, sums, retain_graph), self._placed(out)
-
-    def _finish(self, waits: Waits, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
-        leaves = self._leaves
-        assert leaves is not None
-        sums = Adding(leaves, None if self.mask.masked else into) if waits.sums is None else waits.sums
-        quick = waits.add_to(sums)
-        if leaves.products is None:  # those to come have such products, too
-            leaves.products = quick
-        sums.add_strays(self._params)
-        grads = self._grads(sums)
-        if not waits.retain_graph:
-            self.drop()
-        return grads
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
@@ -243,83 +187,39 @@ class PlainRun(Outcome):
             if is_transformed(cotangent):
                 self._rest = run = self._run_again()
                 wanted = run.pull_inputs(cotangent, retain_graph)
-                if not retain_graph:
-                    self._real, self._inputs = None, []
-                return wanted
-            return self._pulled_inputs(cotangent, retain_graph)
-
-    def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
-        with self._around():
-            real, _, cotangents = self._begun(cotangent)
-            graph = Graph(real, self._params)
-            if not self._is_torchs(graph):
-                self._rest, wanted = self._as_torch(graph, cotangents, retain_graph, None)
-                return wanted
-            weights = graph.weights(self._params)
-            known = {weight.number for _, weight in weights}
-            if graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
-                self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None)
-                return wanted
-            split = Split(real, self._inputs, self._params)
-            pulled, early, parts = split.pull(cotangents, retain_graph)
-            out = self._filled(pulled)
-            storages = self._storages(real, cotangents, out)
-            for part in parts:
-                part.own(storages)  # whoever has these may write to them before the second half
-            products = {weight.number: (weight, edge_of(node, weight.place)) for node, weight in weights}
-            early = {i: None if x is None else apart_from(x, storages) for i, x in early.items()}
-            self._rest = Rest(parts, early, products, retain_graph)
+            else:
+                real, cotangents = self._begun(cotangent)
+                with self._around():
+                    pulled, early, parts = Split(real, self._inputs, self._params).pull(cotangents, retain_graph)
+                    wanted = self._filled(pulled)
+                    # whoever has these may write to them before the second half
+                    storages = {storage_of(x) for x in (*cotangents, *wanted, *self._inputs, *real) if x is not None}
+                    for part in parts:
+                        part.own(storages)
+                    own = {i: None if x is None else apart_from(x, storages) for i, x in early.items()}
+                    self._rest = parts, own, retain_graph
             if not retain_graph:
                 self._real, self._inputs = None, []
-            return self._placed(out)
+            return wanted
 
-    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
+    def pull_params(self, into: Into = None) -> dict[Key, Buffer]:
         """The second half of `pull`, once after the first: cotangents of the primals that were not added to sums."""
         with self._pulling:
-            if isinstance(self._rest, Run):
-                rest, self._rest = self._rest, None
+            rest, self._rest = self._rest, None
+            if isinstance(rest, Run):
                 grads = rest.pull_params(into)
                 if self._real is None:
                     self.drop()
                 return grads
-            return self._pulled_params(into)
-
-    def _pulled_params(self, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
-        with self._around():
-            rest, self._rest = self._rest, None
-            assert not isinstance(rest, Run)
-            if rest is None or self.state is None or self._leaves is None:
+            if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
-            if isinstance(rest, Waits):
-                return self._finish(rest, into)
-            parts, found, weights, retain_graph = rest
-            sums, params, added = Adding(self._leaves, None if self.mask.masked else into), self._params, set[int]()
-            for part in parts:
-                weight, edge = weights.get(part.params[0], (None, None)) if len(part.params) == 1 else (None, None)
-                kept = part.only(edge) if edge is not None else None
-                if weight is not None and kept is not None:
-                    weight.add_to(kept, *sums.place(weight.number))
-                    added.add(weight.number)
-                    continue
-                pulled = part.pull([params[i] for i in part.params], retain_graph)
-                found.update(zip(part.params, pulled, strict=True))
-            sums.add(found, added)
-            sums.add_strays(self._params)
-            grads = self._grads(sums)
-            if not retain_graph:
-                self.drop()
-            return grads
-
-    def _added(
-        self, graph: Graph, cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding
-    ) -> tuple[Finish, list[torch.Tensor | None]]:
-        """`_pulled`, where autograd adds up as quickly as anybody."""
-        found = sums.pull(graph.ends, self._given(cotangents), self._params, self._inputs, retain_graph)
-        out = self._placed(self._filled(found))
-        if not retain_graph:
-            self.drop()
-        return lambda _: {}, out
+            parts, found, retain_graph = rest
+            with self._around():
+                for part in parts:
+                    pulled = part.pull([self._params[i] for i in part.params], retain_graph)
+                    found.update(zip(part.params, pulled, strict=True))
+                return self._summed(self._sums(into), found, (), retain_graph)
 
     def _run_again(self) -> Run:
         """A run of the same under torch.func: for whoever differentiates the pullback, or maps it."""
@@ -332,11 +232,11 @@ class PlainRun(Outcome):
             )
         return self._again()
 
-    def _begun(self, cotangent: object) -> tuple[Sequence[torch.Tensor], Leaves, list[torch.Tensor]]:
+    def _begun(self, cotangent: object) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
         self.need_graph()
-        assert self._real is not None and self._leaves is not None
+        assert self._real is not None
         self._rest = None
-        return self._real, self._leaves, self.scaled(cotangent)
+        return self._real, self.scaled(cotangent)
 
     def note_use(self, used: set[int]) -> None:
         assert self._real is not None and self._leaves is not None
@@ -347,25 +247,16 @@ class PlainRun(Outcome):
     def is_used_up(self) -> bool:
         return self._real is None
 
-    def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        out: list[torch.Tensor] = []
-        for grad, x in zip(found, self._inputs, strict=True):
-            own = [each for each in (grad, x.grad) if each is not None]  # as `Adding.add_strays`
-            x.grad = None
-            out.append(functools.reduce(torch.add, own) if own else torch.zeros_like(x))
-        return out
+    def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        pairs = zip(found, self._inputs, strict=True)
+        return self._placed([torch.zeros_like(x) if grad is None else grad for grad, x in pairs])
 
-    def _storages(self, *values: Sequence[torch.Tensor]) -> set[int]:
-        """Of the flat inputs, and of other tensors that somebody else has."""
-        return {storage_of(x) for own in (*values, self._inputs) for x in own}
-
-    def _grads(self, sums: Adding) -> dict[Key, Buffer]:
-        assert self.state is not None and self._leaves is not None
-        out: dict[Key, Buffer] = {}
-        for key, total in sums.fresh.items():
-            own = total if self._partial else total.to(self._leaves.uses[key].grad)
-            out[key] = settle(self.state.params, key, "grads", own.zero_() if self.mask.masked else own)
-        return out
+    def _apart(
+        self, grads: Sequence[torch.Tensor | None], *others: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The same, but copies of what shares memory with the inputs and what else somebody has, and may write to."""
+        storages = {storage_of(x) for own in (*others, self._inputs) for x in own if x is not None}
+        return [None if x is None else apart_from(x, storages) for x in grads]
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
@@ -387,14 +278,14 @@ def run_of(
     alone: bool = True,
     fused: bool = False,
     mask: Mask | None = None,
-    once: bool = False,
 ) -> Run | PlainRun:
-    """A forward on these leaves, if there are any and they fit; otherwise a `Run`."""
-    more = unreduced, alone, fused, partial, mask, once
-    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, *more)
-    if leaves is not None and leaves.fit:
-        try:
-            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), own)
-        except Unfit:
-            leaves.fit = False
-    return own()
+    """A forward on these leaves, if there are any; otherwise a `Run`."""
+    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask)
+    if leaves is None or (torch.is_grad_enabled() and any(map(_leads_on, pytree.leaves(tuple(inputs))))):
+        return own()
+    return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), own)
+
+
+def _leads_on(x: object) -> bool:
+    """Tells whether another graph leads to an input, and goes on through this one."""
+    return isinstance(x, torch.Tensor) and x.requires_grad

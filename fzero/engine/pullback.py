@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from fzero.engine.recorded import Recorded
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
-from fzero.engine.written import Memories, unit_pulled
 from fzero.table.layout import Key
 
 
@@ -33,7 +32,6 @@ class Pull:
     leaves: list[list[torch.Tensor]]
     inputs: dict[int, torch.Tensor]
     outputs: list[torch.Tensor]
-    memories: Memories
     surroundings: Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -133,7 +131,7 @@ class PulledOp(CalledOp):
             self._empty()
         else:
             self._pull, self._fulls = None, {}
-            pull.outputs, pull.leaves, pull.memories, pull.surroundings = [], [], (), contextlib.nullcontext
+            pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
         for key, size in zip(reversed(keys), reversed(sizes), strict=True):
             grads = found[len(found) - size :]
             del found[len(found) - size :]
@@ -158,16 +156,7 @@ class PulledOp(CalledOp):
 
     def _pulling(self, pull: Pull, keep: bool) -> contextlib.AbstractContextManager[object]:
         """Around the pullback of its graph."""
-        if self.signature.users or (keep and self.signature.compiles):
-            return self._watched(pull, keep)
-        return pull.surroundings()
-
-    @contextlib.contextmanager
-    def _watched(self, pull: Pull, keep: bool) -> Iterator[None]:
-        donation = private.without_donation() if keep and self.signature.compiles else contextlib.nullcontext()
-        users = unit_pulled(self.unit, pull.memories) if self.signature.users else contextlib.nullcontext()
-        with donation, pull.surroundings(), users:
-            yield
+        return private.without_donation() if keep and self.signature.compiles else pull.surroundings()
 
     def forget(self) -> None:
         """Lets go of the call: an output may lie in an object that it was given, and leads to it by its graph."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,15 @@ import torch
 
 from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
-from fzero.base.hooks import Registrations
 from fzero.base.node import edges_to
-from fzero.base.rebound import tensors_reached
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.pending import Ends, Pending
-from fzero.engine.saves import Saves
 from fzero.engine.traversal import Traversal
-from fzero.engine.written import run_pulled
+from fzero.engine.written import unwritten
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -41,7 +39,6 @@ class Run(Outcome):
         fused: params may be overwritten once their cotangents are there.
         partial: cotangents of params stay in `reduce` dtype, as others will be added to them.
         mask: as in `Outcome`.
-        once: whether it is pulled back once, at once.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class Run(Outcome):
         fused: bool = False,
         partial: bool = False,
         mask: Mask | None = None,
-        once: bool = False,
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask or Mask())
         self.partial, self._pulling, self._overwrites = partial, threading.RLock(), fused and step.donates
@@ -75,7 +71,7 @@ class Run(Outcome):
         traversal.guards = self.outer and not self.mask.counts
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
-        ends, hooks = list[Ends](), Registrations()
+        ends = list[Ends]()
         self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
         self._used: set[int] | None = None  # takes the leaves that a pullback finds used
 
@@ -98,8 +94,7 @@ class Run(Outcome):
         real, self._pull, others = run
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        around = lambda: [*_tensors((flat, others)), *tensors_reached(step.fn)]
-        self._saves: Saves | None = Saves(ends[0].outputs, around, hooks, traversal.users, once and not self.outer)
+        self._guarded = [(weakref.ref(x), private.version(private.unwrapped(x))) for x in _tensors((flat, real))]
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
@@ -136,14 +131,12 @@ class Run(Outcome):
         follows = (
             self.outer or private.transforms() or in_differentiated()
         )  # the params or the cotangent, as nothing but the graph does
-        traversal, cotangents = self._begun(cotangent, follows or create_graph)
+        traversal, cotangents = self._begun(cotangent)
         again = retain_graph or self.outer
         self._leads_on = self._leads_on or create_graph
         traversal.retain_graph = again
         found: dict[Key, Buffer] = {}
         traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
-        if not again and not create_graph:
-            self._saves = None  # so that the pullback frees what it has gone through
         if delivery is not None:
             delivery.into, delivery.used = tensors_of(into), self._used
         elif self._used is not None:  # the graph is the caller's, and does not say
@@ -152,12 +145,10 @@ class Run(Outcome):
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with (
                 failing("a pullback"),
-                run_pulled(self.state) as settled,
+                self._unwritten(),
                 mode,
                 traversal.schedule.pullback(before),
             ):
-                if delivery is not None and self._overwrites:
-                    delivery.before = settled
                 assert self._pull is not None
                 grads, wanted = self._pull(
                     tuple(cotangents),
@@ -179,14 +170,27 @@ class Run(Outcome):
             self.drop()
         return found, self._placed(wanted)
 
-    def _begun(self, cotangent: object, runs_again: bool = False) -> tuple[Traversal, list[torch.Tensor]]:
+    def _unwritten(self) -> contextlib.AbstractContextManager[None]:
+        return (
+            contextlib.nullcontext() if self._overwrites or self.state is None else unwritten(self.state, "A backward")
+        )
+
+    def _check(self) -> None:
+        """Refuses a write to an input or an output since the run, which the graph may have kept."""
+        for reference, before in self._guarded:
+            x = reference()
+            if x is not None and private.version(private.unwrapped(x)) != before:
+                raise RuntimeError(
+                    f"pullback: an input or an output of the forward, of shape {tuple(x.shape)}, has been modified by "
+                    "an inplace operation since, and the pullback may need what it was. Write to a copy: x.clone()."
+                )
+
+    def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
         with failing("a pullback"):
             self.need_graph()
-            assert self.traversal is not None and self._saves is not None
-            self._saves.check(runs_again)
-            if self._ends is not None:
-                self._saves.look_on(self._ends.outputs, runs_again)
+            assert self.traversal is not None
+            self._check()
             self._rest = None  # of an earlier pullback, to which this one may not leave the graph
             return self.traversal, self.scaled(cotangent)
 
@@ -237,9 +241,6 @@ class Run(Outcome):
         assert self._ends is not None
         found: dict[Key, Buffer] = {}
         pending = Pending(traversal, self._ends, self._delivery(traversal, found), found, retain_graph)
-        if not retain_graph:
-            assert self._saves is not None
-            self._saves.let_go()
         try:
             with self._half(pending):
                 wanted = pending.inputs(self._ends, cotangents)
@@ -262,9 +263,6 @@ class Run(Outcome):
             if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
-            if self._saves is not None:
-                self._saves.check_rest()
-                self._saves = self._saves if rest.retain_graph else None
             rest.delivery.into = tensors_of(into)
             with self._half(rest):
                 rest.params()
@@ -278,7 +276,7 @@ class Run(Outcome):
         traversal = pending.traversal
         traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
         try:
-            with failing("a pullback"), run_pulled(self.state), torch.no_grad(), traversal.schedule.pullback():
+            with failing("a pullback"), self._unwritten(), torch.no_grad(), traversal.schedule.pullback():
                 yield
         except BaseException:
             private.forget_failed_backward()
@@ -290,7 +288,8 @@ class Run(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         if self.traversal is not None and not self._leads_on:
             self.traversal.schedule.forget_calls()
-        self._pull = self._ends = self._rest = self._saves = self.traversal = self.state = None
+        self._pull = self._ends = self._rest = self.traversal = self.state = None
+        self._guarded = []
 
     def __del__(self) -> None:
         if (

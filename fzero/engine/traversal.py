@@ -92,7 +92,6 @@ class Traversal:
         self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
-        self.users = False  # whether backwards of users' own are called where its units are pulled back
         self.collected: dict[str, list[torch.Tensor]] = {}  # what the function has collected, at its own level
         self.seeds = Seeds(*seed)
         self.next_seed = self.seeds.next

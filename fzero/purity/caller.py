@@ -9,7 +9,7 @@ from fzero.base.places import Place, is_library, place_in
 
 NOWHERE = Place("", 0, "a module of torch's")
 _OWN = "fzero.", "torch.testing._internal.distributed."  # the second are collectives of ranks that are threads
-_PASS_ON = ("fzero.purity", "fzero.base.uncounted", "fzero.base.intercept")  # which call an operator for somebody else
+_PASS_ON = ("fzero.purity", "fzero.base.intercept")  # which call an operator for somebody else
 
 
 def place_here() -> Place | None:

@@ -22,10 +22,9 @@ from fzero.base import as_written, hooks, private, pytree
 from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.node import Op, edges_to
-from fzero.base.operators import kind_of
+from fzero.base.operators import Operator, kind_of
 from fzero.base.places import Place
 from fzero.base.refusals import heard, noted
-from fzero.base.uncounted import Operator
 from fzero.purity.caller import NOWHERE, place_here
 from fzero.purity.observer import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes

@@ -18,8 +18,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private
 from fzero.base.context import variable
+from fzero.base.operators import Operator
 from fzero.base.thread_state import SET_GRAD_ENABLED
-from fzero.base.uncounted import Operator
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 Arguments = tuple[object, ...]
