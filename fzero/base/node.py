@@ -267,7 +267,7 @@ OWNER = "_fzero_owner"  # set on what a node returned
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` of a Function, quick under a single vjp, of whose contexts Python's collector takes none for garbage.
+    """`apply` of a Function, quick under plain autograd, of whose contexts Python's collector takes none for garbage.
 
     From a tensor the collector goes on to its node's context only where nothing else owns either, which it finds out
     twice. Where another thread, in an operation without the GIL, comes to own them in between, the collector takes the

@@ -109,69 +109,18 @@ def is_fake(tensor: object) -> bool:
     return module is not None and isinstance(tensor, torch.Tensor) and isinstance(unwrapped(tensor), module.FakeTensor)
 
 
-def single_level() -> int:
-    """The level of a vjp that is alone all that differentiates what runs, so that a Function may serve it; else 0."""
-    stack = _functorch.get_interpreter_stack()
-    if stack is None or len(stack) != 1 or forward_mode():
-        return 0
-    interpreter = stack[0]
-    if interpreter.key() != _functorch.TransformType.Grad:
-        return 0
-    return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
-
-
 def direct(function: Any) -> Any:
-    """`apply` of a Function, quick under a single vjp: torch makes a class for each call, and here one serves all.
-
-    A node takes 0.03 ms instead of 0.27 (benchmarks/node.py). `needs_input_grad` has one more entry in front.
-    """
-
-    class Direct(torch.autograd.function._SingleLevelFunction):
-        @staticmethod
-        def forward(level: int, *operands: object) -> object:  # type: ignore[override]
-            plain = [below_level(x, level) if isinstance(x, torch.Tensor) else x for x in operands]
-            saved = _functorch.pop_dynamic_layer_stack()
-            try:
-                out = function.forward(*plain)
-            finally:
-                _functorch.push_dynamic_layer_stack(saved)
-            if isinstance(out, torch.Tensor):
-                return _functorch._wrap_for_grad(out, level)
-            return tuple([_functorch._wrap_for_grad(o, level) for o in out])
-
-        @staticmethod
-        def setup_context(ctx: Context, inputs: tuple[object, ...], output: object) -> None:
-            function.setup_context(ctx, inputs[1:], output)
-
-        @staticmethod
-        def backward(ctx: Context, *cotangents: object) -> object:
-            return None, *function.backward(ctx, *cotangents)
-
-    Direct.__name__ = Direct.__qualname__ = function.__name__
+    """`apply` of a Function, quick where no transform is active: torch looks up the arguments' names for each call."""
+    own = {name: staticmethod(getattr(function, name)) for name in ("forward", "setup_context", "backward")}
+    quick = type(function.__name__, (torch.autograd.function._SingleLevelFunction,), own)
 
     def apply(*operands: object) -> Any:
-        level = single_level()
-        if not level:
-            with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
-                return function.apply(*operands)
-        return apply_at_level(Direct, level, *operands)
+        if not transforms():
+            return quick.apply(*operands)
+        with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
+            return function.apply(*operands)
 
     return apply
-
-
-def below_level(x: torch.Tensor, level: int) -> torch.Tensor:
-    """An operand below a level; one of a level that has ended is a constant."""
-    return _functorch._unwrap_for_grad(unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x, level)
-
-
-def apply_at_level(function: Any, level: int, *operands: object) -> Any:
-    """`function.apply(level, *operands)` of a Function that serves a single level."""
-    allowed = _functorch.get_single_level_autograd_function_allowed()
-    _functorch.set_single_level_autograd_function_allowed(True)
-    try:
-        return function.apply(level, *operands)
-    finally:
-        _functorch.set_single_level_autograd_function_allowed(allowed)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

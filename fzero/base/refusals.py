@@ -69,6 +69,20 @@ def of_hooks_around() -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def of_leaves() -> Iterator[None]:
+    """Says of a write to a leaf of plain autograd that it is one to a param or an input."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not texts.says(error, texts.WRITES_LEAF):
+            raise
+        raise ValueError(
+            "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "
+            "with a copy (w = w.clone()), or use operations that are not in place."
+        ) from error
+
+
 def of_derivatives() -> tuple[str, ...]:
     """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
     return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)

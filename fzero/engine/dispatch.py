@@ -55,7 +55,7 @@ def call_unit(
     acts = traversal is not None and traversal.acts
     if acts or seed is not None:
         assert traversal is not None
-        if private.level() > 1 and acts:
+        if acts and traversal.depth() > 1:
             args, kwargs = leaves_below((args, dict(kwargs)))
         flat, spec = flatten((args, kwargs))
         owner = None

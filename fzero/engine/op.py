@@ -21,7 +21,7 @@ from fzero.base.context import averaged, proves
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, joint_outputs
 from fzero.base.places import Place, definition_of
-from fzero.base.quick_node import apply_at
+from fzero.base.quick_node import apply_quickly
 from fzero.base.random import seeded
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
@@ -134,12 +134,12 @@ class UnitOp(PulledOp):
         if level is None:
             needs = private.is_differentiated if signature.grad else is_pushed
             self.wanted = [i for i, x in enumerate(operands) if needs(x)]
-        if self._memory != DEVICE and self.recompute and self.wanted and (level or not private.transforms()):
+        if self._memory != DEVICE and self.recompute and self.wanted and level == 0:
             alone = [i for i in self.wanted if i >= len(self.keys)]
             self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
             self.stand_ins = self._inputs.stand_ins
-        if level and self.wanted:
-            out = apply_at(level, self, operands)
+        if level == 0 and self.wanted:
+            out = apply_quickly(self, operands)
         elif level == 0:
             out = self.run(tuple(operands), ())
         else:
@@ -161,7 +161,7 @@ class UnitOp(PulledOp):
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
         # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
-        with _NOTHING if self.signature.level else functions_seen(self.functions):
+        with _NOTHING if self.signature.level == 0 else functions_seen(self.functions):
             out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
         if self.recompute:
             self._pull = None
@@ -209,7 +209,7 @@ class UnitOp(PulledOp):
         entered = _versions(tensors[count:], fulls)
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
-        again = self.recompute and signature.level and wanted and not signature.repeated
+        again = self.recompute and signature.level == 0 and wanted and not signature.repeated
         tries = self._first is None and (again or not signature.proven) and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]

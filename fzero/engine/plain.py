@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from fzero.base import private, pytree, texts
+from fzero.base import private, pytree, refusals
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.base.node import edges_to
 from fzero.comm.divergence import failing
@@ -79,17 +79,9 @@ class PlainRun(Outcome):
             self._params = [every[place.slot.leaf] for place in leaves.params]
             self._inputs = [filled[place] for place in self.wanted]
             arguments = pytree.unflatten(spec, filled)
-            try:
-                traversal = leaves.traversal(seed, every, mask)
-                with failing("a forward"):
-                    result = call_function(step, state, traversal, {}, arguments)
-            except RuntimeError as error:
-                if not texts.says(error, texts.WRITES_LEAF):
-                    raise
-                raise ValueError(
-                    "step: the function writes in place to one of its params, or to an input that is differentiated. "
-                    "Compute with a copy (w = w.clone()), or use operations that are not in place."
-                ) from error
+            traversal = leaves.traversal(seed, every, mask)
+            with failing("a forward"), refusals.of_leaves():
+                result = call_function(step, state, traversal, {}, arguments)
             outputs, others = returned = split_both(step, result)
             self._note_collected(traversal.collected)
             if torch.is_autocast_enabled(state.params.device.type):  # its cache would hold on to leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -89,15 +90,20 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
-        with failing("a forward"), refusals.of_hooks_around(), self._mode():
-            run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
-        real, self._pull, others = run
+        with failing("a forward"):
+            if self.outer:
+                with refusals.of_hooks_around():
+                    run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
+                real, self._pull, others = run
+            else:
+                with torch.enable_grad(), private.outside_inference(), refusals.of_leaves():
+                    own = {key: x.detach().requires_grad_() for key, x in primals.items()}
+                    found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
+                real, others = pytree.map(torch.Tensor.detach, found)
+                self._pull = functools.partial(_pulled_plainly, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
         self._guarded = [(weakref.ref(x), private.version(private.unwrapped(x))) for x in _tensors((flat, real))]
-
-    def _mode(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self.outer else torch.no_grad()
 
     def pull(
         self,
@@ -296,6 +302,25 @@ class Run(Outcome):
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
+
+
+def _pulled_plainly(
+    ends: Ends, cotangents: Sequence[torch.Tensor], retain_graph: bool, create_graph: bool
+) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor]]:
+    """The cotangents of the primals and of the inputs."""
+    pairs = [(o, c.to(o.dtype)) for o, c in zip(ends.outputs, cotangents, strict=True) if o.requires_grad]
+    leaves = [*ends.primals.values(), *ends.inputs]
+    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    if pairs and leaves:
+        outputs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(
+            outputs, leaves, given, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        )
+    grads = [
+        torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g
+        for g, x in zip(found, leaves, strict=True)
+    ]
+    return dict(zip(ends.primals, grads, strict=False)), grads[len(ends.primals) :]
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:

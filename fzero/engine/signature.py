@@ -64,7 +64,7 @@ class Signature:
         first = {x.key: place for place, x in reversed([*enumerate(flat)]) if isinstance(x, Handle)}
         self.primals = [first[key] for key in self.keys]
         self.tensors = [p for p, x in enumerate(flat) if isinstance(x, torch.Tensor) and not isinstance(x, Handle)]
-        self.grad, self.level, self.depth = torch.is_grad_enabled(), level, private.level()
+        self.grad, self.level, self.depth = torch.is_grad_enabled(), level, traversal.depth()
         self.modes, self.autocasts = len(own_modes()), autocasts()  # that are around it
         operands = [flat[place].primal for place in self.primals] + [flat[place] for place in self.tensors]
         moves = [self.grad and private.is_differentiated(x) for x in operands]
@@ -105,7 +105,7 @@ class Signature:
             return False
         if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
             return False
-        if level is None and private.level() != self.depth:
+        if level is None and traversal.depth() != self.depth:
             return False
         if (len(own_modes()) if function_modes_on() else 0) != self.modes or autocasts() != self.autocasts:
             return False
@@ -141,9 +141,8 @@ def code_of(fn: object) -> object:
 
 
 def level_here() -> int | None:
-    """The level of torch.func that is alone all that differentiates here, 0 where nothing does; None for more."""
-    level = private.single_level()
-    return level or (0 if not (private.transforms() or torch.is_grad_enabled()) else None)
+    """0 where no transform of torch.func is active; None where one is."""
+    return None if private.transforms() else 0
 
 
 def unit_of(traversal: Traversal, flat: Sequence[object]) -> str:

@@ -76,6 +76,7 @@ class Traversal:
         self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
         self.mask = Mask()
         self.guards = False  # whether a transform around the run sends cotangents to what it masks
+        self.plain = False  # whether plain autograd differentiates the run
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
@@ -129,6 +130,10 @@ class Traversal:
                 self.nodes[key] = weakref.ref(primal.grad_fn)
         return [out[index] for index in range(len(self.layout.rows))]
 
+    def depth(self) -> int:
+        """Counts what goes on through an operation of the function: levels of torch.func, and plain autograd."""
+        return private.level() + self.plain
+
     def handle(self, index: int) -> Handle:
         """A handle of a leaf of a unit."""
         key, slot = self.layout.key_of[self.layout.rows[index].path]
@@ -171,6 +176,7 @@ class Traversal:
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
         self.records = torch.is_grad_enabled()
+        self.plain = self.records and private.level() == 0
         try:
             with (
                 during(current, self),
