@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dis
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -81,6 +81,17 @@ def of_leaves() -> Iterator[None]:
             "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "
             "with a copy (w = w.clone()), or use operations that are not in place."
         ) from error
+
+
+def need_no_strays(what: str, leaves: Iterable[torch.Tensor]) -> None:
+    """Refuses gradients that a backward within a pullback has found by itself: they belong to nobody."""
+    stray = next((x for x in leaves if x.grad is not None), None)
+    if stray is not None:
+        raise ValueError(
+            f"{what} calls torch.autograd.backward within itself or its pullback, which adds to the gradient of a leaf "
+            f"of shape {tuple(stray.shape)} that nobody sees. Write torch.autograd.grad, or checkpoint(..., "
+            "use_reentrant=False)."
+        )
 
 
 def of_derivatives() -> tuple[str, ...]:

@@ -157,6 +157,7 @@ class PlainRun(Outcome):
     ) -> dict[Key, Buffer]:
         """Adds cotangents to sums, and returns the sums that begin."""
         assert self.state is not None and self._leaves is not None
+        refusals.need_no_strays("step: the function", (*self._params, *self._inputs))
         if self._leaves.used is not None:
             numbers = {*added, *[i for i, x in found.items() if x is not None]}
             self._leaves.used.update(self._leaves.params[i].slot.leaf for i in numbers)

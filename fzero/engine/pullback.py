@@ -13,6 +13,7 @@ from fzero.base import private
 from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during
 from fzero.base.node import Tensors, gradients
+from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.called import CalledOp
 from fzero.engine.halves import Part, Split
@@ -114,6 +115,9 @@ class PulledOp(CalledOp):
                 found_inputs, early, parts = split.pull(cotangents, keep)
                 del split
                 found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
+        if not self.signature.pulled:
+            need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
+            self.signature.pulled = True
         if late is None:
             self._leave()  # of what does not lead to these outputs
         # what the unit does not depend on has none: zeros would meet infinite derivatives before it

@@ -13,6 +13,7 @@ import torch
 
 from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
+from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
@@ -313,9 +314,11 @@ def _pulled_plainly(
     found: Sequence[torch.Tensor | None] = [None] * len(leaves)
     if pairs and leaves:
         outputs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            outputs, leaves, given, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-        )
+        with without_compiled_autograd():
+            found = torch.autograd.grad(
+                outputs, leaves, given, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
+    refusals.need_no_strays("step: the function", leaves)
     grads = [
         torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g
         for g, x in zip(found, leaves, strict=True)

@@ -93,7 +93,7 @@ class Signature:
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects, self.surrounded = False, True
-        self.proven = self.repeated = self.reruns = self.whole = self.kept = False
+        self.proven = self.repeated = self.pulled = self.reruns = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
         self.returns: set[type] = set()

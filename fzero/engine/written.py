@@ -76,8 +76,9 @@ def unwritten(state: TrainState, who: str) -> Iterator[None]:
     try:
         with of_higher_order("step: the function"):
             yield
-    except BaseException:
-        kill()
+    except BaseException as error:
+        if (why := kill()) and isinstance(error, RuntimeError):  # torch's, of a view whose memory was written to
+            raise ValueError(why) from error
         raise
     if why := kill():
         raise ValueError(why)

@@ -245,7 +245,7 @@ class Look:
                     f"writes to {what} in place, by {name.partition('::')[2]}",
                     place,
                     f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
-                    "statistics are buffers: fz.functional(module, buffers=True).",
+                    "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
                 )
             )
         if memory in self.captured or memory not in self._own:

@@ -56,26 +56,6 @@ def test_a_value_of_an_outer_level_is_differentiated() -> None:
     assert torch.func.grad(outer)(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_the_single_level() -> None:
-    """Only a lone vjp under no_grad has it: elsewhere somebody else may differentiate too."""
-    assert private.single_level() == 0
-    assert seen(lambda x: private.single_level())[0] == 1
-    levels: list[int] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        levels.append(private.single_level())
-        return x.sum()
-
-    torch.func.vjp(note, torch.ones(2))  # grad mode is on
-    torch.func.jvp(note, (torch.ones(2),), (torch.ones(2),))
-    torch.func.vmap(note)(torch.ones(2, 2))
-    with torch.no_grad():
-        torch.func.vjp(lambda x: torch.func.vjp(note, x)[0], torch.ones(2))
-        with forward_ad.dual_level():
-            torch.func.vjp(note, torch.ones(2))
-    assert levels == [0] * 5
-
-
 def test_a_direct_function_is_the_function() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod

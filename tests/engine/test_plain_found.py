@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from drawn_pipelines import Copied
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero.base import pages
@@ -21,25 +21,6 @@ from fzero.engine.passes import Passes
 
 DTYPE = torch.float64
 WORK: dict[torch.Size, Tensor] = {}
-
-
-class Checkpoint(torch.autograd.Function):
-    """Runs again what it closes over, and pulls back by torch.autograd.backward, as well-known ones do."""
-
-    @staticmethod
-    def forward(ctx: Any, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.fn = fn
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return fn(x)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.fn(x)
-        torch.autograd.backward(out, cotangent)
-        return None, x.grad
 
 
 class Workspace(torch.autograd.Function):
@@ -56,14 +37,6 @@ class Workspace(torch.autograd.Function):
         work = WORK.setdefault(w.shape, torch.empty_like(w))
         torch.mm(x.t(), cotangent, out=work)
         return cotangent @ w.t(), work
-
-
-class Writes(Copied):
-    """A backward that writes to the cotangent that it is given, as it should not."""
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
-        return cotangent.mul_(3)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -114,56 +87,6 @@ def pulled(
     return fz.gather(passes.grads()), torch.cat(own)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("how", HOW)
-def test_a_backward_within_a_backward_counts(count: int, how: str) -> None:
-    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return Checkpoint.apply(lambda h: torch.tanh(h @ p["w"]), x @ p["u"]).square().sum()
-
-    params, x = {"u": drawn(3, 3), "w": drawn(3, 3, seed=1)}, drawn(6, 3, seed=2)
-    found, _ = pulled(fn, params, x, count, how, lambda *_: None)
-    near(found, expected(fn, params, x, count))
-    step = fz.accumulate(fz.train_step(fn, fz.sgd(1.0)), count)
-    new, _ = step(step.init(params), x)
-    near({name: params[name] - leaf for name, leaf in fz.gather(new.params).items()}, expected(fn, params, x, count))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("how", HOW)
-def test_a_backward_within_a_backward_reaches_inputs(count: int, how: str) -> None:
-    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return Checkpoint.apply(lambda y: (y + x).square() @ p["w"], x).sum()
-
-    params, x = {"w": drawn(3, 3)}, drawn(6, 3, seed=2)
-    found, own = pulled(fn, params, x, count, how, lambda *_: None)
-    leaves, right = {"w": params["w"].clone().requires_grad_()}, list[Tensor]()
-    for part in x.chunk(count):
-        leaf = part.clone().requires_grad_()  # with which a stage's graph begins, too
-        (fn(leaves, leaf) / count).backward()
-        assert leaf.grad is not None
-        right.append(leaf.grad)
-    torch.testing.assert_close(own, torch.cat(right), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found["w"], leaves["w"].grad, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_backward_that_writes_to_its_cotangent_changes_no_other_one(count: int, how: str, bias: bool) -> None:
-    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.tanh(Writes.apply(x @ p["w"]) + (p["b"] if bias else x)).square().sum()
-
-    params, x = {"w": drawn(3, 3), "b": drawn(6 // count, 3, seed=1)}, drawn(6, 3, seed=2)
-    found, own = pulled(fn, params, x, count, how, lambda *_: None)
-    near(found, expected(fn, params, x, count))
-    leaf = x.clone().requires_grad_()
-    for part in leaf.chunk(count):
-        begun = part.detach().requires_grad_()
-        (fn(params, begun) / count).backward()
-        part.backward(begun.grad)
-    torch.testing.assert_close(own, leaf.grad, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("how", ["early", "halves"])
 def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count: int, how: str) -> None:
@@ -178,25 +101,6 @@ def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count:
     right, _ = pulled(fn, params, x, count, "backward", lambda *_: None)
     found, _ = pulled(fn, params, x, count, how, write)
     near(found, right)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("how", HOW)
-def test_an_input_s_cotangent_may_be_a_backward_s_workspace(count: int, how: str) -> None:
-    class Same(Copied):
-        @staticmethod
-        def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
-            return WORK.setdefault(cotangent.shape, torch.empty_like(cotangent)).copy_(cotangent)
-
-    step = fz.train_step(lambda p, x: (Same.apply(x) * p["w"]).square().sum(), fz.sgd(1.0))
-    params, x = {"w": drawn(3)}, drawn(6, 3, seed=2)
-    passes = Passes(step, step.init(params), count)
-    for i, part in enumerate(x.chunk(count)):
-        passes.forward(i, (part,), (0,))
-    one = torch.ones((), dtype=DTYPE)
-    pull = {"backward": passes.backward, "early": lambda i, ct: passes.early(i, ct)[0], "halves": passes.inputs}[how]
-    own = [pull(i, one)[0] for i in range(count)]
-    torch.testing.assert_close(torch.cat(own), 2 * x * params["w"].square())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["early", "halves"])
@@ -263,14 +167,6 @@ def _named(name: str) -> Callable[[int], Tensor]:
     return functools.partial(_over_ranks, name=name)
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "gpipe", "zero_bubble"])
-def test_what_a_backward_returns_may_be_its_workspace(name: str) -> None:
-    found = fz.testing.run_ranks(_named(name), 2, backend="processes")
-    params = {"a": drawn(8, 8), "b": drawn(8, 8, seed=1)}
-    right = expected(lambda p, x: _last({"w": p["b"]}, _stage({"w": p["a"]}, x)), params, drawn(12, 8, seed=2), 4)
-    near({"a": found[0], "b": found[1]}, right)
-
-
 def test_all_params_frozen() -> None:
     step = fz.freeze(fz.accumulate(fz.train_step(lambda p, x: (x * p["w"]).sum(), fz.sgd(1.0)), 2), "*")
     state = step.init({"w": torch.ones(3)})
@@ -288,3 +184,37 @@ def test_a_real_weight_that_is_cast_to_complex() -> None:
         warnings.simplefilter("error")
         new, _ = step(step.init(params), x)
     near({"w": params["w"] - fz.gather(new.params)["w"]}, expected(fn, params, x, 2))
+
+
+class Checkpointed(nn.Module):
+    """Runs a part of itself again in the pullback, as many models' blocks do."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.inner, self.again = nn.Linear(4, 4, dtype=torch.float64), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x))
+
+        return x / 2 + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
+
+
+@pytest.mark.parametrize("taped", [False, True])
+def test_a_checkpoint_inside_a_unit_of_a_module(taped: bool) -> None:
+    def trained(again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        apply, params = fz.functional(nn.Sequential(Checkpointed(again), Checkpointed(again)))
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        state, x = step.init(params), torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)
+        for _ in range(2):
+            if taped:
+                with fz.tape(step, state) as model:
+                    model(x).backward()
+                    state, _ = step.update(state, model.grads())
+            else:
+                state, _ = step(state, x)
+        return list(fz.gather(state.params).values())
+
+    for found, expected in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)

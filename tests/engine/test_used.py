@@ -136,10 +136,9 @@ def test_a_step_around_which_a_transform_goes_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_leaf_that_a_checkpoint_uses_is_used(reentrant: bool, factor: float) -> None:
+def test_a_leaf_that_a_checkpoint_uses_is_used(factor: float) -> None:
     def fn(p, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(lambda x: x * p["w"], x.requires_grad_(), use_reentrant=reentrant)
+        x = checkpoint(lambda x: x * p["w"], x, use_reentrant=False)
         return x.square().sum() * factor
 
     step = fz.train_step(fn, fz.sgd(0.1))

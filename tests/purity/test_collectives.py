@@ -490,23 +490,17 @@ def test_constants_are_communicated_as_in_plain_torch(kind, outcomes) -> None:
         assert {said for (which, _), said in own.items() if which == kind.__name__} == {"as plain torch"}
 
 
-def test_a_scatter_that_torch_func_could_not_run_again_is_refused_on_every_rank(outcomes) -> None:
+def test_a_scatter_of_a_constant_is_right(outcomes) -> None:
     for place in PLACES:
-        one, other = ({own[scattered_constant.__name__, place]} for own in outcomes)
-        _, stage, remat = place
-        if remat or not stage:
-            assert one == other == {"as plain torch"}
-        else:
-            assert all("torch.distributed.broadcast" in said for said in one | other), (one, other)
+        assert {own[scattered_constant.__name__, place] for own in outcomes} == {"as plain torch"}
 
 
 @pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
 def test_torchs_own_maps_are_right_in_units(kind, outcomes) -> None:
     for own in outcomes:
-        for (which, (unit, stage, _)), said in own.items():
+        for (which, _), said in own.items():
             if which == kind.__name__:
-                outside = "TypeError: step: the function calls an autograd.Function without setup_context"
-                assert said.startswith("as plain torch" if unit or not stage else outside), said
+                assert said == "as plain torch", said
 
 
 # ---- any program: refused exactly if torch says that what is communicated requires a gradient
@@ -719,8 +713,8 @@ def test_later_runs_are_not_looked_at(alone) -> None:
     acting = fz.remat(fz.train_step(lambda p, x: unit(p["m"], x) + 0 * fn({"w": x.T}, x), fz.sgd(0.1), units=["m"]))
     with fz.tape(acting, acting.init({"m": {"w": torch.ones(3, 3)}})) as model:  # whose functions are, for leaks
         for _ in range(2):
-            model(torch.ones(2, 3))
-    assert seen == [3, 3, 2, 0, 0]
+            model(torch.ones(2, 3)).sum().backward()
+    assert seen[-3:] == [0, 0, 0]
 
 
 THREADS = (all_reduce, of_one_rank, all_gather, broadcast, gather, scatter, without_grad, checkpointed)
