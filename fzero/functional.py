@@ -384,7 +384,9 @@ class _Copy:
                 yield
 
         def run(call: Function, *given: object) -> object:
-            with contextlib.nullcontext() if self.untouched.depth else others():
+            if self.untouched.depth:
+                return call(*given)
+            with others():
                 return call(*given)
 
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))

@@ -19,7 +19,7 @@ from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
 from fzero.state.check_state import check_grads, check_optimizer, check_same_optimizer, check_state
 from fzero.state.checks import can_follow_here, refuse_captured
-from fzero.state.gather import over_ranks, squares_of
+from fzero.state.squares import over_ranks, squares_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.spec import Spec
 from fzero.update.known import known_metrics

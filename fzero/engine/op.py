@@ -113,7 +113,8 @@ class UnitOp(PulledOp):
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
         modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
-        with torch.autograd.graph.disable_saved_tensors_hooks(NESTED), modes, one_level:
+        hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
+        with hooks_off, modes, one_level, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 

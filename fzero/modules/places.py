@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import operator
 import types
@@ -55,14 +54,16 @@ class Places:
 
     def now(self, leaves: Leaves) -> Leaves:
         """Returns what stands for the module's params, if others were put there (torch.func.functional_call)."""
-        places = [(name, *self.of[name]) for name in leaves]
-        if all(owner.get(own) is leaves[name] for name, owner, own in places):
-            return leaves
-        return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
+        for name, leaf in leaves.items():
+            owner, own = self.of[name]
+            if owner.get(own) is not leaf:
+                places = [(name, *self.of[name]) for name in leaves]
+                return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
+        return leaves
 
     def call(self, run: Function, leaves: Leaves, args: tuple[object, ...], kwargs: Leaves) -> object:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
-        with self.installed(leaves):
+        with _Installed(self, leaves):
             return run(*args, **kwargs)
 
     def put_back(self) -> None:
@@ -73,24 +74,39 @@ class Places:
             for place in others:
                 place.put(placeholder, placeholder)
 
-    @contextlib.contextmanager
-    def installed(self, leaves: Leaves) -> Iterator[None]:
+    def installed(self, leaves: Leaves) -> _Installed:
         """Inside, these leaves are the module's params, also where they are held besides their module."""
-        places = [self.of[name] for name in leaves]
-        old = [owner[name] for owner, name in places]
-        moved: list[tuple[Place, torch.Tensor, object]] = []
+        return _Installed(self, leaves)
+
+
+class _Installed:
+    """See `Places.installed`."""
+
+    def __init__(self, places: Places, leaves: Leaves) -> None:
+        self._places, self._leaves = places, leaves
+        self._old: list[tuple[dict[str, Any], str, object]] = []
+        self._moved: list[tuple[Place, torch.Tensor, object]] = []
+
+    def __enter__(self) -> None:
         try:
-            for (owner, name), leaf in zip(places, leaves.values(), strict=True):
-                owner[name] = leaf
-            for name, (placeholder, others) in self.elsewhere.items():
-                if name in leaves:
-                    moved += [(place, placeholder, place.put(placeholder, leaves[name])) for place in others]
-            yield
-        finally:
-            for place, placeholder, before in reversed(moved):
-                place.put(placeholder, before)
-            for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
-                owner[name] = leaf
+            old, of = self._old, self._places.of
+            for name, leaf in self._leaves.items():
+                owner, own = of[name]
+                old.append((owner, own, owner[own]))
+                owner[own] = leaf
+            for name, (placeholder, others) in self._places.elsewhere.items():
+                if name in self._leaves:
+                    for place in others:
+                        self._moved.append((place, placeholder, place.put(placeholder, self._leaves[name])))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for place, placeholder, before in reversed(self._moved):
+            place.put(placeholder, before)
+        for owner, own, leaf in reversed(self._old):
+            owner[own] = leaf
 
 
 def need_names(params: Leaves, names: Mapping[str, None]) -> None:

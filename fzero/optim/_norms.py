@@ -9,8 +9,8 @@ import torch
 from fzero.base import pytree
 from fzero.base.follow import root
 from fzero.state.entered import of_leaves
-from fzero.state.gather import over_ranks, squares_of
 from fzero.state.sharded import Sharded
+from fzero.state.squares import over_ranks, squares_of
 
 
 def norms_of(tree: object) -> list[torch.Tensor]:

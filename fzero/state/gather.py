@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,15 +13,16 @@ from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
 from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
-from fzero.base.norms import need_all_leaves, norms_of
+from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.comm.linear import Wire, summed, summed_pieces
-from fzero.comm.pieces import gathered, start_exchange, told
+from fzero.comm.linear import Wire
+from fzero.comm.pieces import start_exchange, told
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants, goes_on
 from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.squares import LeafSquares, over_ranks, square, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 
@@ -231,7 +231,7 @@ def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None =
             elif is_sharded(node):
                 yield squares_by_leaf(node, f"trees[{place}]")
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
-                yield _square([node])
+                yield square([node])
             elif node is not None or tree is None:
                 raise TypeError(
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
@@ -261,138 +261,8 @@ def sum_by_leaf(squares: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(squares)).sum() if squares else as_float64(0.0)
 
 
-def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, LeafSquares]:
     """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
     with _to_measure(grads, argument) as own:
         squares = squares_of(own)
         return sum_of_squares(squares, own), squares
-
-
-def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of each, in float64: [pieces]."""
-    if any(piece.requires_grad or private.is_wrapped(piece) for piece in pieces) or private.transforms():
-        return torch.stack([piece.to(torch.float64).square().sum() for piece in pieces])
-    return norms_of(pieces).square()
-
-
-def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
-    """Leaf -> the sum of squares of this rank's part of it."""
-    if tree.away and len(tree.groups) > 1:  # never all of them on the device
-        return {leaf: square for key in tree.groups for leaf, square in squares_of(tree.only([key])).items()}
-    if any(map(tree.follows, tree.groups)):
-        return _followed(tree)
-    pieces = [(slot.leaf, piece) for key in tree.groups for slot, piece in tree.pieces(key)]
-    if not pieces:
-        return {}
-    squares = _square([piece for _, piece in pieces])
-    if tree.scale != 1.0:
-        square = tree.scale * tree.scale
-        squares = squares / square if 0.0 < square < math.inf else squares / tree.scale / tree.scale
-    return dict(zip([leaf for leaf, _ in pieces], squares.unbind(), strict=True))
-
-
-def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
-    """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
-    out: dict[int, torch.Tensor] = {}
-    for key in tree.groups:
-        own, slots = tree.local(key), tree.layout.groups[key].slots
-        if private.is_differentiated(own):
-            wide = own.to(torch.float64)
-            wide = wide if tree.scale == 1.0 else wide / tree.scale
-            flat = [piece.reshape(-1) for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
-            pieces = [torch.dot(x, x) for x in flat]  # in one pass, and with derivatives of any order at zero
-        else:  # mapped, in one pass
-            pieces = [
-                torch.linalg.vector_norm(piece, dtype=torch.float64) / tree.scale
-                for piece in tree.layout.cut(key, tree.rank_of(key), own)
-            ]
-            pieces = [norm.square() for norm in pieces]
-        out |= {slot.leaf: piece for slot, piece in zip(slots, pieces, strict=True)}
-    return out
-
-
-def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
-    """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
-    return over_ranks(squares, like).sum()
-
-
-def over_ranks(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
-    """The squares of whole leaves, in leaf order: [leaves]."""
-    cut = [leaf for leaf in sorted(squares) if like.layout.rows[leaf].cuts]
-    total = dict(squares)
-    if cut:
-        parts = torch.stack([squares[leaf] for leaf in cut])
-        parts = summed(like.axis, parts) if follows(parts) else like.axis.sum(parts, "global_norm")
-        total.update(zip(cut, parts.unbind(), strict=True))
-    over = like.axis.tensor
-    if over is not None and over.size > 1 and total:
-        leaves = sorted(total)
-        parts = torch.stack([total[leaf] for leaf in leaves])
-        sliced = [place for place, leaf in enumerate(leaves) if like.layout.rows[leaf].slices is not None]
-        if follows(parts):
-            summed_up = summed_pieces(over, parts) if sliced else parts
-        else:
-            every = gathered(over, parts.unsqueeze(0), 0, [1] * over.size, "global_norm")
-            _need_alike(every, leaves, like)
-            summed_up = functools.reduce(torch.add, every.unbind())  # in rank order
-        total.update({leaves[place]: summed_up[place] for place in sliced})
-    return torch.stack([total[leaf] for leaf in sorted(total)]) if total else as_float64([])
-
-
-def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> None:
-    """Refuses grads that differ over an axis of the function's maps that the step says nothing of, if params do not.
-
-    Args:
-        squares: of `squares_of` every group of the grads.
-        params: which they are of. Ranks that have others, as stages have, have grads of their own.
-    """
-    axis, leaves = params.axis, sorted(squares)
-    known = {axis.tensor.members} if axis.tensor is not None else set[tuple[int, ...]]()
-    for other in [each for members, each in axis.further.items() if members not in known]:
-        apart = _apart(squares, leaves, axis, other)
-        if not apart or any(private.is_wrapped(x) for x in params.locals().values()):
-            continue
-        if _apart(own := squares_of(params), sorted(own), axis, other):
-            continue
-        path = params.layout.rows[leaves[apart[0]]].path
-        raise ValueError(
-            f"The grads of leaf {path!r} differ between the ranks of axis {other.name!r}, over which the function has "
-            "maps, and all of these have the same params, which would drift apart; expected the same on all. Let the "
-            "step take means over that axis (fz.shard_zero1, 2 or 3 with axis=(..., name)), or make leaves each rank's "
-            "own in the function (fz.parallel.copy), so that their cotangents are summed."
-        )
-
-
-def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], shards: Axis, axis: Axis) -> list[int]:
-    """The places of leaves whose squares, over all shards so that these agree, differ between the ranks of an axis."""
-    own = torch.stack([squares[leaf].detach() for leaf in leaves])
-    if private.is_wrapped(own) or private.is_fake(own):
-        return []
-    own = shards.sum(own, "global_norm")
-    every = gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm")
-    low, high = every.amin(0), every.amax(0)
-    return (high - low > 1e-6 * high + 1e-16 * every.sum(1).amax()).nonzero().view(-1).tolist()
-
-
-def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:
-    """Refuses leaves that are whole on every rank of the tensor axis, and of which the ranks have something else.
-
-    Args:
-        squares: [ranks, leaves], of each leaf's values.
-    """
-    over = like.axis.tensor
-    if over is None:
-        return
-    low, high = squares.amin(0), squares.amax(0)
-    apart = high - low > 1e-6 * high + 1e-16 * squares.sum(1).amax()  # not where they are no numbers
-    for place in apart.nonzero().view(-1).tolist():
-        row = like.layout.rows[leaves[place]]
-        if row.slices is None:
-            norms = ", ".join(f"{norm:.4g}" for norm in squares[:, place].sqrt().tolist())
-            raise ValueError(
-                f"The values (of grads, in a step) of leaf {row.path!r}, which all ranks of axis {over.name!r} have in "
-                f"full, differ between them: their norms are {norms}; expected the same on all. What ranks compute "
-                "apart must be put together again (fz.parallel.sum or gather), and what all have must be made each "
-                "rank's own before it meets that (fz.parallel.copy; 'copied' in a plan of fz.shard_tensor). "
-                "fz.parallel.check names the place."
-            )

@@ -9,8 +9,8 @@ import torch
 from fzero.base import pytree
 from fzero.base.follow import root
 from fzero.state.draw import Squares
-from fzero.state.gather import over_ranks, squares_of
 from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.squares import LeafSquares, over_ranks, squares_of
 
 Norms = dict[str, torch.Tensor]  # path of a leaf -> 0-d float64
 
@@ -54,7 +54,8 @@ def parts_of(name: str, tree: Sharded) -> list[Squares]:
 
 def named_squares(name: str, squares: Mapping[int, torch.Tensor]) -> Squares:
     """Those of a tree's leaves, which are known."""
-    return Squares([*squares], (name,), torch.stack([*squares.values()]).unsqueeze(1))
+    own = LeafSquares.of(squares)
+    return Squares([*own.leaves], (name,), own.vector.unsqueeze(1))
 
 
 def norms_of_squares(parts: Sequence[Squares], like: Sharded) -> dict[str, Norms]:

@@ -20,9 +20,10 @@ from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
 from fzero.formats.formats import Companded, encode
 from fzero.optim.base import values
-from fzero.state.gather import need_alike_beside, squares_in, squares_of, sum_of_squares
+from fzero.state.gather import squares_in
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
+from fzero.state.squares import need_alike_beside, squares_of, sum_of_squares
 from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Placed, tensor_of

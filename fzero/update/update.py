@@ -21,10 +21,11 @@ from fzero.optim._returned import versions
 from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.counts import trained_moments, with_kept_moments
-from fzero.state.gather import need_alike_beside, squares_in
+from fzero.state.gather import squares_in
 from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
+from fzero.state.squares import need_alike_beside
 from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to

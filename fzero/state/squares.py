@@ -1,0 +1,195 @@
+"""Sums of squares of leaves, over all shards: what norms are made of."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from fzero.base import private
+from fzero.base.arguments import as_float64
+from fzero.base.follow import follows, is_transformed
+from fzero.base.norms import norms_of
+from fzero.comm.axis import Axis
+from fzero.comm.linear import summed, summed_pieces
+from fzero.comm.pieces import gathered
+from fzero.state.sharded import Sharded
+
+
+class LeafSquares(Mapping[int, torch.Tensor]):
+    """Leaf -> its sum of squares, a 0-d float64 tensor.
+
+    Attributes:
+        leaves: their numbers, in order.
+        vector: [leaves].
+    """
+
+    def __init__(self, leaves: Sequence[int], vector: torch.Tensor) -> None:
+        if any(a > b for a, b in itertools.pairwise(leaves)):
+            order = sorted(range(len(leaves)), key=leaves.__getitem__)
+            leaves, vector = [leaves[i] for i in order], vector[order]
+        self.leaves, self.vector = leaves, vector
+
+    @classmethod
+    def of(cls, squares: Mapping[int, torch.Tensor]) -> LeafSquares:
+        if isinstance(squares, LeafSquares):
+            return squares
+        return cls([*squares], torch.stack([*squares.values()]) if squares else as_float64([]))
+
+    def __getitem__(self, leaf: int) -> torch.Tensor:
+        return self.vector[self.leaves.index(leaf)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+
+def square(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of each, in float64: [pieces]."""
+    if any(piece.requires_grad or private.is_wrapped(piece) for piece in pieces) or private.transforms():
+        return torch.stack([piece.to(torch.float64).square().sum() for piece in pieces])
+    return norms_of(pieces).square()
+
+
+def squares_of(tree: Sharded) -> LeafSquares:
+    """Leaf -> the sum of squares of this rank's part of it."""
+    groups = tree.groups
+    if tree.away and len(groups) > 1:  # never all of them on the device
+        return LeafSquares.of({leaf: x for key in groups for leaf, x in squares_of(tree.only([key])).items()})
+    if is_transformed() and any(map(tree.follows, groups)):
+        return LeafSquares.of(_followed(tree))
+    leaves: list[int] = []
+    pieces: list[torch.Tensor] = []
+    for key in groups:
+        leaves += [slot.leaf for slot in tree.layout.groups[key].slots]
+        pieces += tree.layout.cut(key, tree.rank_of(key), tree.local(key))
+    if not pieces:
+        return LeafSquares((), as_float64([]))
+    squares = square(pieces)
+    if tree.scale != 1.0:
+        scale = tree.scale * tree.scale
+        squares = squares / scale if 0.0 < scale < math.inf else squares / tree.scale / tree.scale
+    return LeafSquares(leaves, squares)
+
+
+def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
+    """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
+    out: dict[int, torch.Tensor] = {}
+    for key in tree.groups:
+        own, slots = tree.local(key), tree.layout.groups[key].slots
+        if private.is_differentiated(own):
+            wide = own.to(torch.float64)
+            wide = wide if tree.scale == 1.0 else wide / tree.scale
+            flat = [piece.reshape(-1) for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
+            pieces = [torch.dot(x, x) for x in flat]  # in one pass, and with derivatives of any order at zero
+        else:  # mapped, in one pass
+            pieces = [
+                torch.linalg.vector_norm(piece, dtype=torch.float64) / tree.scale
+                for piece in tree.layout.cut(key, tree.rank_of(key), own)
+            ]
+            pieces = [norm.square() for norm in pieces]
+        out |= {slot.leaf: piece for slot, piece in zip(slots, pieces, strict=True)}
+    return out
+
+
+def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+    """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
+    return over_ranks(squares, like).sum()
+
+
+def over_ranks(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+    """The squares of whole leaves, in leaf order: [leaves]."""
+    own = LeafSquares.of(squares)
+    leaves, total, rows = own.leaves, own.vector, like.layout.rows
+    total = _joined(
+        total,
+        [place for place, leaf in enumerate(leaves) if rows[leaf].cuts],
+        lambda parts: summed(like.axis, parts) if follows(parts) else like.axis.sum(parts, "global_norm"),
+    )
+    over = like.axis.tensor
+    if over is not None and over.size > 1 and leaves:
+        sliced = [place for place, leaf in enumerate(leaves) if rows[leaf].slices is not None]
+        if follows(total):
+            summed_up = summed_pieces(over, total) if sliced else total
+        else:
+            every = gathered(over, total.unsqueeze(0), 0, [1] * over.size, "global_norm")
+            _need_alike(every, leaves, like)
+            summed_up = functools.reduce(torch.add, every.unbind())  # in rank order
+        total = _joined(total, sliced, lambda _: summed_up[sliced])
+    return total
+
+
+def _joined(
+    vector: torch.Tensor, places: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A vector in which some places are what `change` makes of them."""
+    if not places:
+        return vector
+    if len(places) == len(vector):
+        return change(vector)
+    every = dict(zip(places, change(vector[list(places)]).unbind(), strict=True))
+    return torch.stack([every.get(place, x) for place, x in enumerate(vector.unbind())])
+
+
+def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> None:
+    """Refuses grads that differ over an axis of the function's maps that the step says nothing of, if params do not.
+
+    Args:
+        squares: of `squares_of` every group of the grads.
+        params: which they are of. Ranks that have others, as stages have, have grads of their own.
+    """
+    axis, leaves = params.axis, sorted(squares)
+    known = {axis.tensor.members} if axis.tensor is not None else set[tuple[int, ...]]()
+    for other in [each for members, each in axis.further.items() if members not in known]:
+        apart = _apart(squares, leaves, axis, other)
+        if not apart or any(private.is_wrapped(x) for x in params.locals().values()):
+            continue
+        if _apart(own := squares_of(params), sorted(own), axis, other):
+            continue
+        path = params.layout.rows[leaves[apart[0]]].path
+        raise ValueError(
+            f"The grads of leaf {path!r} differ between the ranks of axis {other.name!r}, over which the function has "
+            "maps, and all of these have the same params, which would drift apart; expected the same on all. Let the "
+            "step take means over that axis (fz.shard_zero1, 2 or 3 with axis=(..., name)), or make leaves each rank's "
+            "own in the function (fz.parallel.copy), so that their cotangents are summed."
+        )
+
+
+def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], shards: Axis, axis: Axis) -> list[int]:
+    """The places of leaves whose squares, over all shards so that these agree, differ between the ranks of an axis."""
+    own = torch.stack([squares[leaf].detach() for leaf in leaves])
+    if private.is_wrapped(own) or private.is_fake(own):
+        return []
+    own = shards.sum(own, "global_norm")
+    every = gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm")
+    low, high = every.amin(0), every.amax(0)
+    return (high - low > 1e-6 * high + 1e-16 * every.sum(1).amax()).nonzero().view(-1).tolist()
+
+
+def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:
+    """Refuses leaves that are whole on every rank of the tensor axis, and of which the ranks have something else.
+
+    Args:
+        squares: [ranks, leaves], of each leaf's values.
+    """
+    over = like.axis.tensor
+    if over is None:
+        return
+    low, high = squares.amin(0), squares.amax(0)
+    apart = high - low > 1e-6 * high + 1e-16 * squares.sum(1).amax()  # not where they are no numbers
+    for place in apart.nonzero().view(-1).tolist():
+        row = like.layout.rows[leaves[place]]
+        if row.slices is None:
+            norms = ", ".join(f"{norm:.4g}" for norm in squares[:, place].sqrt().tolist())
+            raise ValueError(
+                f"The values (of grads, in a step) of leaf {row.path!r}, which all ranks of axis {over.name!r} have in "
+                f"full, differ between them: their norms are {norms}; expected the same on all. What ranks compute "
+                "apart must be put together again (fz.parallel.sum or gather), and what all have must be made each "
+                "rank's own before it meets that (fz.parallel.copy; 'copied' in a plan of fz.shard_tensor). "
+                "fz.parallel.check names the place."
+            )

@@ -1,0 +1,83 @@
+"""Grad modes of a unit's call: what torch.no_grad takes from a derivative is gone in every way that a unit runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+MADE = torch.Generator().manual_seed(0)
+W, X = (torch.randn(3, 3, generator=MADE, dtype=F64) for _ in range(2))
+WAYS: dict[str, Callable[[fz.Step], fz.Step]] = {
+    "plain": lambda step: step,
+    "remat": fz.remat,
+    "ZeRO-3": fz.shard_zero3,
+    "ZeRO-3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
+}
+
+
+def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def loss(call: Callable[..., torch.Tensor], kind: str, p: Any, x: torch.Tensor) -> torch.Tensor:
+    own = p["blocks"][0]
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = call(own, x)
+        return (call(own, x) * h + x).square().mean()
+
+    if kind == "grad":
+        return torch.func.grad(inside)(x).square().mean()
+    if kind == "jvp":
+        value, tangent = torch.func.jvp(inside, (x,), (x.sin(),))
+        return value + tangent
+    if kind == "vmap":
+        return torch.func.vmap(inside)(x.unsqueeze(1)).mean()
+    return inside(x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grad", "jvp", "vmap"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_under_no_grad(way: str, kind: str) -> None:
+    def rank_main(rank: int) -> Any:
+        step = WAYS[way](fz.train_step(lambda p, x: loss(fz.unit(block), kind, p, x), fz.sgd(1.0)))
+        state = step.init({"blocks": [{"w": W}]})
+        for _ in range(2):
+            new, _ = step(state, X)
+        outputs, pullback = step.vjp(state, X)
+        grads, (ct,) = pullback(torch.ones((), dtype=F64))
+        return fz.gather(new.params), fz.gather(grads), ct, outputs
+
+    params = {"blocks": [{"w": W}]}
+    want, ct = torch.func.grad(lambda p, x: loss(block, kind, p, x), (0, 1))(params, X)
+    ((new, grads, own_ct, value),) = run_ranks(rank_main, 1)
+    assert_trees_close(grads, want, rtol=1e-10)
+    assert_trees_close(new["blocks"][0]["w"], W - want["blocks"][0]["w"], rtol=1e-10)
+    torch.testing.assert_close((own_ct, value), (ct, loss(block, kind, params, X)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["jvp", "jacfwd", "hessian", "grad"])
+def test_a_forward_under_a_transform(way: str, kind: str) -> None:
+    """Value and derivative see one grad mode."""
+
+    def both(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if kind == "jvp":
+            return torch.func.jvp(fn, (X,), (X.cos(),))
+        return {"jacfwd": torch.func.jacfwd, "hessian": torch.func.hessian, "grad": torch.func.grad}[kind](fn)(X)
+
+    def rank_main(rank: int) -> Any:
+        step = WAYS[way](fz.train_step(lambda p, x: loss(fz.unit(block), "plain", p, x), fz.sgd(1.0)))
+        state = step.init({"blocks": [{"w": W}]})
+        return both(lambda x: step.forward(state, x))
+
+    params = {"blocks": [{"w": W}]}
+    assert_trees_close(run_ranks(rank_main, 1)[0], both(lambda x: loss(block, "plain", params, x)), rtol=1e-10)
