@@ -189,23 +189,12 @@ class Kept:
 
     def give(self, place: int) -> torch.Tensor:
         """The cotangent along one edge, once."""
-        value = fitted(self._take(place).value(), self._metas[place])
+        value = fitted(self._take(place), self._metas[place])
         self._end()
         assert value is not None
         return value
 
-    def add_to(self, place: int, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
-        """Adds the cotangent along one edge, which is a product of two matrices, to a sum; once, in place of `give`.
-
-        Args:
-            total: of the cotangent's shape.
-            first: whether the sum begins with it, and what is there does not count.
-            dtype: that the cotangent is rounded to before.
-        """
-        return self._take(place).add_to(total, first, dtype)
-        self._end()
-
-    def _take(self, place: int) -> Product | _Other:
+    def _take(self, place: int) -> torch.Tensor:
         for x, version in zip(self._saved, self._versions, strict=True):
             if private.version(x) != version:
                 raise RuntimeError(
@@ -253,19 +242,7 @@ class ProductOf:
         return Product(*(_right if self._right else _left)(grad, other, by_columns), self._alpha)
 
 
-class _Other(NamedTuple):
-    """A cotangent that is no product of two matrices."""
-
-    tensor: torch.Tensor
-
-    def value(self) -> torch.Tensor:
-        return self.tensor
-
-    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
-        raise AssertionError("no `Weight` is made of it")
-
-
-_Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "Product | _Other"]
+_Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 
 
 def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[torch.Tensor], dict[int, _Compute]]:
@@ -277,17 +254,17 @@ def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[tor
     steps: dict[int, _Compute] = {}
     for k in places:
         if k == own.added:
-            steps[k] = lambda grad, _: _Other(times(grad, beta))
+            steps[k] = lambda grad, _: times(grad, beta)
             continue
         at = len(saved)
         if own.batched:
             saved.append(read(f"_saved_{right if k == own.left else left}"))
             formula = _batched_left if k == own.left else _batched_right
-            steps[k] = lambda grad, saved, at=at, formula=formula: _Other(times(formula(grad, saved[at]), alpha))
+            steps[k] = lambda grad, saved, at=at, formula=formula: times(formula(grad, saved[at]), alpha)
         else:
             product = ProductOf(node, k)
             saved.append(read(product.saved))
-            steps[k] = lambda grad, saved, at=at, product=product: product.with_saved(grad, saved[at])
+            steps[k] = lambda grad, saved, at=at, product=product: product.with_saved(grad, saved[at]).value()
     return saved, steps
 
 
@@ -314,7 +291,7 @@ def _convolution(node: Node, places: Collection[int]) -> tuple[list[torch.Tensor
     sizes, strides, dtype = weight.shape, weight.stride(), weight.dtype
     found: dict[int, torch.Tensor] = {}
 
-    def compute(grad: torch.Tensor, saved: Sequence[torch.Tensor], place: int) -> _Other:
+    def compute(grad: torch.Tensor, saved: Sequence[torch.Tensor], place: int) -> torch.Tensor:
         if not found:  # they are computed together
             (x,) = saved
             # the weight's values do not matter, and need not be there any more
@@ -322,6 +299,6 @@ def _convolution(node: Node, places: Collection[int]) -> tuple[list[torch.Tensor
             mask = [False, 1 in places, 2 in places]
             computed = torch.ops.aten.convolution_backward(grad, x, like, bias, *numbers, mask)
             found.update((k, computed[k]) for k in places)
-        return _Other(found.pop(place))
+        return found.pop(place)
 
     return [read("_saved_input")], {k: functools.partial(compute, place=k) for k in places}

@@ -49,7 +49,6 @@ class Op:
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
-    runs_again = True  # whether a pullback of first order needs what was saved
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:

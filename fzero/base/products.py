@@ -31,26 +31,22 @@ class Product(NamedTuple):
         out = self.left.mm(self.right)
         return times(out.t() if self.transposed else out, self.factor)
 
-    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
+    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
         """Adds it to a sum of its shape, with the bits that it has if its value is added.
 
         Args:
             first: whether the sum begins with it, and what is there does not count.
             dtype: that its value is rounded to before.
-
-        Returns:
-            Whether this takes less than adding its value, also where the sum does not begin with it.
         """
         own = total.t() if self.transposed else total
         is_dense = self.left.layout == self.right.layout == torch.strided
         if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
-            alike = _is_alike(self.left, self.right, own)
             if first:
                 torch.mm(self.left, self.right, out=own)
-                return alike
-            if alike:
+                return
+            if _is_alike(self.left, self.right, own):
                 own.addmm_(self.left, self.right)
-                return True
+                return
         value = times(self.left.mm(self.right), self.factor)
         if value.is_complex() and not dtype.is_complex:
             value = value.real  # of a real leaf that was cast
@@ -60,7 +56,6 @@ class Product(NamedTuple):
             own.copy_(value)
         else:
             own.add_(value)
-        return self.left.dtype != total.dtype  # where it would be cast before
 
 
 def times(x: torch.Tensor, factor: complex) -> torch.Tensor:

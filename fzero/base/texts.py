@@ -14,7 +14,6 @@ NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory
 NO_STORAGE = "Cannot access storage of TensorWrapper"
 NO_NUMPY = ".numpy() is not supported for tensor subclasses"  # of a fake tensor
 NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
-INFERENCE = "Inference tensors cannot be saved for backward"
 IN_INFERENCE = "Cannot set version_counter for inference tensor"  # of what inference mode makes under functorch
 FAKE_DEVICES = ("found at least two devices", "found two different devices")  # of fake tensors; the second until 2.11
 SETS_DATA = "mutating directly with `.data` inside functorch"

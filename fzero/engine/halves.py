@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
 from fzero.base.hooks import Pass, keeping, register, running
 from fzero.engine.regions import Region, Regions
@@ -29,28 +28,7 @@ class _Value:
     of: torch.Tensor | Kept
     place: int = 0
 
-    def __post_init__(self) -> None:
-        self.note()
-
-    def note(self) -> None:
-        self._version = self._now()[1]
-
-    def _now(self) -> tuple[tuple[int, ...], int]:
-        own = self.of.grad if isinstance(self.of, Kept) else self.of
-        return ((), 0) if own is None else (tuple(own.shape), private.version(private.unwrapped(own)))
-
-    def need_unwritten(self) -> None:
-        """Refuses that somebody has written to it since: in one pass it might have been used before."""
-        shape, version = self._now()
-        if version != self._version:
-            raise ValueError(
-                f"pullback: the backward of an autograd.Function, or a hook, writes to a cotangent of shape {shape} "
-                "that another one needs later, as this is pulled back in two halves. Return a tensor that nobody "
-                "writes to: grad * 2, not grad.mul_(2) nor torch.mul(grad, 2, out=memory)."
-            )
-
     def take(self) -> torch.Tensor:
-        self.need_unwritten()
         return self.of.give(self.place) if isinstance(self.of, Kept) else self.of
 
 
@@ -77,16 +55,6 @@ class Part:
                 value.of = apart_from(value.of, storages)
             elif value.of.grad is not None:
                 value.of.grad = apart_from(value.of.grad, storages)
-            value.note()
-
-    def only(self, edge: Edge) -> Kept | None:
-        """What the cotangent of this part is computed from, taken, where that is only what goes along this edge."""
-        (value, *others) = self.values or [None]
-        if value is None or others or not isinstance(value.of, Kept) or value.edge != edge:
-            return None
-        value.need_unwritten()
-        self.values = []
-        return value.of
 
     def pull(self, params: Sequence[torch.Tensor], retain_graph: bool) -> Sequence[torch.Tensor | None]:
         """The cotangents of this part's params, which are given."""
@@ -188,9 +156,6 @@ class Split:
         finally:
             for handle in handles:
                 handle.remove()
-        for part in parts.values():
-            for value in part.values:
-                value.need_unwritten()
         early = dict(zip(self._regions.early, found[len(self._inputs) :], strict=True))
         return found[: len(self._inputs)], early, list(parts.values())
 

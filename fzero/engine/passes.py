@@ -137,14 +137,7 @@ class Passes:
             run = self._runs[microbatch]
             if not isinstance(run, PlainRun):
                 return self.backward(microbatch, cotangent), lambda: None
-            finish, flat = run.pull_early(cotangent)
-            self._pulled(microbatch, run)
-
-        def rest() -> None:
-            with as_found():
-                self._add(microbatch, finish(self._total if microbatch == self._next else None))
-
-        return by_input(self._specs[microbatch], flat), rest
+        return self.inputs(microbatch, cotangent), functools.partial(self.params, microbatch)
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""

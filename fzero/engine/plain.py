@@ -36,7 +36,6 @@ from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 Into = Mapping[Key, Buffer] | None
-Finish = Callable[[Into], dict[Key, Buffer]]
 # what the first half of a pullback leaves: parts of the graph, what is known already, and whether it is asked again
 Rest = tuple[list[Part], dict[int, torch.Tensor | None], bool]
 
@@ -115,27 +114,6 @@ class PlainRun(Outcome):
                 count = len(self._inputs)
                 out = self._filled(found[:count])
                 return self._summed(sums, dict(zip(others, found[count:], strict=True)), added, retain_graph), out
-
-    def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
-        """`pull` in two: the cotangents of the flat inputs, as soon as they are known, and what goes on with those of
-        the primals, given the sums of the microbatches before this one."""
-        with self._pulling:
-            if is_transformed(cotangent):
-                grads, out = self.pull(cotangent)
-                return lambda _: grads, out
-            real, cotangents = self._begun(cotangent)
-            with self._around():
-                ends, asked = [o for o in real if o.requires_grad], [*self._inputs, *self._params]
-                found, _ = pull(ends, self._given(cotangents), asked, [], {}, False)
-                count = len(self._inputs)
-                out = self._filled(found[:count])
-                grads = self._apart(found[count:], cotangents, out)
-            self._real, self._inputs, self._entered, self._again = None, [], [], None
-        return functools.partial(self._later, dict(enumerate(grads))), out
-
-    def _later(self, found: dict[int, torch.Tensor | None], into: Into) -> dict[Key, Buffer]:
-        with self._pulling, self._around():
-            return self._summed(self._sums(into), found, (), False)
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
@@ -243,13 +221,6 @@ class PlainRun(Outcome):
     def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         pairs = zip(found, self._inputs, strict=True)
         return self._placed([torch.zeros_like(x) if grad is None else grad for grad, x in pairs])
-
-    def _apart(
-        self, grads: Sequence[torch.Tensor | None], *others: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """The same, but copies of what shares memory with the inputs and what else somebody has, and may write to."""
-        storages = {storage_of(x) for own in (*others, self._inputs) for x in own if x is not None}
-        return [None if x is None else apart_from(x, storages) for x in grads]
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""

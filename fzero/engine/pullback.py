@@ -61,10 +61,6 @@ class PulledOp(CalledOp):
     ) -> Tensors:
         raise NotImplementedError
 
-    @property
-    def runs_again(self) -> bool:  # type: ignore[override]
-        return self.recompute or self._pull is None
-
     def restored(self, saved: Tensors) -> Tensors:
         return self._inputs.restored(saved) if self._inputs is not None else saved
 

@@ -69,7 +69,7 @@ class Run(Outcome):
         traversal.schedule.frees = fused and traversal.table.remats
         differentiated = [flat[place] for place in self.wanted]
         # what another graph leads to may be among the inputs, or in what the function closes over
-        self.outer = private.level() > 0 or in_differentiated() or _any_requires_grad(differentiated)
+        self.outer = private.transforms() or in_differentiated() or _any_requires_grad(differentiated)
         traversal.guards = self.outer and not self.mask.counts
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []

@@ -231,21 +231,6 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def is_same_view(x: object, y: object) -> bool:
-    """Tells whether `x.data = y` writes nothing, as in `module.to(dtype)` where all has that dtype."""
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return False
-    own = _view(x)
-    return own is not None and own == _view(y)
-
-
-def _view(x: torch.Tensor) -> tuple[object, ...] | None:
-    """Which elements of which memory a tensor is; None where it has no memory."""
-    storage, x = storage_of(x), private.unwrapped(x)
-    bits = x.is_conj(), x.is_neg()
-    return (storage, x.dtype, x.shape, x.stride(), x.storage_offset(), bits) if storage else None
-
-
 def name_of(func: object) -> str:
     """Returns what a user calls a function: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))

@@ -37,8 +37,8 @@ def loss(call: Callable[..., torch.Tensor], kind: str, p: Any, x: torch.Tensor) 
     if kind == "grad":
         return torch.func.grad(inside)(x).square().mean()
     if kind == "jvp":
-        value, tangent = torch.func.jvp(inside, (x,), (x.sin(),))
-        return value + tangent
+        pair: Any = torch.func.jvp(inside, (x,), (x.sin(),))
+        return pair[0] + pair[1]
     if kind == "vmap":
         return torch.func.vmap(inside)(x.unsqueeze(1)).mean()
     return inside(x)
