@@ -155,20 +155,6 @@ def test_what_torch_runs_only_compiled_is_refused_by_name() -> None:
         fz.plan(step_of(by_while_loop), PARAMS, world_size=1, inputs=(X,))
 
 
-def test_outside_of_units() -> None:
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        return by_scan(params, x).square().mean()
-
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
-        with pytest.raises(
-            TypeError, match=r"a higher-order operator .* outside of units .*by_scan.*Make what calls it"
-        ):
-            step(step.init({"w": X}), X)
-
-    run_ranks(rank_main, 2)
-
-
 def test_an_error_of_a_users_function_is_his_own() -> None:
     def body(p: Any, x: torch.Tensor) -> torch.Tensor:
         def branch(y: torch.Tensor) -> tuple[torch.Tensor]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import optree
 import pytest
@@ -174,26 +173,6 @@ def test_an_interrupt_anywhere_leaves_everything_as_it_was(case: str, tmp_path: 
     gc.collect()
     assert sum(isinstance(x, Traversal) for x in gc.get_objects()) == runs
     assert threads.issuperset(threading.enumerate())
-
-
-def test_an_interrupt_that_torch_trips_over_is_raised_itself() -> None:
-    """Torch's levels cannot be left any more where one comes as they are set aside: it says so, in other words."""
-    step, params = plain(Path())
-    state = step.init(params)
-    points, level = [0], cast(Any, torch._C)._functorch.pop_dynamic_layer_stack
-
-    def interrupt(frame: Any, event: str, arg: Any) -> None:
-        if event == "c_return" and arg is level:
-            points[0] += 1
-            raise KeyboardInterrupt
-
-    sys.setprofile(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            step.vjp(state, X)
-    finally:
-        sys.setprofile(None)
-    assert points == [1] and isinstance(caught.value.__cause__, RuntimeError)
 
 
 class Counts(nn.Module):

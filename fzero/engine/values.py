@@ -350,7 +350,7 @@ class Observed:
         return out
 
 
-_ENGINES = ("Node", "_AtLevel", "_Gate", "_Full")  # nodes, by the names of their Functions
+_ENGINES = ("Node", "_Quick", "_Gate", "_Full")  # nodes, by the names of their Functions
 _PLAIN: CodeType = plain_call.__code__
 _UNTIL = (Observed.__call__.__code__,)
 _ENTRIES = (_PLAIN, UnitOp._called.__code__)
