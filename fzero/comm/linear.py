@@ -47,12 +47,15 @@ class _Linear(torch.autograd.Function):
 
 
 def quick(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
-    """`apply` of a Function, quick under a single vjp for plain tensors; what stands for one says itself what it is."""
+    """`apply` of a Function, quick where no transform is active; what stands for a tensor says itself what it is."""
     direct = private.direct(function)
 
     def apply(*operands: object) -> torch.Tensor:
-        stands_in = any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in operands)
-        return (function.apply if stands_in else direct)(*operands)
+        if any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in operands):
+            if private.transforms():
+                return function.apply(*operands)
+            operands = tuple([x.view_as(x) if isinstance(x, torch.Tensor) else x for x in operands])
+        return direct(*operands)
 
     return apply
 
