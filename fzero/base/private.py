@@ -174,6 +174,11 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     return False
 
 
+def in_function() -> bool:
+    """Tells whether the forward of a torch.autograd.Function runs, which has neither gradients nor tangents."""
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled())
+
+
 def below(tensor: torch.Tensor) -> bool:
     """Tells whether what runs now runs below the level of this tensor, where its derivative would be lost."""
     return level_of(tensor) > level()

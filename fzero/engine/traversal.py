@@ -80,7 +80,6 @@ class Traversal:
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
-        self.records = False  # whether plain autograd was on where the function began
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
         self.late: Late | None = None  # in the first half of one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
@@ -175,8 +174,7 @@ class Traversal:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
-        self.records = torch.is_grad_enabled()
-        self.plain = self.records and private.level() == 0
+        self.plain = torch.is_grad_enabled() and private.level() == 0
         try:
             with (
                 during(current, self),

@@ -218,12 +218,8 @@ def full(handle: Handle) -> torch.Tensor:
         return own
     if current.get() is not handle.owner:
         raise noted(handle._refuse("read where its step's function is not running"))
-    # under plain autograd nothing tells a Function's forward from a block without gradients
-    constant = handle.owner.records and not torch.is_grad_enabled() and handle.primal.requires_grad
-    if private.below(handle.primal) or (constant and private.level() == 0):
-        where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
-        block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
-        raise noted(handle._refuse(f"read inside {where}{block}"))
+    if private.below(handle.primal) or (private.in_function() and handle.primal.requires_grad):
+        raise noted(handle._refuse("read inside a torch.autograd.Function, as its argument or not; give it w * 1"))
     return read(handle)
 
 

@@ -77,9 +77,8 @@ class Spread(StandIn):
         """Refuses to be read where what is computed has no derivative."""
         own = self.value if self.local is None else self.local
         assert own is not None
-        constant = not torch.is_grad_enabled() and private.level() == 0 and own.requires_grad
-        if private.below(own) or constant:
-            raise noted(self.refusal("a torch.autograd.Function, as its argument, or torch.no_grad()"))
+        if private.below(own) or (private.in_function() and own.requires_grad):
+            raise noted(self.refusal("a torch.autograd.Function, as its argument"))
         self.need_untracked()
 
     def need_untracked(self) -> None:

@@ -450,3 +450,19 @@ def test_traces() -> None:
     with FlopCounterMode(display=False):
         fn(torch.ones(2))
     assert seen == [False, True, False]
+
+
+def test_the_forward_of_a_function() -> None:
+    said = []
+
+    class Says(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            said.append(private.in_function())
+            return x.clone()
+
+    Says.apply(torch.ones(1, requires_grad=True))
+    with torch.no_grad():
+        Says.apply(torch.ones(1))
+        said.append(private.in_function())
+    assert said == [True, True, False] and not private.in_function()
