@@ -81,3 +81,30 @@ def test_a_forward_under_a_transform(way: str, kind: str) -> None:
 
     params = {"blocks": [{"w": W}]}
     assert_trees_close(run_ranks(rank_main, 1)[0], both(lambda x: loss(block, "plain", params, x)), rtol=1e-10)
+
+
+def penalised(call: Callable[..., torch.Tensor], p: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    h = x @ p["v"]
+    for own in p["blocks"]:
+        h = call(own, h)
+    (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return (h + slope).square().mean()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "names"])
+def test_a_penalty_of_a_gradient_outside_of_units(way: str) -> None:
+    wrap = {**WAYS, "names": lambda step: fz.remat(step, save=())}[way]
+    params = {"blocks": [{"w": W}, {"w": X}], "v": W + X}
+
+    def rank_main(rank: int) -> Any:
+        step = wrap(fz.train_step(lambda p, x: penalised(fz.unit(block), p, x), fz.sgd(1.0)))
+        state = step.init(params)
+        step(state, X)  # which proves it
+        return fz.gather(step(state, X)[0].params)
+
+    leaves = [x.clone().requires_grad_() for x in (W, X, W + X)]
+    loss = penalised(block, {"blocks": [{"w": x} for x in leaves[:2]], "v": leaves[2]}, X)
+    new = [x.detach() - g for x, g in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)]
+    want = {"blocks": [{"w": x} for x in new[:2]], "v": new[2]}
+    assert_trees_close(run_ranks(rank_main, 1 if way in ("plain", "remat", "names") else 2)[0], want, rtol=1e-10)
