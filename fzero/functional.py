@@ -352,8 +352,7 @@ class _Copy:
             node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
-            # its params are in place already
-            if unit.carried is None:
+            if unit.carried is None:  # its params are in place already
                 return plain_call(run, node, unit.module, args, kwargs, [*leaves.values()])
             # a run that is given up leaves no buffer changed
             own = functools.partial(unit.carried.alone, run)

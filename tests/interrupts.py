@@ -78,7 +78,6 @@ def thread_state() -> dict[str, object]:
     found["function modes"] = _C._len_torch_function_stack()
     found["dispatch modes"] = _C._len_torch_dispatch_stack()
     found["levels"] = _C._functorch.get_dynamic_layer_stack_depth()
-    found["single level"] = _C._functorch.get_single_level_autograd_function_allowed()
     found["hooks"] = _C._autograd._saved_tensors_hooks_is_enabled()
     found["forward mode"] = torch.autograd.forward_ad._current_level
     found["generator"] = torch.get_rng_state().sum().item() if not found["levels"] else None

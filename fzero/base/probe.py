@@ -28,18 +28,17 @@ NAMES: Mapping[str, str] = {
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set
         _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
-        _is_any_autocast_enabled _is_key_in_tls _len_torch_dispatch_stack _len_torch_function_stack _parse_dispatch_key
-        _stash_obj_in_tls _storage_Use_Count _will_engine_execute_node""",
+        _is_any_autocast_enabled _is_fwd_grad_enabled _is_key_in_tls _len_torch_dispatch_stack _len_torch_function_stack
+        _parse_dispatch_key
+        _stash_obj_in_tls _storage_Use_Count _set_fwd_grad_enabled _will_engine_execute_node""",
     "torch._C._autograd": """
         _get_current_graph_task_keep_graph _get_sequence_nr _pop_saved_tensors_default_hooks
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled
         _top_saved_tensors_default_hooks""",
     "torch._C._functorch": """
-        CGradInterpreterPtr TransformType.Grad TransformType.Jvp _unwrap_for_grad _wrap_for_grad
-        get_dynamic_layer_stack_depth get_interpreter_stack get_single_level_autograd_function_allowed get_unwrapped
-        is_batchedtensor is_functorch_wrapped_tensor maybe_current_level maybe_get_level peek_interpreter_stack
-        pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth push_dynamic_layer_stack
-        set_single_level_autograd_function_allowed""",
+        CGradInterpreterPtr TransformType.Grad TransformType.Jvp get_dynamic_layer_stack_depth get_interpreter_stack
+        get_unwrapped is_batchedtensor is_functorch_wrapped_tensor maybe_current_level maybe_get_level peek_interpreter_stack
+        pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth push_dynamic_layer_stack""",
     "torch._C._distributed_c10d": "_set_thread_isolation_mode",
     "torch._VF": "_make_dual",
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",

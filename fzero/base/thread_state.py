@@ -21,12 +21,11 @@ function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # typ
 def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
     """Notes torch's own state of this thread; what it returns tells whether it has changed, and puts it back."""
     state = _state()
-    modes, grad, depth, single, casts, cached, nesting = state
+    modes, grad, depth, casts, cached, nesting = state
 
     def restore() -> None:
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        _functorch.set_single_level_autograd_function_allowed(single)
         torch.set_grad_enabled(grad)
         private.exchange_function_modes(len(private.function_modes()), modes)
         for kind, enabled, dtype in casts:
@@ -63,7 +62,6 @@ def _state() -> tuple[Any, ...]:
         private.function_modes(),
         torch.is_grad_enabled(),
         int(_functorch.get_dynamic_layer_stack_depth()),
-        _functorch.get_single_level_autograd_function_allowed(),
         [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         torch.is_autocast_cache_enabled(),
         _autocast_nesting(),
