@@ -25,8 +25,8 @@ from fzero.comm import backend, pieces
 from fzero.comm.divergence import recorded_collectives
 from fzero.engine import alike
 from fzero.optim import _leaf_states
-from fzero.state import gather as gathering
 from fzero.state import owners
+from fzero.state import squares as gathering
 from fzero.state.sharded import trees_of
 from fzero.testing import run_ranks, strategies
 
