@@ -172,7 +172,8 @@ class Run(Outcome):
         finally:
             traversal.delivery = None
         if delivery is None:
-            found = {key: g if self.partial else g.to(traversal.uses[key].grad) for key, g in grads.items()}
+            dtypes = {key: None if self.partial else traversal.uses[key].grad for key in grads}
+            found = {key: g.to(dtypes[key] or g.dtype).contiguous() for key, g in grads.items()}
         if not again and not create_graph:
             self.drop()
         return found, self._placed(wanted)
@@ -319,11 +320,12 @@ def _pulled_plainly(
                 outputs, leaves, given, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
             )
     refusals.need_no_strays("step: the function", leaves)
-    grads = [
-        torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g
-        for g, x in zip(found, leaves, strict=True)
-    ]
-    return dict(zip(ends.primals, grads, strict=False)), grads[len(ends.primals) :]
+    grads = {
+        key: torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g  # a delivery takes none
+        for (key, x), g in zip(ends.primals.items(), found, strict=False)
+    }
+    rest = zip(found[len(grads) :], ends.inputs, strict=True)
+    return grads, [torch.zeros_like(x) if g is None else g for g, x in rest]
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:

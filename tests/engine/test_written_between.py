@@ -133,3 +133,21 @@ def test_inputs_of_inference_mode(act: Any, argnums: tuple[int, ...]) -> None:
     torch.testing.assert_close(grad, want[0])
     if argnums:
         torch.testing.assert_close(cotangent, want[1])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("act", [lambda step: step, fz.remat, fz.shard_zero3])
+def test_what_a_pullback_returns_of_what_is_not_used_may_be_written_to(act: Any, create_graph: bool) -> None:
+    def rank_main(rank: int) -> None:
+        unit = fz.unit(lambda p, x: (x @ p["w"]).tanh())
+        step = act(fz.train_step(lambda p, x, y: unit(p["blocks"][0], x).square().sum(), fz.sgd(1.0)))
+        state = step.init({"blocks": [{"w": W}], "unused": W})
+        out, pull = step.vjp(state, X, X.clone())
+        grads, cotangents = pull(torch.ones_like(out), create_graph=create_graph)
+        with torch.no_grad():
+            assert torch.equal(cotangents[1].add_(1), torch.ones_like(X))
+            for buffer in grads.buffers.values():
+                buffer.add_(1)
+            assert torch.equal(fz.gather(grads)["unused"], torch.ones_like(W))
+
+    run_ranks(rank_main, 1)
