@@ -1,4 +1,4 @@
-"""How long one node of the outer derivative takes, forward and back, by torch's own `apply` and by `direct`.
+"""How long one node of a step's graph takes, forward and back, by torch's own `apply` and by `direct`.
 
     OMP_NUM_THREADS=1 python benchmarks/node.py
 
@@ -39,10 +39,9 @@ def seconds(applied: Callable[..., Tensors]) -> float:
             (x,) = applied(AddOne(lambda y: (y + 1,), None, "cpu"), [0], x)
         return x
 
-    begun = time.process_time()
-    with torch.no_grad():
-        out, pullback = torch.func.vjp(chain, torch.ones(8))  # type: ignore[misc]
-        pullback(torch.ones_like(out))
+    begun, x = time.process_time(), torch.ones(8, requires_grad=True)
+    out = chain(x)
+    torch.autograd.grad(out, x, torch.ones_like(out))
     return (time.process_time() - begun) / NODES
 
 
