@@ -313,6 +313,7 @@ def gradients(
     leaves: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
     retain_graph: bool,
+    create_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """torch.autograd.grad over those outputs that depend on anything; None for an unused leaf."""
     outs, given = [], []
@@ -322,7 +323,7 @@ def gradients(
             given.append(c.to(o.dtype))
     if not outs or not leaves:
         return [None] * len(leaves)
-    return run_backward(outs, leaves, given, retain_graph)
+    return run_backward(outs, leaves, given, retain_graph, create_graph)
 
 
 def refuse_foreign_leaves(

@@ -43,13 +43,14 @@ def run_backward(
     inputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
     retain_graph: bool,
+    create_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """`torch.autograd.grad` without its look at what it is given; None for an input that nothing depends on."""
     found: Sequence[torch.Tensor | None] = _run_backward(
         tuple(outputs),
         tuple(cotangents),
         retain_graph,
-        False,
+        create_graph,
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=False,

@@ -14,7 +14,7 @@ import torch
 from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
 from fzero.base.hooks import without_compiled_autograd
-from fzero.base.node import edges_to
+from fzero.base.node import edges_to, gradients
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
@@ -310,15 +310,9 @@ def _pulled_plainly(
     ends: Ends, cotangents: Sequence[torch.Tensor], retain_graph: bool, create_graph: bool
 ) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor]]:
     """The cotangents of the primals and of the inputs."""
-    pairs = [(o, c.to(o.dtype)) for o, c in zip(ends.outputs, cotangents, strict=True) if o.requires_grad]
     leaves = [*ends.primals.values(), *ends.inputs]
-    found: Sequence[torch.Tensor | None] = [None] * len(leaves)
-    if pairs and leaves:
-        outputs, given = zip(*pairs, strict=True)
-        with without_compiled_autograd():
-            found = torch.autograd.grad(
-                outputs, leaves, given, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-            )
+    with without_compiled_autograd():
+        found = gradients(ends.outputs, leaves, cotangents, retain_graph, create_graph)
     refusals.need_no_strays("step: the function", leaves)
     grads = {
         key: torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g  # a delivery takes none

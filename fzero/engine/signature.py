@@ -43,7 +43,6 @@ class Signature:
         proven: whether a run under it was proven to be pure.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
-        users: whether backwards of users' own are called in its pullback.
         whole: whether its operations do not say all that it computes: nothing of it is kept by name.
         kept: neither do they, and it sends messages: all of it is kept.
     """

@@ -112,7 +112,7 @@ def pull(
     if not outputs or not (asked or weights):
         return [None] * len(asked), set()
     added: set[int] = set()
-    own = Pass(dict.fromkeys(o.grad_fn for o in outputs if o.grad_fn is not None))
+    own = Pass(dict.fromkeys(o.grad_fn for o in outputs if o.grad_fn is not None) if weights else ())
     handles = own.handles
 
     def before(grads: Grads, weight: Weight) -> None:

@@ -51,7 +51,7 @@ class LeafSquares(Mapping[int, torch.Tensor]):
 
 def square(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each, in float64: [pieces]."""
-    if any(piece.requires_grad or private.is_wrapped(piece) for piece in pieces) or private.transforms():
+    if private.transforms() or any(piece.requires_grad for piece in pieces):
         return torch.stack([piece.to(torch.float64).square().sum() for piece in pieces])
     return norms_of(pieces).square()
 
