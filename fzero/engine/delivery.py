@@ -4,9 +4,8 @@ Autograd adds what it is given as soon as it is given it. A reduction that is st
 graph: a unit hands its cotangent to the `Delivery` of the running pullback, which adds up what has arrived, and returns
 nothing. Through the graph goes only what is there already: the cotangents of units that are differentiated twice.
 
-A gate (`fzero.engine.traversal`) lies between a group's stored buffer and all of its uses in one run. Autograd calls
-its backward when all of them have been pulled back, however often, and by whatever derivative: so it is known when a
-sum is complete.
+The forward has counted the uses of each group. A sum is complete when as many have been pulled back; a group of which
+some use is not, as nothing that is differentiated depends on it, is handed on at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fzero.base import pages, private
+from fzero.base import pages
 from fzero.engine.schedule import Schedule
 from fzero.table.layout import Key, Layout
 
@@ -27,7 +26,6 @@ class Delivery:
     added in the order in which the pullback comes by them, which is the same on every rank.
 
     Args:
-        nodes: group -> its gate's node of the graph, as long as that lives.
         receive: `receive(key, shard)`, called once for every group that is differentiated, in `grad` dtype.
         unreduced: full cotangents of earlier microbatches, to be added before the reduction.
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
@@ -41,24 +39,19 @@ class Delivery:
         self,
         schedule: Schedule,
         layout: Layout,
-        nodes: Mapping[Key, Callable[[], object]],
         receive: Callable[[Key, torch.Tensor], object],
         unreduced: Mapping[Key, torch.Tensor] | None = None,
         partial: bool = False,
     ) -> None:
-        self.schedule, self.layout, self.nodes = schedule, layout, nodes
+        self.schedule, self.layout = schedule, layout
         self.receive, self.partial = receive, partial
         self.unreduced = dict(unreduced or {})
         self.into: Mapping[Key, torch.Tensor] = {}
         self.used: set[int] | None = None
         self._sums: dict[Key, torch.Tensor] = {}
         self._under_way: set[Key] = set()
-        self._closed: set[Key] = set()
+        self._left = dict(schedule.used)  # how many uses have not been pulled back
         self._delivered: set[Key] = set()
-
-    def wants(self, key: Key) -> bool:
-        """Tells whether the pass of autograd that is running asks for a group: one inside the function may not."""
-        return key not in self.nodes or private.will_run(self.nodes[key]())
 
     def note(self, key: Key, leaves: Sequence[object] | None = None) -> None:
         """Notes which leaves of a group have a cotangent; all of them if nobody knows."""
@@ -70,6 +63,8 @@ class Delivery:
         """Adds all there is for a group to the sum of earlier microbatches, where that gives the same bits."""
         total, use = self.into.get(key), self.schedule.uses[key]
         if total is None or key in self.unreduced or use.axis.ranks > 1 or total.dtype != use.reduce:
+            return False
+        if self.schedule.used[key] != 1:  # all of it is to be rounded once
             return False
         if any(leaf is not None and not leaf.dtype == use.wire == total.dtype for leaf in leaves):
             return False  # they would be rounded, or copied on their way
@@ -83,12 +78,13 @@ class Delivery:
             earlier = self.unreduced.pop(key)  # a second pullback will want it again
             full = full.add_(earlier) if full.dtype == earlier.dtype else earlier + full
         self._under_way.add(key)
+        self._left[key] -= 1
         self.schedule.reduce(key, full, lambda shard: self._arrived(key, shard))
 
     def _arrived(self, key: Key, shard: torch.Tensor) -> None:
         self._under_way.discard(key)
         self._add_up(key, shard)
-        if key in self._closed:
+        if not self._left[key]:
             self._deliver(key)
 
     def _add_up(self, key: Key, shard: torch.Tensor) -> None:
@@ -97,23 +93,6 @@ class Delivery:
         else:
             total, dtype = self._sums[key], self.schedule.uses[key].reduce
             self._sums[key] = (total if total.dtype == dtype else total.to(dtype)).add_(shard)
-
-    def close(self, key: Key, cotangent: torch.Tensor | None) -> torch.Tensor:
-        """All uses of a group have been pulled back; `cotangent` is what came through the graph."""
-        if cotangent is not None:
-            self._add_up(key, cotangent.clone())  # autograd may hold on to it
-            if self.used is not None:
-                self.note(key)
-        self._closed.add(key)
-        if key not in self._under_way and key not in self._delivered:
-            self._deliver(key)
-        use = self.schedule.uses[key]
-        return torch.zeros((), dtype=use.reduce, device=use.device)
-
-    def end(self, key: Key) -> None:
-        """The same for a group whose gate no pass of autograd came by, as nothing came through the graph."""
-        if key not in self._closed:
-            self.close(key, None)
 
     def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]
@@ -127,10 +106,20 @@ class Delivery:
         self._delivered.add(key)
         self.receive(key, total.to(dtype))
 
-    def finish(self) -> None:
-        """Delivers what is left: the last reduction in flight, and groups that were not used."""
+    def finish(self, graph: Mapping[Key, torch.Tensor | None]) -> None:
+        """Delivers what is left: the last reduction in flight, and groups of which not every use was pulled back.
+
+        Args:
+            graph: what came through the graph, of uses that other derivatives go through.
+        """
         self.schedule.finish_reductions()
         assert not self._under_way
+        for key, cotangent in graph.items():
+            if cotangent is not None:
+                assert key not in self._delivered
+                self._add_up(key, cotangent.clone())  # autograd may hold on to it
+                if self.used is not None:
+                    self.note(key)
         for key in self.layout.trainable:
             if key not in self._delivered:
                 self._deliver(key)

@@ -40,6 +40,7 @@ class Pending:
         self.traversal, self.delivery, self.found, self.retain_graph = traversal, delivery, found, retain_graph
         self._keys, self._primals = list(ends.primals), list(ends.primals.values())
         self._parts: list[Part] = []
+        self._graph: dict[Key, torch.Tensor | None] = {}
         self._late = Late()
 
     def inputs(self, ends: Ends, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,7 +56,8 @@ class Pending:
         traversal.late = self._late if split.native else None
         try:
             with without_compiled_autograd(), private.outside_inference():
-                found, _, self._parts = split.pull(cotangents, self.retain_graph)
+                found, early, self._parts = split.pull(cotangents, self.retain_graph)
+            self._graph.update((self._keys[i], grad) for i, grad in early.items())
         finally:
             traversal.late = None
         out = [
@@ -74,7 +76,7 @@ class Pending:
     def params(self) -> None:
         """The second half: delivers the cotangents of the params."""
         self._deliver()
-        self.delivery.finish()
+        self.delivery.finish(self._graph)
 
     def _deliver(self) -> None:
         """Delivers what waits."""
@@ -85,7 +87,6 @@ class Pending:
                     later = self._late.units.pop(number, None)
                     if later is not None:
                         later.pull(self.traversal.collect)
-                part.pull([self._primals[i] for i in part.params], self.retain_graph)
-                for i in part.params:
-                    self.delivery.end(self._keys[i])
+                pulled = part.pull([self._primals[i] for i in part.params], self.retain_graph)
+                self._graph.update((self._keys[i], grad) for i, grad in zip(part.params, pulled, strict=True))
         assert not self._late.units

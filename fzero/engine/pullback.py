@@ -12,7 +12,7 @@ import torch
 from fzero.base import private
 from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during
-from fzero.base.node import Tensors, gradients
+from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.called import CalledOp
@@ -63,6 +63,10 @@ class PulledOp(CalledOp):
 
     def restored(self, saved: Tensors) -> Tensors:
         return self._inputs.restored(saved) if self._inputs is not None else saved
+
+    def derived(self, fn: Callable[..., Tensors]) -> Op:
+        self.traversal.schedule.note_use(self.keys)
+        return super().derived(fn)
 
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]

@@ -163,7 +163,7 @@ class Run(Outcome):
                     create_graph=create_graph or follows,
                 )
                 if delivery is not None:
-                    delivery.finish()
+                    delivery.finish(grads)
         except BaseException:
             private.forget_failed_backward()
             if not again and not create_graph:
@@ -172,8 +172,11 @@ class Run(Outcome):
         finally:
             traversal.delivery = None
         if delivery is None:
-            dtypes = {key: None if self.partial else traversal.uses[key].grad for key in grads}
-            found = {key: g.to(dtypes[key] or g.dtype).contiguous() for key, g in grads.items()}
+            for key, grad in grads.items():
+                use, group = traversal.uses[key], traversal.layout.groups[key]
+                if grad is None:
+                    grad = torch.zeros(group.numel // use.axis.size, dtype=use.reduce, device=use.device)
+                found[key] = grad.to(grad.dtype if self.partial else use.grad).contiguous()
         if not again and not create_graph:
             self.drop()
         return found, self._placed(wanted)
@@ -209,8 +212,8 @@ class Run(Outcome):
         """Adds the leaves of all groups that its outputs lead to, before a pullback."""
         assert self.traversal is not None and self._ends is not None
         nodes = {node for node, _ in edges_to(self._ends.outputs)}
-        for key, node in self.traversal.nodes.items():
-            if node() in nodes:
+        for key, token in self.traversal.tokens.items():
+            if token.grad_fn in nodes:
                 used.update(slot.leaf for slot in self.traversal.layout.groups[key].slots)
 
     def is_used_up(self) -> bool:
@@ -230,7 +233,7 @@ class Run(Outcome):
             found[key] = settle(params, key, "grads", shard)
 
         receive = receive or keep
-        own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
+        own = (traversal.schedule, traversal.layout, receive, self.unreduced, self.partial)
         return Delivery(*own)
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
@@ -308,16 +311,13 @@ class Run(Outcome):
 
 def _pulled_plainly(
     ends: Ends, cotangents: Sequence[torch.Tensor], retain_graph: bool, create_graph: bool
-) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor]]:
-    """The cotangents of the primals and of the inputs."""
+) -> tuple[dict[Key, torch.Tensor | None], list[torch.Tensor]]:
+    """The cotangents of the primals, None where there are none in the graph, and of the inputs."""
     leaves = [*ends.primals.values(), *ends.inputs]
     with without_compiled_autograd():
         found = gradients(ends.outputs, leaves, cotangents, retain_graph, create_graph)
     refusals.need_no_strays("step: the function", leaves)
-    grads = {
-        key: torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x) if g is None else g  # a delivery takes none
-        for (key, x), g in zip(ends.primals.items(), found, strict=False)
-    }
+    grads = dict(zip(ends.primals, found, strict=False))
     rest = zip(found[len(grads) :], ends.inputs, strict=True)
     return grads, [torch.zeros_like(x) if g is None else g for g, x in rest]
 

@@ -75,6 +75,7 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
+        used: how often each group has been.
         frees: whether a unit that runs again waits for the reductions in flight first, whose buffers are free then.
     """
 
@@ -85,6 +86,7 @@ class Schedule:
         self.keeps, self.ran_before, self.frees = True, False, False
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
+        self.used = dict.fromkeys(uses, 0)
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self.record = Record()
@@ -109,10 +111,16 @@ class Schedule:
     def called(self, keys: Keys) -> int:
         """Notes a call; its number."""
         count = len(self._called)
+        self.note_use(keys)
         self._on_track = self._on_track and count < len(self._expected) and self._expected[count] == keys
         self._called.append(keys)
         self._calls.append(_gone)
         return count
+
+    def note_use(self, keys: Sequence[Key]) -> None:
+        """Notes a use of groups; or a derivative of one, which comes through the graph and so at an unknown time."""
+        for key in keys:
+            self.used[key] += 1
 
     def runs(self, op: Running) -> None:
         """Notes what runs a call."""

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -83,8 +82,6 @@ class Traversal:
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
         self.late: Late | None = None  # in the first half of one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
-        # group -> its gate's node of the graph, which leads here
-        self.nodes: dict[Key, Callable[[], object]] = {}
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function, and
@@ -108,9 +105,10 @@ class Traversal:
         out: dict[int, torch.Tensor] = {}
         for key, primal in primals.items():
             group = self.layout.groups[key]
-            differentiated = private.is_differentiated(primal)
+            if private.is_differentiated(primal):  # or a leaf of a graph, of which no pass says whether it wants it
+                primal = primal.view_as(primal)
+            self.tokens[key] = primal
             if group.unit in self.table.acting:
-                self.tokens[key] = primal = _gate(self, key, primal) if differentiated else primal
                 rows, dtype = self.layout.rows, self.uses[key].compute
                 for slot in group.slots:
                     out[slot.leaf] = Handle(self, key, slot.leaf, rows[slot.leaf], dtype, primal, slot.shape)
@@ -118,15 +116,11 @@ class Traversal:
                 if self.uses[key].followed:  # by torch's own operations, which cost least under several levels
                     views = tuple(group.views(self.uses[key].apply(primal)).values())
                 else:
-                    views = _full(self, key, True, primal)
-                primal = views[0]
+                    self.schedule.note_use((key,))
+                    views = _full(self, key, primal)
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
-            if (
-                differentiated and primal.grad_fn is not None and not self.uses[key].followed
-            ):  # without one there will be no pullback
-                self.nodes[key] = weakref.ref(primal.grad_fn)
         return [out[index] for index in range(len(self.layout.rows))]
 
     def depth(self) -> int:
@@ -144,20 +138,18 @@ class Traversal:
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
-        return self.delivery is None or self.delivery.wants(key)
+        node = self.tokens[key].grad_fn
+        return self.delivery is None or node is None or private.will_run(node)
 
-    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None], alone: bool = False) -> torch.Tensor | None:
+    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
 
         Where cotangents are delivered None, otherwise what has arrived.
-
-        Args:
-            alone: whether it is all that there will be for the group.
         """
         if self.delivery is not None and self.delivery.used is not None:
             self.delivery.note(key, cotangents)
         own = [None] * len(cotangents) if self.mask.masked else cotangents
-        if alone and self.delivery is not None and self.delivery.add_into(key, own):
+        if self.delivery is not None and self.delivery.add_into(key, own):
             return None
         full = self.schedule.buffer(key, self.layout.groups[key].numel)
         self.layout.groups[key].join_into(full, own)
@@ -243,90 +235,48 @@ def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool, bool]:
     return traversal.tensor, traversal.table.sequence, bool(traversal.table.compiled)
 
 
-class _Gate(torch.autograd.Function):
-    """`apply(traversal, key, buffer)`: the identity, between a unit's stored buffer and all of its uses."""
-
-    @staticmethod
-    def forward(traversal: Traversal, key: Key, buffer: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return buffer.detach()
-
-    @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, torch.Tensor], _: object) -> None:
-        traversal, ctx.key, buffer = inputs
-        ctx.traversal = weakref.ref(traversal)  # whose tokens lead here
-        ctx.size = buffer.shape
-        private.pull_back_early(ctx)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: private.Context, cotangent: torch.Tensor | None) -> object:  # type: ignore[override]
-        return None, None, _closed(ctx, ctx.traversal(), cotangent) if first_order() else cotangent
-
-    @staticmethod
-    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def vmap(_: object, in_dims: Sequence[int], traversal: Traversal, key: Key, buffer: torch.Tensor) -> object:  # type: ignore[override]
-        return buffer.view_as(buffer), in_dims[2]
-
-
-def _closed(ctx: private.Context, traversal: Traversal | None, cotangent: torch.Tensor | None) -> torch.Tensor | None:
-    """A group's cotangent, or zeros where its sum is delivered elsewhere, which is complete now."""
-    delivery = traversal and traversal.delivery
-    return cotangent if delivery is None else delivery.close(ctx.key, cotangent).expand(ctx.size)
-
-
 class _Full(torch.autograd.Function):
-    """`apply(traversal, key, is_gate, buffer)`: a group's stored buffer -> its leaves in full, outside of units.
-
-    Those of a group that no unit takes are all that its gate is there for, and so this is the gate.
-    """
+    """`apply(traversal, key, buffer)`: a group's stored buffer -> its leaves in full, outside of units."""
 
     @staticmethod
-    def forward(traversal: Traversal, key: Key, is_gate: bool, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
+    def forward(traversal: Traversal, key: Key, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
         return tuple(traversal.layout.groups[key].cut(traversal.schedule.take(key)[0]).values())
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, bool, torch.Tensor], _: object) -> None:
-        ctx.traversal, ctx.key, ctx.is_gate, buffer = inputs
-        ctx.size = buffer.shape
-        if ctx.is_gate:  # made before the function runs, it would come last, with every unit's cotangents waiting
-            private.pull_back_early(ctx)
+    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, torch.Tensor], _: object) -> None:
+        ctx.traversal, ctx.key, _ = inputs
+        private.pull_back_early(ctx)  # made before the function runs, it would come last, with cotangents waiting
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        traversal, use = ctx.traversal, ctx.traversal.uses[ctx.key]
-        shard = None
-        if not first_order():
-            full = traversal.layout.groups[ctx.key].joined(cotangents, use.compute, use.device)
-            shard = use.collect(full)
-        elif ctx.is_gate or traversal.wants(ctx.key):
-            shard = traversal.collect(ctx.key, cotangents, alone=ctx.is_gate)
-            shard = _closed(ctx, traversal, shard) if ctx.is_gate else shard
-        return None, None, None, shard
+        traversal, key = ctx.traversal, ctx.key
+        if first_order():
+            return None, None, traversal.collect(key, cotangents) if traversal.wants(key) else None
+        traversal.schedule.note_use((key,))
+        use = traversal.uses[key]
+        return None, None, use.collect(traversal.layout.groups[key].joined(cotangents, use.compute, use.device))
 
     @staticmethod
-    def jvp(ctx: private.Context, _: object, __: object, ___: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+    def jvp(ctx: private.Context, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
         full = ctx.traversal.uses[ctx.key].spread(tangent)
         return tuple(ctx.traversal.layout.groups[ctx.key].views(full).values())
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, is_gate: bool, buffer: torch.Tensor
+        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, buffer: torch.Tensor
     ) -> tuple[Tensors, object]:
-        full = traversal.uses[key].spread(buffer.movedim(in_dims[3], -1).contiguous())
+        full = traversal.uses[key].spread(buffer.movedim(in_dims[2], -1).contiguous())
         out = tuple(torch.func.vmap(traversal.layout.groups[key].views)(full.t()).values())
         return out, (0,) * len(out)
 
 
-_gate, _full = direct(_Gate), direct(_Full)
+_full = direct(_Full)
 
 
 def read(handle: Handle) -> torch.Tensor:
     """A unit's leaf in full, outside that unit, differentiable; for this use alone its group is gathered."""
     traversal, key = handle.owner, handle.key
     traversal.schedule.called((key,))
-    views, slots = _full(traversal, key, False, handle.primal), traversal.layout.groups[key].slots
+    views, slots = _full(traversal, key, handle.primal), traversal.layout.groups[key].slots
     return next(x for x, slot in zip(views, slots, strict=True) if slot.leaf == handle.index).clone()

@@ -43,15 +43,17 @@ def test_three_uses_and_none(shard: Any) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_the_end_of_a_group_is_delivered_once_and_at_once() -> None:
+def test_a_group_is_delivered_once_and_with_its_last_use() -> None:
     delivered: list[Key] = []
     loss, params = scenarios.stack()
     step = fz.train_step(loss, fz.sgd(0.1))
     traversal, _, _ = traversal_of(step, step.init(params), (0,))
-    first, *_ = traversal.layout.trainable
-    delivery = Delivery(traversal.schedule, traversal.layout, {}, lambda key, _: delivered.append(key))
-    for _ in range(2):
-        delivery.end(first)
-        assert delivered == [first]
-    delivery.finish()
+    schedule, (first, *rest) = traversal.schedule, traversal.layout.trainable
+    for keys in ((first,), (first, *rest)):
+        schedule.called(keys)
+    delivery = Delivery(schedule, traversal.layout, lambda key, _: delivered.append(key))
+    for count in range(2):
+        delivery.add(first, schedule.buffer(first, traversal.layout.groups[first].numel).zero_())
+        assert delivered == [first] * count
+    delivery.finish({})
     assert sorted(delivered) == sorted(traversal.layout.trainable)
