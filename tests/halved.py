@@ -172,6 +172,18 @@ def inner_derivative(p: Any, x: torch.Tensor) -> Any:
     return unit(p["blocks"][1], torch.func.grad(energy)(x) + x)
 
 
+def smooth(p: Any, x: torch.Tensor) -> Any:
+    """A penalty of a gradient through the units that the loss goes through, too."""
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]) @ q["v"])
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = unit(q, x)
+        return (x @ p["w"]).square().sum()
+
+    return scores(x) + 0.1 * torch.func.grad(scores)(x).square().sum()
+
+
 def not_used(p: Any, x: torch.Tensor) -> Any:
     """Units without inputs that are differentiated, outputs that nothing uses."""
     unit = fz.unit(lambda q, x: (x @ q["w"], x * q["b"], q["g"] * 2))
@@ -203,7 +215,7 @@ FUNCTIONS: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(head_tied, recurrent, unrolled, adapted, convolved, normed, with_functions, checkpointed, inner_derivative),
-        *(not_used, in_place, attended, sandwiched, of_two_dtypes, squared),
+        *(smooth, not_used, in_place, attended, sandwiched, of_two_dtypes, squared),
     )
 }
 

@@ -199,7 +199,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:
         ctx.op = inputs[0]
-        ctx.op.node = weakref.ref(private.node_of(ctx))
+        if ctx.op.node is None:  # of several levels the lowest, which comes first
+            ctx.op.node = weakref.ref(private.node_of(ctx))
         ctx.count = len(inputs) - 2
         if stand_ins := ctx.op.stand_ins:  # of an op that one level differentiates backward
             ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(inputs[2:])])

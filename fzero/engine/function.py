@@ -300,6 +300,9 @@ def call_function(
                 "with a copy (w = w.clone()), or use operations that are not in place."
             )
     # what is the state's own memory is copied, as the caller may write to what is given out
-    return pytree.map_leaves(
-        lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in storages else x, out
-    )
+    def apart(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in storages else x
+
+    for found in traversal.collected.values():
+        found[:] = map(apart, found)
+    return pytree.map_leaves(apart, out)

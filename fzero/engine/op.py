@@ -290,7 +290,7 @@ class UnitOp(PulledOp):
         signature.reruns = trial.look.reruns or look.reruns
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
-        if self.recompute:
+        if self.recompute and signature.level == 0:  # a level has operations of its own
             self._first = look.operations, [*look.captured.values()], sums_of(out)
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out

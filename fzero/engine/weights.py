@@ -56,6 +56,14 @@ def weights_of(
     uses, leaves = _uses(outputs)
     if not leaves.keys() <= {id(x) for x in (*params, *inputs)}:
         return []  # autograd comes to no node that leads to others' leaves alone
+    own = {id(param) for param in large.values()}
+    todo = [node for x, node in leaves.items() if x not in own]
+    runs = dict.fromkeys(todo)  # autograd runs a node only on its way to what is asked for
+    for node in todo:  # which grows
+        for use in uses[node]:
+            if use is not None and use[0] not in runs:
+                runs[use[0]] = None
+                todo.append(use[0])
     out: list[Weight] = []
     for number, param in large.items():
         if id(param) not in leaves or param._backward_hooks:
@@ -67,8 +75,8 @@ def weights_of(
             if name != _T and (name != _CAST or cast):  # of two casts each would round
                 with contextlib.suppress(ValueError):
                     product = ProductOf(node, place)
-                    if not is_hooked(node):
-                        ends = all(k == place or other is None for k, (other, _) in enumerate(node.next_functions))
+                    ends = all(k == place or other is None for k, (other, _) in enumerate(node.next_functions))
+                    if not is_hooked(node) and (ends or node in runs):
                         out.append(Weight(number, node, ends, transposed, param.dtype, product))
                 break
             transposed, cast, of = transposed is not (name == _T), cast or name == _CAST, uses[node]

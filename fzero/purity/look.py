@@ -145,6 +145,13 @@ class Look:
         for x in flatten(tree)[0]:
             if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
                 self._own.setdefault(memory_of(private.unwrapped(x)), True)
+                while private.is_wrapper(x):
+                    if not private.is_mapped(x):
+                        with beside(), private.below_transforms(private.level_of(x)):
+                            tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
+                        if tangent is not None:
+                            self._own.setdefault(memory_of(private.unwrapped(tangent)), True)
+                    x = private.inner(x)
 
     # ---- what the modes tell
 

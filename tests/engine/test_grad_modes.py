@@ -108,3 +108,40 @@ def test_a_penalty_of_a_gradient_outside_of_units(way: str) -> None:
     new = [x.detach() - g for x, g in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)]
     want = {"blocks": [{"w": x} for x in new[:2]], "v": new[2]}
     assert_trees_close(run_ranks(rank_main, 1 if way in ("plain", "remat", "names") else 2)[0], want, rtol=1e-10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_units_output_is_written_to_under_jvp(way: str) -> None:
+    def written(call: Callable[..., torch.Tensor], p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = call(p["blocks"][0], x)
+        y[:, 1] = 0
+        return y.mul_(2).square().sum()
+
+    params = {"blocks": [{"w": W}]}
+    want = torch.func.jvp(lambda x: written(block, params, x), (X,), (W,))
+
+    def rank_main(rank: int) -> Any:
+        step = WAYS[way](fz.train_step(lambda p, x: written(fz.unit(block), p, x), fz.sgd(1.0)))
+        state = step.init(params)
+        return [torch.func.jvp(lambda x: step.forward(state, x), (X,), (W,)) for _ in range(2)]
+
+    for found in run_ranks(rank_main, 2 if "ZeRO" in way else 1)[0]:
+        assert_trees_close(found, want, rtol=1e-10)
+
+
+def test_a_recomputed_unit_that_writes_in_place_is_differentiated_twice_at_once() -> None:
+    @fz.unit
+    def unit(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * p["w"]
+        y *= p["w"]
+        return y.sin()
+
+    step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(1.0)))
+    x = X.clone().requires_grad_()
+    out, pullback = step.vjp(step.init({"blocks": [{"w": W}]}), x)
+    _, (found,) = pullback(torch.ones_like(out), create_graph=True)
+    (want,) = torch.autograd.grad((x * W * W).sin().sum(), x, create_graph=True)
+    for g in (found, want):
+        assert g.requires_grad
+    second = [torch.autograd.grad(g.square().sum(), x)[0] for g in (found, want)]
+    assert_trees_close(second[0], second[1], rtol=1e-10)

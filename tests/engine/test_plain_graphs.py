@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fzero as fz
+from fzero.engine import weights
 from fzero.engine.leaves import Leaves
 from fzero.engine.passes import Passes
-from fzero.testing import assert_trees_equal
+from fzero.testing import assert_trees_close, assert_trees_equal
 
 F64 = torch.float64
 Params = dict[str, torch.Tensor]
@@ -168,3 +171,36 @@ def test_products_that_other_threads_have_computed(count: int) -> None:
 
     params, x = {"w": drawn(5, 5), "u": drawn(5, 5, seed=1)}, drawn(8, 5, seed=3)
     torch.testing.assert_close(grads_of(fn, params, x, count), torch_grads_of(fn, params, x, count))
+
+
+@st.composite
+def weights_of_weights(draw: st.DrawFn) -> Callable[[Params], torch.Tensor]:
+    """A square weight that is computed of some of four."""
+
+    def tree(depth: int) -> Callable[[Params], torch.Tensor]:
+        kind = draw(st.sampled_from(["w", "w", "t", "product", "product", "sum"] if depth else ["w"]))
+        if kind == "w":
+            name = draw(st.sampled_from("abcd"))
+            return lambda p: p[name]
+        if kind == "t":
+            one = tree(depth - 1)
+            return lambda p: one(p).t()
+        left, right = tree(depth - 1), tree(depth - 1)
+        return (lambda p: left(p) @ right(p)) if kind == "product" else (lambda p: left(p) + right(p))
+
+    return tree(3)
+
+
+@given(made=weights_of_weights(), count=st.integers(1, 2), biased=st.booleans())
+def test_products_of_weights(made: Callable[[Params], torch.Tensor], count: int, biased: bool) -> None:
+    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ made(p) + (p["e"] if biased else 0)) ** 2).mean()
+
+    params = {**{name: drawn(4, 4, seed=i) for i, name in enumerate("abcd")}, "e": drawn(4, seed=5)}
+    x, least = drawn(4, 4, seed=6), weights.LEAST
+    weights.LEAST = 1
+    try:
+        got = grads_of(fn, params, x, count)
+    finally:
+        weights.LEAST = least
+    assert_trees_close(got, torch_grads_of(fn, params, x, count), rtol=1e-10, atol=1e-12)

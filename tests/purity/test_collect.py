@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.testing import assert_trees_close, run_ranks
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 F64 = torch.float64
 X = torch.linspace(-1.0, 1.0, 24, dtype=F64).view(6, 4)
@@ -122,3 +122,14 @@ def test_what_begins_to_be_collected_later_is_refused() -> None:
     switch["on"] = True
     with pytest.raises(ValueError, match=r"'blocks.0' collects 'h', which it did not do in its first run"):
         step(state, X)
+
+
+def test_what_is_collected_of_a_param_is_a_copy() -> None:
+    unit = fz.unit(lambda p, x: fz.collect(x @ p["w"], "h") + fz.collect(p["w"], "w").sum())
+    step = fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1))
+    state = step.init(params())
+    before = fz.gather(state.params)
+    _, metrics = step(state, X)
+    for x in metrics["collected"]["w"]:
+        x.zero_()
+    assert_trees_equal(fz.gather(state.params), before)
