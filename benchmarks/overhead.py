@@ -10,7 +10,7 @@ One rank, float32, SGD, so that the update weighs little. Three comparisons, all
 - FSDP2 on a world of one beside the plain module: what each of its units adds.
 
 It also prints how many Python frames a steady unit's call and pullback enter, and in how many files, and how many a
-step of ZeRO-3 enters more for one more unit: its gate, its gradient's norm and its update too.
+step of ZeRO-3 enters more for one more unit: its handles, its gradient's norm and its update too.
 """
 
 from __future__ import annotations
