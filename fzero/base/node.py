@@ -49,6 +49,7 @@ class Op:
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
+    node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
@@ -56,7 +57,6 @@ class Op:
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
         self.averaged = averaged.get()
-        self.node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

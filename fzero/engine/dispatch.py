@@ -21,7 +21,7 @@ from fzero.engine.called import need_made_again, need_read_again, need_same_argu
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
 from fzero.engine.recorded import Whole
-from fzero.engine.signature import KEPT, Signature, level_here, unit_of
+from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
 from fzero.purity.look import Look, beside, looking
@@ -80,11 +80,11 @@ def _as_node(
     compilable: Callable[..., object] | None,
     around: Around | None,
 ) -> object:
-    schedule, level, look = traversal.schedule, level_here(), looking.get()
+    schedule, transformed, look = traversal.schedule, private.transforms(), looking.get()
     known: list[Signature] = schedule.signatures()  # type: ignore[assignment]
     signature = None
     for each in known:
-        if each.fits(traversal, fn, flat, spec, level):
+        if each.fits(traversal, fn, flat, spec, transformed):
             signature = each
             break
     first = signature is None or is_strict() or private.dispatch_modes()
@@ -93,7 +93,7 @@ def _as_node(
             raise noted(TypeError(CHECKPOINTED))
         flat, spec = flatten_first((args, kwargs))
         need_read_again(flat)
-        signature = Signature(traversal, fn, flat, spec, level, bool(changing((args, kwargs))))
+        signature = Signature(traversal, fn, flat, spec, transformed, bool(changing((args, kwargs))))
         need_made_again(signature.unit, fn, spec, flat)
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -27,7 +26,6 @@ from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.compiled import compiled
-from fzero.engine.outlets import Leaving
 from fzero.engine.pullback import Pull, PulledOp
 from fzero.engine.recorded import Recorded, Whole
 from fzero.engine.signature import Signature
@@ -40,7 +38,6 @@ from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
 from fzero.purity.trial import Trial, repeated, sums_of
 from fzero.stores.put import DEVICE
-from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
 
@@ -58,6 +55,9 @@ class UnitOp(PulledOp):
         number: of the call in its run.
     """
 
+    # what the first run showed, if it was the first under its signature, until it has run again
+    _first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
+
     def __init__(
         self,
         traversal: Traversal,
@@ -73,7 +73,6 @@ class UnitOp(PulledOp):
         self.seed, self.device, self.averaged = seed, traversal.device, averaged.get()
         self.autocast = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
         self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
-        self.node: weakref.ref[torch.autograd.graph.Node] | None = None
         self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
         self._eager = eager
         self.keys, self.unit, self.joint = list(signature.keys), signature.unit, signature.joint
@@ -90,19 +89,9 @@ class UnitOp(PulledOp):
         self._names_some = signature.named and self._names is not NO_NAMES
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
-        self._pull: Pull | None = None
-        self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
-        self._saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
-        self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
-        self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
-        self.used = False
-        self.wanted, self.real = signature.wanted, list[int]()
-        self._leaving: Leaving | None = None  # of its first run
-        # what that showed, if it was the first under its signature, until it has run again
-        self._first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
-        surrounds = signature.surrounded and (self.recompute or signature.level is None)
+        self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
+        surrounds = signature.surrounded and (self.recompute or signature.transformed)
         self._surroundings = Surroundings() if surrounds else None
-        self.stand_ins: Mapping[int, torch.Tensor] = {}
         traversal.schedule.runs(self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -129,19 +118,19 @@ class UnitOp(PulledOp):
             carriers: objects among its arguments whose content the function may change.
         """
         flat, signature = self._flat, self.signature
-        level = signature.level
+        transformed = signature.transformed
         operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
         operands += [flat[place] for place in signature.tensors]
-        if level is None:
+        if transformed:
             needs = private.is_differentiated if signature.grad else is_pushed
             self.wanted = [i for i, x in enumerate(operands) if needs(x)]
-        if self._memory != DEVICE and self.recompute and self.wanted and level == 0:
+        if self._memory != DEVICE and self.recompute and self.wanted and not transformed:
             alone = [i for i in self.wanted if i >= len(self.keys)]
             self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
             self.stand_ins = self._inputs.stand_ins
-        if level == 0 and self.wanted:
+        if not transformed and self.wanted:
             out = apply_quickly(self, operands)
-        elif level == 0:
+        elif not transformed:
             out = self.run(tuple(operands), ())
         else:
             out = apply(self, self.wanted, *operands)
@@ -150,7 +139,7 @@ class UnitOp(PulledOp):
             for i, own in self.stand_ins.items():
                 held[signature.tensors[i - len(self.keys)]] = own
             self._flat, self.stand_ins = held, {}
-        if self.recompute or level is None:  # and a loop goes on, whose variables the function may close over
+        if self.recompute or transformed:  # and a loop goes on, whose variables the function may close over
             eager, self._eager = self._eager, closed(self._eager)
             if self._eager is not eager:
                 self.unit_fn = compiled(self._eager) if signature.compiles else self._eager
@@ -162,7 +151,7 @@ class UnitOp(PulledOp):
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
         # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
-        with _NOTHING if self.signature.level == 0 else functions_seen(self.functions):
+        with functions_seen(self.functions) if self.signature.transformed else _NOTHING:
             out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
         if self.recompute:
             self._pull = None
@@ -210,7 +199,7 @@ class UnitOp(PulledOp):
         entered = _versions(tensors[count:], fulls)
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
-        again = self.recompute and signature.level == 0 and wanted and not signature.repeated
+        again = self.recompute and not signature.transformed and wanted and not signature.repeated
         tries = self._first is None and (again or not signature.proven) and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
@@ -290,7 +279,7 @@ class UnitOp(PulledOp):
         signature.reruns = trial.look.reruns or look.reruns
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
-        if self.recompute and signature.level == 0:  # a level has operations of its own
+        if self.recompute and not signature.transformed:  # a level has operations of its own
             self._first = look.operations, [*look.captured.values()], sums_of(out)
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out

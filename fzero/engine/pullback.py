@@ -44,14 +44,14 @@ class PulledOp(CalledOp):
     keys: list[Key]
     unit: str
     number: int
-    used: bool
+    used = False
     recompute: bool
     unit_fn: Callable[..., object]
     _eager: Callable[..., object]
     _flat: Sequence[object]
-    _pull: Pull | None
-    _inputs: Inputs | None  # that lie elsewhere meanwhile
-    _saved: Saved | Recorded | None  # what the graph saved, elsewhere or to be computed again
+    _pull: Pull | None = None
+    _inputs: Inputs | None = None  # that lie elsewhere meanwhile
+    _saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
     _surroundings: Surroundings | None  # of one that runs again

@@ -37,7 +37,7 @@ class Signature:
         primals: for each key, the place of one of its leaves.
         tensors: the places of its tensors.
         wanted: the positions of what is differentiated, keys first and then tensors.
-        level: as `level_here`.
+        transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
         surrounded: whether what surrounds a call may be another than what surrounds its second run.
         proven: whether a run under it was proven to be pure.
@@ -53,7 +53,7 @@ class Signature:
         fn: object,
         flat: Sequence[Any],
         spec: pytree.Spec,
-        level: int | None,
+        transformed: bool,
         carriers: bool,
     ) -> None:
         self.code = code_of(fn)
@@ -63,7 +63,7 @@ class Signature:
         first = {x.key: place for place, x in reversed([*enumerate(flat)]) if isinstance(x, Handle)}
         self.primals = [first[key] for key in self.keys]
         self.tensors = [p for p, x in enumerate(flat) if isinstance(x, torch.Tensor) and not isinstance(x, Handle)]
-        self.grad, self.level, self.depth = torch.is_grad_enabled(), level, traversal.depth()
+        self.grad, self.transformed, self.depth = torch.is_grad_enabled(), transformed, traversal.depth()
         self.modes, self.autocasts = len(own_modes()), autocasts()  # that are around it
         operands = [flat[place].primal for place in self.primals] + [flat[place] for place in self.tensors]
         moves = [self.grad and private.is_differentiated(x) for x in operands]
@@ -98,13 +98,13 @@ class Signature:
         self.returns: set[type] = set()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over
 
-    def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, level: int | None) -> bool:
+    def fits(self, traversal: Traversal, fn: object, flat: Sequence[Any], spec: pytree.Spec, transformed: bool) -> bool:
         """Tells whether a call has this signature."""
         if code_of(fn) is not self.code or open_here() != self.collectors:
             return False
-        if level != self.level or torch.is_grad_enabled() != self.grad or spec != self.spec:
+        if transformed != self.transformed or torch.is_grad_enabled() != self.grad or spec != self.spec:
             return False
-        if level is None and traversal.depth() != self.depth:
+        if transformed and traversal.depth() != self.depth:
             return False
         if (len(own_modes()) if function_modes_on() else 0) != self.modes or autocasts() != self.autocasts:
             return False
@@ -119,7 +119,7 @@ class Signature:
                 if attributes and not self.dressed and (len(attributes) > 1 or OWNER not in attributes):
                     return False
                 moves = self.grad and x.requires_grad and private.is_differentiated(x)
-                if level is None:
+                if transformed:
                     moves = self.grad and private.is_differentiated(x)
                 if (type(x), x.dtype, x.ndim, moves) != own:
                     return False
@@ -137,11 +137,6 @@ def code_of(fn: object) -> object:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
-
-
-def level_here() -> int | None:
-    """0 where no transform of torch.func is active; None where one is."""
-    return None if private.transforms() else 0
 
 
 def unit_of(traversal: Traversal, flat: Sequence[object]) -> str:
