@@ -13,8 +13,9 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.forms import set_forms
 from fzero.parallel.planned import Given, Planned
-from fzero.parallel.types import WHO, Type, set_forms, set_type
+from fzero.parallel.types import WHO, Type, set_type
 
 Patterns = Mapping[str, str | Sequence[str] | Mapping[str, int]]
 Dims = dict[str, int | None]  # axis -> the dim that is cut over it, where that is said

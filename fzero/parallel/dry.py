@@ -15,7 +15,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import CONSTANT, REPLICATED, Form
+from fzero.parallel.forms import CONSTANT, REPLICATED, Form, form_of, set_forms
 from fzero.parallel.map_marks import GATHER_OWN
 from fzero.parallel.types import (
     WHO,
@@ -24,9 +24,7 @@ from fzero.parallel.types import (
     Place,
     Run,
     Type,
-    form_of,
     place,
-    set_forms,
     set_type,
     type_of,
 )

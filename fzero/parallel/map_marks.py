@@ -6,7 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.comm.axis import Axis
-from fzero.parallel.partial import PARTIAL
+from fzero.parallel.rules import PARTIAL
 from fzero.parallel.watched import watcher
 from fzero.table.placements import Cut, Mark, noting
 

@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from fzero.parallel.elementwise import BOTH, named
-from fzero.table.handle import Function, Operands
+from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut, Mark, notes
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]

@@ -18,10 +18,10 @@ from fzero.base.carriers import flatten
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
-from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 from fzero.parallel.randomness import own_stream
+from fzero.parallel.rules import ELEMENTWISE
 from fzero.parallel.spread import Spread, wholes
-from fzero.table.handle import Function, Handle, Named, Operands, reading, storage_of
+from fzero.table.handle import BOTH, Function, Handle, Named, Operands, named, reading, storage_of
 
 DIM = -2  # that is cut, from the end: of tokens, before that of features
 

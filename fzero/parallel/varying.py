@@ -28,14 +28,12 @@ from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
 from fzero.parallel.acting import ATTENTION, Copy, as_own, note_help, running_mode, unseen
-from fzero.parallel.cut_dims import cut_behind
 from fzero.parallel.cut_shapes import Mixed
-from fzero.parallel.elementwise import BOTH, named
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
-from fzero.parallel.partial import PARTIAL
 from fzero.parallel.randomness import own_stream
+from fzero.parallel.rules import PARTIAL, cut_behind
 from fzero.parallel.spread import Spread
-from fzero.table.handle import READABLE, Function, Named, Operands, name_of, writes
+from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, name_of, named, writes
 from fzero.table.placements import Action, Actions, Cut, Mark, Notes, notes, reads
 
 # of the object, not of its values
