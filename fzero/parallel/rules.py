@@ -88,6 +88,25 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     return rule.along is not dims.pointwise or not any(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
 
 
+_DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
+_RANDOM = {
+    *(torch.dropout, F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
+    *named("rand randn rand_like randn_like randint_like normal bernoulli multinomial", torch),
+    *named("bernoulli bernoulli_ uniform_ normal_ multinomial random_ exponential_", torch.Tensor),
+}
+
+
+def draws(func: Function, args: Operands, kwargs: Mapping[str, object]) -> bool:
+    """Tells whether a call draws random numbers."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    if func in _DROPOUT:
+        given = {"p": 0.5, "training": func not in (F.alpha_dropout, F.feature_alpha_dropout)}
+        given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
+        return bool(given["p"] and given["training"])
+    return func in _RANDOM
+
+
 # ---- the table
 
 # what an operation makes of parts of a sum
@@ -154,12 +173,12 @@ def _rows(
 _ELEMENTWISE = {
     **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", dims.pointwise, ADDS),
     **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", dims.pointwise, SCALES),
-    **_rows("div divide true_divide __truediv__", BOTH, "input other", dims.pointwise, DIVIDES),
+    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", dims.pointwise, DIVIDES),
     **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", dims.pointwise, LINEAR),
     **_rows(
         "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh tanh asin acos atan asinh "
         "acosh atanh sigmoid relu erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit "
-        "__abs__ __pow__ __rpow__ __rtruediv__",
+        "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__",
         *(BOTH, "input other", dims.pointwise, BENDS),
     ),
     **_rows(

@@ -27,11 +27,11 @@ from fzero.base import hooks, private, pytree
 from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
+from fzero.parallel import rules
 from fzero.parallel.acting import ATTENTION, Copy, as_own, note_help, running_mode, unseen
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
-from fzero.parallel.rules import PARTIAL, cut_behind
 from fzero.parallel.spread import Spread
 from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, name_of, named, writes
 from fzero.table.placements import Action, Actions, Cut, Mark, Notes, notes, reads
@@ -46,14 +46,6 @@ _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.ba
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
 _OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
-_RANDOM = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
-    *(F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
-    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal),
-    *(torch.bernoulli, torch.multinomial),
-    *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
-    *(torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.exponential_),
-}
 
 
 class Varying(TorchFunctionMode):
@@ -147,7 +139,7 @@ class Varying(TorchFunctionMode):
     def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
         """What can be read of a tensor without its values."""
         out, mark = func(*args, **kwargs), self.mark_of(args[0]) if args else None
-        if mark is None or mark.cut in (None, PARTIAL) or func not in SIZES or reader.startswith(_OURS):
+        if mark is None or mark.cut in (None, rules.PARTIAL) or func not in SIZES or reader.startswith(_OURS):
             return out
         return own_sizes(func, out, args, kwargs, mark, self.axis.name)
 
@@ -156,7 +148,7 @@ class Varying(TorchFunctionMode):
         if cut and func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             if any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[-3] for x in leaves((args, kwargs))):
                 raise self.refused(func, cut[0])  # torch 2.11 divides by how many heads of keys there are
-        draws = bool(cut) and func in _RANDOM and _may_draw(func, args, kwargs)
+        draws = bool(cut) and rules.draws(func, args, kwargs)
         if draws and hooks.in_checkpoint():
             raise ValueError(
                 f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose "
@@ -195,7 +187,7 @@ class Varying(TorchFunctionMode):
                 self._need_heads(*(*args, *kwargs.values())[:3])
             if any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs))):
                 return Mark(cut[0].source)
-            found = cut_behind(func, args, kwargs, out, cut_of)
+            found = rules.cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
             raise self.refused(func, cut[0]) from None
         return [Mark(cut[0].source, each) for each in found] if isinstance(found, list) else Mark(cut[0].source, found)
@@ -230,10 +222,10 @@ class Varying(TorchFunctionMode):
         if own and own.source:
             number = not isinstance(value, torch.Tensor)
             masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == x.shape
-            if masked and number and own.cut != PARTIAL and self.mark_of(index) == own:
+            if masked and number and own.cut != rules.PARTIAL and self.mark_of(index) == own:
                 return own
             found = self._behind(torch.Tensor.__getitem__, (x, index), {}, part := x[index], [own])  # type: ignore[index]
-            if number and own.cut == PARTIAL and value:
+            if number and own.cut == rules.PARTIAL and value:
                 raise self.refused(torch.Tensor.__setitem__, own)
             if isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor) and isinstance(found, Mark):
                 self._need_beside(part, found, value, other)
@@ -254,7 +246,7 @@ class Varying(TorchFunctionMode):
 
         if found.cut is not None and not (other and other.source and other.cut is None):
             try:
-                cut_behind(torch.add, (part, value), {}, part, cut_of)
+                rules.cut_behind(torch.add, (part, value), {}, part, cut_of)
             except Mixed:
                 raise self.refused(torch.Tensor.__setitem__, found) from None
 
@@ -321,15 +313,3 @@ class Varying(TorchFunctionMode):
 def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     """Tells whether something is a slice of which one knows how it lies, or of which no element can be another one."""
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
-
-
-def _may_draw(func: Function, args: Operands, kwargs: Named) -> bool:
-    """Tells whether a function that may draw random numbers does."""
-    if func is F.scaled_dot_product_attention:
-        given = dict(zip(("q", "k", "v", "attn_mask", "dropout_p"), args, strict=False)) | dict(kwargs or {})
-        return bool(given.get("dropout_p"))
-    if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
-        given = {"p": 0.5, "training": func is not F.alpha_dropout and func is not F.feature_alpha_dropout}
-        given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs or {})
-        return bool(given["p"] and given["training"])
-    return True
