@@ -43,12 +43,12 @@ def over(call: Call) -> int:
     return _without(call, call.given["dim"])
 
 
-def _without(call: Call, over: object) -> int:
+def _without(call: Call, dims: object) -> int:
     """The cut dim behind an operation over others."""
-    over = (over,) if type(over) is int else over  # std(x, unbiased)
-    if not isinstance(over, (tuple, list, range)) or not over:
+    dims = (dims,) if type(dims) is int else dims  # std(x, unbiased)
+    if not isinstance(dims, (tuple, list, range)) or not dims:
         raise Mixed  # over all
-    from_end = {each % call.x.ndim - call.x.ndim for each in over}
+    from_end = {each % call.x.ndim - call.x.ndim for each in dims}
     if call.dim in from_end:
         raise Mixed
     return call.dim if call.out.ndim == call.x.ndim else call.dim + sum(each > call.dim for each in from_end)
@@ -62,9 +62,9 @@ def largest(call: Call) -> int:
 
 def total(call: Call) -> int:
     """sum(x, dim, keepdim), of which each rank has its part where dims that are cut are among them."""
-    over, ndim = call.given["dim"], call.x.ndim
-    over = range(ndim) if over is None or over == () else (over,) if isinstance(over, int) else over
-    return 0 if call.dim in {each % ndim - ndim for each in over} else _without(call, tuple(over))
+    dims, ndim = call.given["dim"], call.x.ndim
+    dims = range(ndim) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
+    return 0 if call.dim in {each % ndim - ndim for each in dims} else _without(call, tuple(dims))
 
 
 def normed(call: Call) -> int:
@@ -108,6 +108,8 @@ def attended(call: Call) -> Cut:
         raise Mixed
     if not all(_same_heads(call.own, cut) for x in given if (cut := call.cut_of(x)) is not None):
         raise Mixed
+    if any(call.cut_of(x) is None and x.ndim > 2 and x.shape[-3] > 1 for x in given[1:3]):
+        raise Mixed  # of several heads of keys, some go with each slice
     return call.own
 
 

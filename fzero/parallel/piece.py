@@ -14,28 +14,59 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import private, pytree
-from fzero.base.carriers import flatten
+from fzero.base.carriers import flatten, flatten_first
+from fzero.base.refusals import noted
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.rules import ELEMENTWISE, PARTIAL, cut_behind, draws
-from fzero.parallel.spread import Spread, wholes
-from fzero.table.handle import BOTH, Function, Handle, Named, Operands, named, reading, storage_of
+from fzero.table.handle import (
+    BOTH,
+    OF_THE_GRAPH,
+    REQUIRES_GRAD,
+    Function,
+    Handle,
+    Named,
+    Operands,
+    StandIn,
+    name_of,
+    named,
+    reading,
+    storage_of,
+    writes,
+)
 from fzero.table.placements import Cut
 
 DIM = -2  # that is cut, from the end: of tokens, before that of features
 
 
-class Piece(Spread):
-    """A tensor of which each rank has a piece.
+# what this rank's part answers as the whole tensor would
+_OF_EITHER = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "_version")),
+    torch.Tensor.is_inference,
+}
+
+
+class Piece(StandIn):
+    """Stands for a whole tensor of which each rank has a piece; whoever reads it gets that, the same on each.
+
+    Once it was written to, or views of it were made, it is the whole tensor from then on, as others may see that.
 
     Attributes:
+        local: what lies on this rank; None once it is the whole tensor.
+        value: the whole tensor, once it was read.
+        version: of the whole tensor, when it was read first.
+        level: functorch's, that it was made at.
         axis: of the ranks.
         along: the dim that is cut, counted from the end, in rank order and as equally as can be.
     """
 
+    local: torch.Tensor | None
+    value: torch.Tensor | None
+    version: int
+    level: int
     axis: Axis
     along: int
 
@@ -60,8 +91,63 @@ class Piece(Spread):
         """Of the ranks' pieces."""
         return pieces.balanced(self.count, self.axis.size)
 
-    def joined(self, local: torch.Tensor) -> torch.Tensor:
-        return maps.gather(local, self.axis, self.along, self.sizes)
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, differentiable."""
+        if self.value is None:
+            assert self.local is not None
+            # as where it was made, as others may read it there, too
+            with private.outside_inference(), torch.enable_grad(), private.below_transforms(self.level):
+                self.value = maps.gather(self.local, self.axis, self.along, self.sizes)
+            self.version = private.version(private.unwrapped(self.value))
+        return self.value
+
+    def outside(self) -> torch.Tensor:
+        return self.whole()
+
+    def held(self) -> torch.Tensor | None:
+        return self.value if self.local is None else None
+
+    def need_level(self) -> None:
+        """Refuses to be read where what is computed has no derivative."""
+        own = self.value if self.local is None else self.local
+        assert own is not None
+        if private.below(own) or (private.in_function() and own.requires_grad):
+            raise noted(self.refusal("a torch.autograd.Function, as its argument"))
+        self.need_untracked()
+
+    def need_untracked(self) -> None:
+        """Refuses what an autograd Function returned (a reentrant checkpoint): this stands for it without its graph."""
+        with private.without_subclasses():
+            tracked = self.requires_grad
+        if tracked:
+            raise noted(self.refusal("a torch.autograd.Function that returned it"))
+
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"A tensor of shape {tuple(self.shape)}, of which each rank has a piece (shard_tensor(sequence=True)), is "
+            f"read by or inside {func}, where its derivative would be lost. Give it x.view_as(x), which is whole, in "
+            "place of x; or leave sequence=True out."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func == REQUIRES_GRAD or func in _OF_EITHER:
+            (self,) = args
+            assert isinstance(self, Piece)
+            own = self.whole() if self.local is None else self.local
+            return func(own) if func in _OF_EITHER else private.is_differentiated(own)
+        if func in cls.readable:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in OF_THE_GRAPH:
+            raise noted(cls.first(args, kwargs).refusal(repr(name_of(func))))
+        for x in pytree.flatten((args, kwargs or {}))[0]:
+            if isinstance(x, Piece):
+                x.need_level()
+        out = _computed(func, args, dict(kwargs or {}))
+        return _plainly(func, args, kwargs) if out is NotImplemented else out
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     def own(self) -> torch.Tensor:
         """The whole tensor as each rank's own."""
@@ -97,9 +183,43 @@ class Piece(Spread):
                 "(x = x + y, x.clone()), or leave sequence=True out."
             )
 
-    @classmethod
-    def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
-        return _computed(func, args, dict(kwargs or {}))
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with all of its values."""
+    return x.whole() if isinstance(x, Piece) else x
+
+
+def wholes(value: object) -> Any:
+    """A value with whole tensors."""
+    leaves, spec = flatten_first(value)
+    if not any(isinstance(x, Piece) for x in leaves):
+        return value
+    return pytree.unflatten(spec, [whole(x) if isinstance(x, Piece) else x for x in leaves])
+
+
+def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> object:
+    """A function of whole tensors."""
+    leaves, spec = pytree.flatten((args, kwargs or {}))
+    own = [x for x in leaves if isinstance(x, Piece)]
+    args, kwargs = pytree.unflatten(spec, [whole(x) if isinstance(x, Piece) else x for x in leaves])
+    before = [private.version(private.unwrapped(x.whole())) for x in own]
+    out = func(*args, **(kwargs or {}))
+    storages = {storage_of(x) for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)}
+    for x, version in zip(own, before, strict=True):
+        value = x.whole()
+        written = writes(func, kwargs) or private.version(private.unwrapped(value)) != version
+        if written or storage_of(value) in storages:
+            x.local = None
+    return out
+
+
+def as_own(x: object, axis: Axis) -> object:
+    """What is the same on all ranks, as each rank's own."""
+    if isinstance(x, Handle) and (read := reading.get()) is not None:
+        x = read(x)
+    if isinstance(x, Piece):
+        return x.own()
+    return maps.shared(x, axis) if isinstance(x, torch.Tensor) and private.is_differentiated(x) else x
 
 
 class Packed(NamedTuple):
@@ -238,7 +358,7 @@ def _here(x: object, beside: Piece, cuts: bool) -> tuple[object, bool]:
         return x.local, True
     if not isinstance(x, torch.Tensor):
         return x, False
-    if isinstance(x, Spread):
+    if isinstance(x, Piece):
         x = x.whole()
     elif isinstance(x, Handle) and (read := reading.get()) is not None:
         x = read(x)

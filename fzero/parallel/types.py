@@ -224,4 +224,4 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-_LOOKING = (__name__, "fzero.parallel.check", "fzero.parallel.dry", "fzero.parallel.maps", "fzero.comm.linear")
+_LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in ("check", "dry", "forms", "maps")), "fzero.comm.linear")
