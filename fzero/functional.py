@@ -35,7 +35,7 @@ from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Untouched
-from fzero.parallel import maps, watched
+from fzero.parallel import piece, watched
 from fzero.parallel.piece import Pieces
 from fzero.table.handle import Function, Handle, reading
 from fzero.table.module_params import ModuleParams, refuse_lost
@@ -314,7 +314,7 @@ class _Copy:
         if not self.converts:
             return run
         run = fresh(run if self.pieces is None else self.pieces.inside(run))
-        return run if self.watches is None else watched.watching(run, self.watches, maps.shared, (self._is_of, path))
+        return run if self.watches is None else watched.watching(run, self.watches, piece.as_own, (self._is_of, path))
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""

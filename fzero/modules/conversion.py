@@ -20,8 +20,7 @@ from fzero.modules.parts_order import by_rank, in_order
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.acting import running_mode, unseen
-from fzero.parallel.piece import Piece
-from fzero.parallel.spread import whole
+from fzero.parallel.piece import Piece, whole
 from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.table.handle import Handle
 from fzero.table.placements import Cut, Mark

@@ -14,7 +14,7 @@ from fzero.modules.conversion import Converted, CutLeaf
 from fzero.modules.hints import heads_of, kind_of
 from fzero.modules.places import Place
 from fzero.parallel import maps
-from fzero.parallel.spread import whole
+from fzero.parallel.piece import whole
 from fzero.table.rows import Row
 from fzero.table.slices import style_of_dim
 

@@ -17,25 +17,12 @@ from fzero.base import private, pytree
 from fzero.base.context import during, variable
 from fzero.comm.axis import Axis
 from fzero.parallel.randomness import own_stream
-from fzero.parallel.spread import Spread
-from fzero.table.handle import Function, Handle, Named, Operands, name_of, reading
+from fzero.table.handle import Function, Named, Operands, name_of
 from fzero.table.placements import Action, Actions, Notes, Straight, notes
 
-ATTENTION = "attention"  # what `watched.attended` is known by
-Copy = Callable[[torch.Tensor, Axis], torch.Tensor]
+Copy = Callable[[object, Axis], object]  # `piece.as_own`
 # what sees the operations of the module that is running, in its first run or in later ones
 running_mode: contextvars.ContextVar[TorchFunctionMode | None] = variable("varying", None)
-
-
-def as_own(x: object, axis: Axis, copy: Copy) -> object:
-    """What is the same on all ranks, as each rank's own."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if isinstance(x, Handle) and (read := reading.get()) is not None:
-        x = read(x)
-    if isinstance(x, Spread):
-        return x.own()
-    return copy(x, axis) if private.is_differentiated(x) else x
 
 
 class Acting(TorchFunctionMode):
@@ -56,7 +43,7 @@ class Acting(TorchFunctionMode):
         return self._actions[what][0].get(self._calls[what], Action())
 
     def owned(self, values: Sequence[object], action: Action) -> list[object]:
-        return [as_own(x, self.axis, self._copy) if i in action.places else x for i, x in enumerate(values)]
+        return [self._copy(x, self.axis) if i in action.places else x for i, x in enumerate(values)]
 
     def need_all(self) -> None:
         """Refuses a run that called other functions than the first one."""

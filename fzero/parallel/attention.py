@@ -7,6 +7,7 @@ of it, and tangents, are those of the plain formula (softmax of all scores), wri
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -245,7 +246,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        (out,) = _pushed(_formula(ctx.plan), ctx.saved_tensors, tangents)
+        (out,) = _pushed(functools.partial(_formula, ctx.plan), ctx.saved_tensors, tangents)
         return out, None
 
     @staticmethod
@@ -277,12 +278,12 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
-        _, pull = torch.func.vjp(_pullback(ctx.plan), *ctx.saved_tensors)  # type: ignore[misc]
+        _, pull = torch.func.vjp(functools.partial(_pullback, ctx.plan), *ctx.saved_tensors)  # type: ignore[misc]
         return None, *pull(cotangents), None, None
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        return _pushed(_pullback(ctx.plan), ctx.saved_tensors, tangents[:4])
+        return _pushed(functools.partial(_pullback, ctx.plan), ctx.saved_tensors, tangents[:4])
 
     @staticmethod
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
@@ -299,21 +300,11 @@ def _pushed(
     return apply(op, active(arguments), *arguments)
 
 
-class _formula:
+def _formula(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
     """The output by the formula."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        return (self.plan.formula(q, k, v),)
+    return (plan.formula(q, k, v),)
 
 
-class _pullback:
+def _pullback(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cotangent: torch.Tensor) -> Three:
     """The cotangents of q, k and v as a function of these and of that of the output, by the formula."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cotangent: torch.Tensor) -> Three:
-        return torch.func.vjp(self.plan.formula, q, k, v)[1](cotangent)
+    return torch.func.vjp(plan.formula, q, k, v)[1](cotangent)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import flash
+from fzero.parallel.loss import wide
 from fzero.parallel.visible import Region, Visible, regions
 
 EDGE = 256  # rows and columns of a tile, whose scores stay in a processor's cache
@@ -35,11 +36,6 @@ class State(NamedTuple):
     def of(self, start: int, stop: int) -> State:
         """The same of some of the tokens, in the same memory."""
         return State(*[each[:, :, start:stop] for each in self])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores and sums have."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

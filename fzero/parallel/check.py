@@ -20,7 +20,7 @@ from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT, Forms
+from fzero.parallel.forms import CONSTANT, Forms, form_of
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
@@ -30,7 +30,6 @@ from fzero.parallel.types import (
     Place,
     Type,
     Watch,
-    form_of,
     place_of,
     running,
     set_type,
@@ -168,7 +167,7 @@ def check(
                 with (
                     planned.running(given[0]) if planned is not None else contextlib.nullcontext(),
                     collecting.run(),
-                    Forms(watch.formed),
+                    Forms(run.where, run.ignored),
                 ):
                     out = fn(*given)
                 found = _outputs(out, declared, run.ignored)

@@ -1,23 +1,57 @@
-"""Where a dim that is cut lies in a tensor of another shape, or with its dims in another order."""
+"""Where a dim that is cut lies in a tensor of another shape, of dims in another order, or in a part of the tensor."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fzero.parallel.own_size import OwnSize
-from fzero.table.handle import Operands
 from fzero.table.placements import Cut
-
-Given = dict[str, Any]
-DimOf = Callable[[object], int | None]  # the dim that is cut, from the end; None where none is, or it is not known
 
 
 class Mixed(Exception):
     """An operation goes over the dim that is cut, or is not known to leave it alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an operation, some of whose operands are cut.
+
+    Attributes:
+        x: its first argument.
+        more: the others, in order.
+        given: all of them by name.
+        out: the tensor that it gives; the first of several.
+        cut_of: how an operand is cut; None where it is whole.
+    """
+
+    x: Any
+    more: Sequence[Any]
+    given: Mapping[str, Any]
+    out: torch.Tensor
+    cut_of: Callable[[object], Cut | None]
+
+    @property
+    def own(self) -> Cut:
+        """How the first operand is cut."""
+        own = self.cut_of(self.x)
+        if own is None:
+            raise Mixed
+        return own
+
+    @property
+    def dim(self) -> int:
+        """The dim of the first operand that is cut, from the end."""
+        return self.own.dim
+
+    def dim_of(self, x: object) -> int | None:
+        own = self.cut_of(x)
+        return None if own is None else own.dim
 
 
 def sized(own: Cut, before: int, now: int) -> Cut:
@@ -27,23 +61,28 @@ def sized(own: Cut, before: int, now: int) -> Cut:
     return found
 
 
-def input_of(args: Operands, kwargs: Given) -> Any:
-    return args[0] if args else kwargs.get("input")
+# ---- other shapes
 
 
-def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
+def reshaped(call: Call) -> Cut:
     """view(x, sizes): the slice may become one dim, the inner part of one, or several; the outermost is cut then."""
+    own, more = call.own, call.more
+    sizes = [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else [*more]
+    if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
+        dim = more[0] % call.x.ndim
+        sizes = [*call.x.shape[:dim], *more[1], *call.x.shape[dim + 1 :]]
     try:
-        return _reshaped(x, own, args, kwargs, out)
+        return _reshaped(call.x, own, sizes, call.out)
     except Mixed:
         if own.parts is None or len(own.parts) == 1 or len({*own.parts}) > 1:
             raise
     # a dim of its own for parts of one size: several slices that follow one another
-    return _reshaped(x, own._replace(parts=own.parts[:1], outer=own.outer * len(own.parts)), args, kwargs, out)
+    fused = own._replace(parts=own.parts[:1], outer=own.outer * len(own.parts))
+    return _reshaped(call.x, fused, sizes, call.out)
 
 
-def _reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
-    sizes, place = _sizes(args, kwargs), x.ndim + own.dim
+def _reshaped(x: torch.Tensor, own: Cut, sizes: Sequence[Any], out: torch.Tensor) -> Cut:
+    place = x.ndim + own.dim
     if len(sizes) != out.ndim or not all(isinstance(size, int) for size in sizes):
         raise Mixed  # a view of another dtype
     count = x.shape[place] // own.outer
@@ -67,11 +106,10 @@ def _reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: tor
     return sized(own, count, out.shape[dim] // outer)._replace(dim=dim - out.ndim, outer=outer)
 
 
-def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
+def flattened(call: Call) -> Cut:
     """flatten(x, start_dim, end_dim)."""
-    given: Given = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False))
-    given |= kwargs
-    start, end = [given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
+    x, own = call.x, call.own
+    start, end = [call.given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
     if own.dim > end:
         return own
     if own.dim < start:
@@ -82,25 +120,51 @@ def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: tor
     return sized(own, local, size)._replace(dim=end, outer=outer)
 
 
-def _sizes(args: Operands, kwargs: Given) -> list[Any]:
-    """The sizes that a view is given."""
-    more = [*args[1:], *kwargs.values()]
-    if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
-        x = input_of(args, kwargs)
-        dim = more[0] % x.ndim
-        return [*x.shape[:dim], *more[1], *x.shape[dim + 1 :]]
-    return [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
+def expanded(call: Call) -> int:
+    """expand(x, sizes)."""
+    sizes = call.given["sizes"]
+    if any(type(size) is OwnSize and place - len(sizes) != call.dim for place, size in enumerate(sizes)):
+        raise Mixed
+    return call.dim
 
 
-def moved(order: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[..., int | None]:
+def repeated(call: Call) -> Cut:
+    """repeat_interleave(x, repeats, dim)."""
+    own = call.own
+    if type(call.given["repeats"]) is not int or call.given["dim"] is None:
+        raise Mixed
+    return sized(own, call.x.shape[own.dim] // own.outer, call.out.shape[own.dim] // own.outer)
+
+
+def unsqueezed(call: Call) -> int:
+    return call.dim - int(call.given["dim"] % call.out.ndim - call.out.ndim >= call.dim)
+
+
+def squeezed(call: Call) -> int:
+    x, given = call.x, call.given["dim"]
+    over = range(x.ndim) if given is None else (given,) if isinstance(given, int) else given
+    gone = [each % x.ndim - x.ndim for each in over if x.shape[each] == 1]
+    if call.dim in gone or given is None:  # of one feature, or a number of them that depends on the ranks
+        raise Mixed
+    return call.dim + sum(each > call.dim for each in gone)
+
+
+def as_complex(call: Call) -> int:
+    """view_as_complex(x): pairs of the last dim are one number; view_as_real(x)."""
+    if call.dim == -1 and call.out.is_complex():
+        raise Mixed
+    return call.dim + (1 if call.out.is_complex() else -1)
+
+
+# ---- dims in another order
+
+
+def moved(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[[Call], int]:
     """Dims in another order, of which `order(arguments, ndim)` says where each comes from."""
 
-    def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-        x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
-        if dim is None:
-            return None
-        more = [*args[1:], *kwargs.values()]
-        return [*order(more, x.ndim)].index(x.ndim + dim) - int(x.ndim)
+    def rule(call: Call) -> int:
+        ndim = call.x.ndim
+        return [*order(call.more, ndim)].index(ndim + call.dim) - ndim
 
     return rule
 
@@ -125,34 +189,91 @@ def moved_to(given: Sequence[int | Sequence[int]], ndim: int) -> Sequence[int]:
     return [by_place[place] if place in by_place else next(rest) for place in range(ndim)]
 
 
-def turned(given: Sequence[int], ndim: int) -> Sequence[int]:
-    return range(ndim)[::-1]
+# ---- parts of a tensor
 
 
-def unsqueezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    dim, new = dim_of(input_of(args, kwargs)), kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return None if dim is None else dim - int(new % out.ndim - out.ndim >= dim)
-
-
-def squeezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    x, given = input_of(args, kwargs), kwargs.get("dim", args[1] if len(args) > 1 else None)
-    dim = dim_of(x)
-    if dim is None:
-        return None
-    over = range(x.ndim) if given is None else (given,) if isinstance(given, int) else given
-    gone = [each % x.ndim - x.ndim for each in over if x.shape[each] == 1]
-    if dim in gone or given is None:  # of one feature, or a number of them that depends on the ranks
+def indexed(call: Call) -> Cut:
+    """x[index]."""
+    x, own, index = call.x, call.own, call.more[0]
+    index = index if isinstance(index, tuple) else (index,)
+    if any(
+        not (each is None or each is ... or type(each) is int or isinstance(each, (slice, *_MANY))) for each in index
+    ):
         raise Mixed
-    return dim + sum(each > dim for each in gone)
+    dims = [_dims_of(each) for each in index]
+    fill: list[object] = [slice(None)] * (x.ndim - sum(dims))
+    at = next((place for place, each in enumerate(index) if each is ...), len(index))
+    place, behind, by_many = 0, 0, False  # in x; dims of the result from the cut one on
+    for each in (*index[:at], *fill, *index[at + 1 :]):
+        here = place <= x.ndim + own.dim < place + _dims_of(each)
+        by_many = by_many or isinstance(each, _MANY)
+        if here and isinstance(each, slice) and each != slice(None):
+            own = _between(own, x.shape[own.dim], each)
+        elif isinstance(each, slice) and any(type(end) is OwnSize for end in (each.start, each.stop, each.step)):
+            raise Mixed
+        elif (here and not isinstance(each, slice)) or (behind and by_many and not isinstance(each, slice)):
+            raise Mixed  # of places by tensors, which come before the cut dim, all dims stay from there on
+        behind += (here or bool(behind)) and not isinstance(each, int)
+        place += _dims_of(each)
+    return own._replace(dim=-behind)
 
 
-def triangle(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    """tril(x)"""
-    dim = dim_of(input_of(args, kwargs))
-    return None if dim in (-1, -2) else dim
+_MANY = (torch.Tensor, list)  # several places
 
 
-def as_complex(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    """viewas_complex(x): pairs of the last dim are one number; view_as_real(x)"""
-    dim = dim_of(input_of(args, kwargs))
-    return None if dim is None or (dim == -1 and out.is_complex()) else dim + (1 if out.is_complex() else -1)
+def _dims_of(index: object) -> int:
+    """Of the dims of a tensor, those that a part of an index is for."""
+    if index is None or index is ...:
+        return 0
+    return index.ndim if isinstance(index, torch.Tensor) and index.dtype == torch.bool else 1
+
+
+def _between(own: Cut, size: int, taken: slice) -> Cut:
+    """The parts from one place on to another one; a number that all ranks say alike is no place in a slice."""
+    said = taken.start in (None, 0) or type(taken.start) is OwnSize, taken.stop is None or type(taken.stop) is OwnSize
+    if own.own is None or own.parts is None or own.outer > 1 or not all(said):
+        raise Mixed
+    start, stop, step = taken.indices(size)
+    ends = [0, *itertools.accumulate(own.own)]
+    if step != 1 or start not in ends or stop not in ends:
+        raise Mixed
+    return own._replace(parts=own.parts[ends.index(start) : ends.index(stop)])
+
+
+def taken_apart(call: Call) -> Cut | list[Cut]:
+    """chunk(x, n, dim)."""
+    return _taken_apart(call, by_size=False)
+
+
+def split(call: Call) -> Cut | list[Cut]:
+    """split(x, size, dim)."""
+    return _taken_apart(call, by_size=True)
+
+
+def _taken_apart(call: Call, by_size: bool) -> Cut | list[Cut]:
+    x, own, many = call.x, call.own, call.given["many"]
+    if call.given["dim"] % x.ndim - x.ndim != own.dim:
+        if any(type(each) is OwnSize for each in (many if isinstance(many, (tuple, list)) else [many])):
+            raise Mixed
+        return own
+    if own.own is None or own.parts is None or own.outer > 1:
+        raise Mixed
+    count, size = len(own.parts), x.shape[own.dim]
+    if isinstance(many, (tuple, list)):
+        fits = by_size and tuple(many) == own.own
+    else:  # the number of pieces, or their size, of which each rank has its own
+        alike = len({*own.parts}) == 1 and many == (own.own[0] if by_size else count)
+        fits = alike and call.out.shape[own.dim] * count == size and (type(many) is OwnSize) == by_size
+    if not fits:
+        raise Mixed
+    return [own._replace(parts=(part,)) for part in own.parts]
+
+
+def gated(call: Call) -> Cut:
+    """glu(x, dim)."""
+    own, ndim = call.own, call.x.ndim
+    if call.given["dim"] % ndim - ndim != own.dim:
+        return own
+    if own.parts is None or own.outer > 1 or len(own.parts) != 2 or len({*own.parts}) != 1:
+        raise Mixed
+    return own._replace(parts=own.parts[:1])

@@ -13,8 +13,9 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.forms import set_forms
 from fzero.parallel.planned import Given, Planned
-from fzero.parallel.types import WHO, Type, set_forms, set_type
+from fzero.parallel.types import WHO, Type, set_type
 
 Patterns = Mapping[str, str | Sequence[str] | Mapping[str, int]]
 Dims = dict[str, int | None]  # axis -> the dim that is cut over it, where that is said
@@ -124,31 +125,25 @@ class Inputs:
         return leaf.detach().clone()
 
 
-def _names(fn: Callable[..., object], count: int) -> list[str]:
-    """The names of arguments; those that have none are called by their numbers."""
+def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[str, object]]:
+    """The leaves of a function's inputs, with their paths; arguments without a name are called by their numbers."""
     try:
         parameters = [*inspect.signature(fn).parameters.values()]
     except (TypeError, ValueError):
         parameters = []
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return [*named, *map(str, range(len(named), count))]
-
-
-def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[str, object]]:
-    """The leaves of a function's inputs, with their paths."""
-    names = _names(fn, len(inputs))
+    names = [*named, *map(str, range(len(named), len(inputs)))]
     paths, leaves, _ = pytree.named_leaves(dict(enumerate(inputs)))
-    return [(_named(path, names), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    found = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        number, dot, rest = path.partition(".")
+        found.append((names[int(number)] + dot + rest, leaf))
+    return found
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape; under a mode without values one that has none."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _named(path: str, names: Sequence[str]) -> str:
-    first, _, rest = path.partition(".")
-    return f"{names[int(first)]}.{rest}" if rest else names[int(first)]
 
 
 def patterns_of(given: Patterns | None, argument: str) -> dict[str, Dims]:

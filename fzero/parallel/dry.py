@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -15,8 +15,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import CONSTANT, REPLICATED, Form
-from fzero.parallel.map_marks import GATHER_OWN
+from fzero.parallel.forms import CONSTANT, REPLICATED, Form, form_of, set_forms
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -24,12 +23,11 @@ from fzero.parallel.types import (
     Place,
     Run,
     Type,
-    form_of,
     place,
-    set_forms,
     set_type,
     type_of,
 )
+from fzero.parallel.watched import GATHER_OWN
 
 TOLD = 8 * (1 + maps.MOST_DIMS)  # bytes of the sizes that ranks tell each other
 INVARIANT, VARYING = "invariant", "varying"
@@ -42,14 +40,8 @@ KINDS = {
     GATHER_OWN: (VARYING, VARYING),
     **dict.fromkeys(("reduce_scatter", "all_to_all", "ring_shift"), (VARYING, VARYING)),
 }
-
-
-_ADDING = {
-    "sum": "added up",
-    "reduce_scatter": "added up",
-    "gather": "joined",
-    GATHER_OWN: "joined",
-}  # what it does to equal values
+# what it does to equal values
+_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", GATHER_OWN: "joined"}
 
 
 class Conversion(NamedTuple):
@@ -116,64 +108,48 @@ class DryRun:
 
 
 class _Part:
-    """What a map sends, taken apart: what it makes of a tensor if all ranks have what this one has."""
+    """What a map sends, taken apart."""
 
     def __init__(self, send: Run) -> None:
-        self._function: Any = getattr(send, "func", send)
+        self._send, self._function = send, getattr(send, "func", send)
         self._args: tuple[Any, ...] = getattr(send, "args", ())
+        self._cuts = self._function in (maps._cut, maps._joined, maps._scattered)
 
     @property
     def sizes(self) -> Sequence[int] | None:
         """Those of the pieces that it cuts or joins."""
-        return self._args[2] if self._function in (maps._cut, maps._joined, maps._scattered) else None
+        return self._args[2] if self._cuts else None
 
     @property
     def dims(self) -> Sequence[int]:
         """The dims that it cuts or joins along."""
         if self._function is maps._exchanged:
             return self._args[1:3]
-        return self._args[1:2] if self._function in (maps._cut, maps._joined, maps._scattered, maps._padded) else ()
+        return self._args[1:2] if self._cuts or self._function is maps._padded else ()
 
-    def make(self, x: torch.Tensor) -> torch.Tensor:
-        made = _MADE.get(self._function)
-        return made(*self._args, x) if made is not None else self._function(*self._args, x).clone()
-
-    def traffic(self, ax: Axis, x: torch.Tensor) -> tuple[int, int]:
-        """The exchanges, and the bytes that this rank sends."""
-        others, whole = ax.size - 1, x.numel() * x.element_size()
-        if not others or self._function in (maps._same, maps._cut, maps._padded):
-            return 0, 0
-        if self._function is maps._total and ax.size > 2 and x.numel() >= pieces.SMALL:
-            own = pieces.balanced(x.numel(), ax.size)[ax.rank] * x.element_size()
-            return 2, whole - own + others * own
-        if self._function in (maps._total, maps._joined):
-            return 1, others * whole
-        if self._function is maps._shifted:
-            return 1, whole if self._args[1] % ax.size else 0
-        dim, sizes = self._args[1], self._args[2 if self._function is maps._scattered else 3]
-        return 1, whole - whole // max(x.shape[dim], 1) * sizes[ax.rank]
-
-
-def _summed(ax: Axis, x: torch.Tensor) -> torch.Tensor:
-    return x * ax.size
-
-
-def _joined(ax: Axis, dim: int, sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    return _stretched(x, dim, pieces.starts(sizes)[-1])
-
-
-def _scattered(ax: Axis, dim: int, sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    return maps._cut(ax, dim, sizes, x) * ax.size
-
-
-def _exchanged(
-    ax: Axis, cut: int, join: int, sizes: Sequence[int], joined: Sequence[int], x: torch.Tensor
-) -> torch.Tensor:
-    return _stretched(maps._cut(ax, cut, sizes, x), join, pieces.starts(joined)[-1])
-
-
-def _shifted(ax: Axis, by: int, x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+    def run(self, ax: Axis, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """What it makes if all ranks have what this one has, the exchanges, and the bytes that this rank sends."""
+        others, whole, args = ax.size - 1, x.numel() * x.element_size(), self._args
+        match self._function:
+            case maps._total:
+                own = pieces.balanced(x.numel(), ax.size)[ax.rank] * x.element_size()
+                in_pieces = ax.size > 2 and x.numel() >= pieces.SMALL
+                messages, sent = (2, whole - own + others * own) if in_pieces else (1, others * whole)
+                out = x * ax.size
+            case maps._joined:
+                out, messages, sent = _stretched(x, args[1], pieces.starts(args[2])[-1]), 1, others * whole
+            case maps._scattered:
+                own = maps._cut(ax, args[1], args[2], x)
+                out, messages, sent = own * ax.size, 1, whole - own.numel() * own.element_size()
+            case maps._exchanged:
+                own = maps._cut(ax, args[1], args[3], x)
+                out = _stretched(own, args[2], pieces.starts(args[4])[-1])
+                messages, sent = 1, whole - own.numel() * own.element_size()
+            case maps._shifted:
+                out, messages, sent = x.clone(), 1, whole if args[1] % ax.size else 0
+            case _:
+                out, messages, sent = self._send(x).clone(), 0, 0
+        return (out, messages, sent) if others else (out, 0, 0)
 
 
 def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -181,15 +157,6 @@ def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     if not x.shape[dim]:
         return x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
     return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
-
-
-_MADE: dict[object, Callable[..., torch.Tensor]] = {
-    maps._total: _summed,
-    maps._joined: _joined,
-    maps._scattered: _scattered,
-    maps._exchanged: _exchanged,
-    maps._shifted: _shifted,
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -218,8 +185,7 @@ class _Call:
         if self.part.sizes is not None:
             self.run.note_sizes(self.ax, self.part.sizes)
         with torch.no_grad(), private.under_function_modes(()):
-            out = self.part.make(x)
-        messages, sent = self.part.traffic(self.ax, x)
+            out, messages, sent = self.part.run(self.ax, x)
         told, self.told = self.told if self.ax.size > 1 else [], []
         met = Conversion(
             *(self.name, self.ax.name, self.place, tuple(x.shape), self.transposed),

@@ -1,101 +1,148 @@
 """What a varying value is to other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
-The rules by operation are those for modules (`cut_behind`). What they do not know is unknown here, and nothing is said
-of it. Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
+The rules by operation are those for modules (`rules`). What they do not know is unknown here, and nothing is said of
+it. Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
 and a function of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fzero.base import pytree
-from fzero.parallel import partial
-from fzero.parallel.cut_dims import cut_behind, keeps_alike
+from fzero.base.places import Place
+from fzero.parallel import rules
 from fzero.parallel.cut_shapes import Mixed
-from fzero.table.handle import Function, Named, Operands
+from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in, type_of
+from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
-FormOf = Callable[[torch.Tensor], Form]
+_FORMS = "_fzero_forms"  # of a tensor, as its type
 
 
-class Clash(NamedTuple):
-    """An operation that adds to a partial value what is not, or, where there is no other one, that is no sum of it."""
+def form_of(tensor: torch.Tensor, axis: str) -> Form:
+    """What a tensor is on an axis to other ranks' ones; what does not vary is the same on all of them."""
+    own = type_of(tensor)
+    if axis not in own.varying:
+        return CONSTANT if own.constant else REPLICATED
+    forms, writes = vars(tensor).get(_FORMS, ({}, 0))
+    return forms.get(axis) if writes == own.writes else None
 
-    partial: torch.Tensor
-    other: torch.Tensor | None = None
+
+def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
+    setattr(tensor, _FORMS, (forms, type_of(tensor).writes))
+    return tensor
 
 
 class Forms(TorchFunctionMode):
     """Inside, what functions make of varying values has forms.
 
     Args:
-        note: is told, of each function that makes tensors, what it made of which operands.
+        where: the place that runs.
+        ignored: axes on which nothing is checked.
     """
 
-    def __init__(self, note: Callable[[Function, Operands, Mapping[str, object], object], None]) -> None:
+    def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
-        self._note = note
+        self._where, self._ignored = where, ignored
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, (torch.Tensor, tuple, list)):
-            self._note(func, args, kwargs or {}, out)
+        made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
+        operands = tensors_in((args, dict(kwargs or {}))) if made else []
+        axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
+        if axes:
+            forms = {axis: self._made(func, args, kwargs or {}, operands, axis, out) for axis in axes}
+            for tensor in made:
+                if writes(func, kwargs) or not any(tensor is x for x in operands):
+                    set_forms(tensor, forms)
         return out
 
+    def _made(
+        self,
+        func: Function,
+        args: Operands,
+        kwargs: Mapping[str, object],
+        operands: Sequence[torch.Tensor],
+        axis: str,
+        out: object,
+    ) -> Form:
+        """The form on an axis of what a function makes of operands; of all that it makes."""
+        forms = [form_of(x, axis) for x in operands]
+        if None in forms:
+            return None
+        if not any(form == PARTIAL or isinstance(form, int) for form in forms):
+            return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else None
+        bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
+        if isinstance(bias, torch.Tensor):
+            rest = operands[:2]
+            if self._made(func, tuple(rest), {}, rest, axis, out) == PARTIAL:
+                added = form_of(bias, axis)
+                if added == REPLICATED or isinstance(added, int):
+                    self._refuse(func, axis, rest[0], bias)
+                return PARTIAL if added == PARTIAL else None
+        cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
+        try:
+            found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
+        except Mixed:
+            self._need_sum(func, axis, operands, forms)
+            return None
+        if isinstance(found, list):
+            return None
+        return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
-def form_made(func: Function, args: Operands, kwargs: Mapping[str, object], form: FormOf, out: object) -> Form | Clash:
-    """The form of what a function makes of operands of some forms; of all that it makes."""
-    operands = [x for x in pytree.leaves((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
-    forms = [form(x) for x in operands]
-    if None in forms or not forms:
-        return None
-    partials = [x for x, each in zip(operands, forms, strict=True) if each == PARTIAL]
-    if not partials and not any(isinstance(each, int) for each in forms):
-        return REPLICATED if {*forms} == {REPLICATED} and keeps_alike(func, args, dict(kwargs)) else None
-    added = partial.given_bias(args, kwargs) if func is F.linear else None
-    if isinstance(added, torch.Tensor) and form_made(func, args[:2], {}, form, out) == PARTIAL:
-        own = form(added)
-        return (
-            Clash(operands[0], added)
-            if own == REPLICATED or isinstance(own, int)
-            else PARTIAL
-            if own == PARTIAL
-            else None
+    def _need_sum(self, func: Function, axis: str, operands: Sequence[torch.Tensor], forms: Sequence[Form]) -> None:
+        """Refuses what is wrong to do to a partial value, where there is no rule for it."""
+        partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
+        kind = rules.of_sums(func)
+        others = [x for x, form in zip(operands, forms, strict=True) if form not in (PARTIAL, CONSTANT)]
+        if partial is None:
+            return
+        if kind == rules.ADDS and others:
+            self._refuse(func, axis, partial, others[0])
+        if kind in (rules.BENDS, rules.DIVIDES) or (kind == rules.SCALES and forms.count(PARTIAL) > 1):
+            self._refuse(func, axis, partial)
+
+    def _refuse(self, func: Function, axis: str, partial: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Refuses what adds to a partial value what is not; without another one, what is no sum of it."""
+        differentiated = partial.requires_grad and torch.is_grad_enabled()  # unlike a number to look at
+        if _pulls_back() or (other is None and not differentiated):  # cotangents of what is unknown
+            return
+        where = self._where()
+        if other is None:
+            does, why = "takes", "and gives no summand of what it gives of the sum."
+        else:
+            does, form = "adds", form_of(other, axis)
+            words = "the same on all ranks" if form == REPLICATED else "a piece of a whole one"
+            why = (
+                f"and one that is {words} (from {type_of(other).source}). That would be added once for each rank, or "
+                "to a sum that is missing."
+            )
+        raise AxisTypeError(
+            f"{WHO}: {where}: {name_of(func)} {does} a value that is partial on axis {axis!r}, a summand on each rank "
+            f"(of {type_of(partial).source}), {why} A conversion is missing: fz.parallel.sum, or reduce_scatter, of "
+            "the partial value comes first.",
+            where,
         )
-    cut = {id(x): _cut(x, each) for x, each in zip(operands, forms, strict=True)}
-    try:
-        found = cut_behind(func, args, dict(kwargs), out, lambda x: cut.get(id(x)))
-    except Mixed:
-        return _clash(func, operands, forms, partials[0]) if partials else None
-    if isinstance(found, list):
-        return None
-    if found == partial.PARTIAL:
-        return PARTIAL
-    first = out if isinstance(out, torch.Tensor) else out[0]  # type: ignore[index]
-    return first.ndim + found.dim
 
 
 def _cut(x: torch.Tensor, form: Form) -> Cut | None:
     if form == PARTIAL:
-        return partial.PARTIAL
+        return rules.PARTIAL
     return Cut(form - x.ndim) if isinstance(form, int) else None
 
 
-def _clash(func: Function, operands: Sequence[torch.Tensor], forms: Sequence[Form], x: torch.Tensor) -> Form | Clash:
-    """What is wrong where there is no rule for a partial value."""
-    if func in partial.SUMS:
-        others = [(y, each) for y, each in zip(operands, forms, strict=True) if each != PARTIAL and each != CONSTANT]
-        return Clash(x, others[0][0]) if others else None
-    if func in partial.SCALED:
-        return Clash(x) if forms.count(PARTIAL) > 1 else None
-    return Clash(x) if partial.bends(func) else None
+def _pulls_back() -> bool:
+    """Tells whether autograd runs a pullback on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame is not None

@@ -24,8 +24,8 @@ from fzero.comm.linear import linear
 from fzero.engine.compiled import leave_out
 from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
-from fzero.parallel.map_marks import GATHER_OWN, mapped, need_mappable
 from fzero.parallel.types import running
+from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable
 from fzero.table.placements import Cut
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -307,14 +307,16 @@ def _need_dim(x: torch.Tensor, ax: Axis, dim: int, who: str, argument: str = "di
 
 def _need_sizes(sizes: Sizes | None, x: torch.Tensor, ax: Axis, dim: int, who: str) -> list[int]:
     """The sizes of the pieces that a dim is cut into."""
-    count = x.shape[dim]
-    if sizes is None:
-        return pieces.balanced(count, ax.size)
+    return pieces.balanced(x.shape[dim], ax.size) if sizes is None else _given(sizes, x, ax, dim, who, "that add up to")
+
+
+def _given(sizes: Sizes, x: torch.Tensor, ax: Axis, dim: int, who: str, what: str = "this rank's") -> list[int]:
+    """Sizes for all ranks, of which this rank's is that of a dim, or all together are."""
     out = [need_int(size, f"parallel.{who}", "sizes", "sizes of pieces", least=0) for size in sizes]
-    if len(out) != ax.size or pieces.starts(out)[-1] != count:
+    if len(out) != ax.size or x.shape[dim] != (out[ax.rank] if what == "this rank's" else pieces.starts(out)[-1]):
         raise ValueError(
-            f"parallel.{who}: got sizes={out}, expected {ax.size} of them, one for each rank of axis {ax.name!r}, that "
-            f"add up to {count}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
+            f"parallel.{who}: got sizes={out}, expected {ax.size} of them, one for each rank of axis {ax.name!r}, "
+            f"{what} {x.shape[dim]}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
         )
     return out
 
@@ -322,13 +324,7 @@ def _need_sizes(sizes: Sizes | None, x: torch.Tensor, ax: Axis, dim: int, who: s
 def _own_sizes(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None, who: str) -> list[int]:
     """The sizes of a dim on all ranks: those that are given, or those that the ranks tell each other."""
     if sizes is not None:
-        out = [need_int(size, f"parallel.{who}", "sizes", "sizes of pieces", least=0) for size in sizes]
-        if len(out) != ax.size or out[ax.rank] != x.shape[dim]:
-            raise ValueError(
-                f"parallel.{who}: got sizes={out}, expected {ax.size} of them, one for each rank of axis {ax.name!r}, "
-                f"this rank's {x.shape[dim]}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
-            )
-        return out
+        return _given(sizes, x, ax, dim, who)
     if (run := running.get()) is not None:
         return run.sizes(ax, x.shape[dim])
     shapes = pieces.told(ax, [x.ndim, *(list(x.shape) + [0] * MOST_DIMS)[:MOST_DIMS]], f"parallel.{who} sizes")

@@ -9,8 +9,7 @@ from fractions import Fraction
 
 import torch
 
-from fzero.parallel.elementwise import BOTH, named
-from fzero.table.handle import Function, Operands
+from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut, Mark, notes
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
@@ -100,23 +99,6 @@ class OwnSize(int):
     def __neg__(self) -> OwnSize:
         return self._like(int.__neg__(self))
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is int and other and not _checks(sys._getframe(1)):  # whether it is empty may be asked
-            self.need_shape("==")
-        return int.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        if type(other) is int and other and not _checks(sys._getframe(1)):
-            self.need_shape("!=")
-        return int.__ne__(self, other)
-
-    def __mod__(self, other: object) -> int:  # type: ignore[override]
-        if not _checks(sys._getframe(1)):
-            self.need_shape("%")
-        return int.__mod__(self, other)  # type: ignore[operator]
-
-    __hash__ = int.__hash__
-
 
 def _checks(frame: types.FrameType) -> bool:
     """Tells whether a library asks, that looks whether a shape can be: what it does next depends on no more."""
@@ -124,12 +106,16 @@ def _checks(frame: types.FrameType) -> bool:
 
 
 def _as_number(name: str) -> Callable[..., object]:
-    plain = getattr(int, name)
+    plain, what = getattr(int, name), name.strip("_")
 
     def method(self: OwnSize, *others: object) -> object:
+        if what in ("eq", "ne"):  # whether it is empty may be asked
+            refused = type(others[0]) is int and bool(others[0]) and not _checks(sys._getframe(1))
+        else:
+            refused = what != "mod" or not _checks(sys._getframe(1))
         out = plain(self, *others)
-        if out is not NotImplemented or any(isinstance(x, (float, complex)) for x in others):
-            self.need_shape(name.strip("_"))
+        if refused and (out is not NotImplemented or any(isinstance(x, (float, complex)) for x in others)):
+            self.need_shape({"eq": "==", "ne": "!=", "mod": "%"}.get(what, what))
         return out
 
     method.__name__ = name
@@ -139,7 +125,7 @@ def _as_number(name: str) -> Callable[..., object]:
 for _name in (
     "__sub__ __rsub__ __truediv__ __rtruediv__ __rfloordiv__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ "
     "__lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ "
-    "__lt__ __le__ __gt__ __ge__ __abs__ __pos__ __float__ __int__ "
+    "__lt__ __le__ __gt__ __ge__ __abs__ __pos__ __float__ __int__ __eq__ __ne__ __mod__ "
     "__round__ __trunc__ __floor__ __ceil__ bit_length"
 ).split():
     setattr(OwnSize, _name, _as_number(_name))

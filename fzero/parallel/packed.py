@@ -17,8 +17,8 @@ from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import maps
 from fzero.parallel.acting import unseen
-from fzero.parallel.map_marks import mapped
 from fzero.parallel.types import running
+from fzero.parallel.watched import mapped
 
 Range = tuple[int, int]  # the first of some heads, and the one behind the last
 

@@ -7,33 +7,66 @@ piece (sequence parallelism as in Korthikanti et al. 2022, arXiv 2205.05198); an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 
 from fzero.base import private, pytree
-from fzero.base.carriers import flatten
+from fzero.base.carriers import flatten, flatten_first
+from fzero.base.refusals import noted
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
-from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
+from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.randomness import own_stream
-from fzero.parallel.spread import Spread, wholes
-from fzero.table.handle import Function, Handle, Named, Operands, reading, storage_of
+from fzero.parallel.rules import ELEMENTWISE, PARTIAL, cut_behind, draws
+from fzero.table.handle import (
+    BOTH,
+    OF_THE_GRAPH,
+    REQUIRES_GRAD,
+    Function,
+    Handle,
+    Named,
+    Operands,
+    StandIn,
+    name_of,
+    named,
+    reading,
+    storage_of,
+    writes,
+)
+from fzero.table.placements import Cut
 
 DIM = -2  # that is cut, from the end: of tokens, before that of features
 
 
-class Piece(Spread):
-    """A tensor of which each rank has a piece.
+# what this rank's part answers as the whole tensor would
+_OF_EITHER = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "_version")),
+    torch.Tensor.is_inference,
+}
+
+
+class Piece(StandIn):
+    """Stands for a whole tensor of which each rank has a piece; whoever reads it gets that, the same on each.
+
+    Once it was written to, or views of it were made, it is the whole tensor from then on, as others may see that.
 
     Attributes:
+        local: what lies on this rank; None once it is the whole tensor.
+        value: the whole tensor, once it was read.
+        version: of the whole tensor, when it was read first.
+        level: functorch's, that it was made at.
         axis: of the ranks.
         along: the dim that is cut, counted from the end, in rank order and as equally as can be.
     """
 
+    local: torch.Tensor | None
+    value: torch.Tensor | None
+    version: int
+    level: int
     axis: Axis
     along: int
 
@@ -58,8 +91,63 @@ class Piece(Spread):
         """Of the ranks' pieces."""
         return pieces.balanced(self.count, self.axis.size)
 
-    def joined(self, local: torch.Tensor) -> torch.Tensor:
-        return maps.gather(local, self.axis, self.along, self.sizes)
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, differentiable."""
+        if self.value is None:
+            assert self.local is not None
+            # as where it was made, as others may read it there, too
+            with private.outside_inference(), torch.enable_grad(), private.below_transforms(self.level):
+                self.value = maps.gather(self.local, self.axis, self.along, self.sizes)
+            self.version = private.version(private.unwrapped(self.value))
+        return self.value
+
+    def outside(self) -> torch.Tensor:
+        return self.whole()
+
+    def held(self) -> torch.Tensor | None:
+        return self.value if self.local is None else None
+
+    def need_level(self) -> None:
+        """Refuses to be read where what is computed has no derivative."""
+        own = self.value if self.local is None else self.local
+        assert own is not None
+        if private.below(own) or (private.in_function() and own.requires_grad):
+            raise noted(self.refusal("a torch.autograd.Function, as its argument"))
+        self.need_untracked()
+
+    def need_untracked(self) -> None:
+        """Refuses what an autograd Function returned (a reentrant checkpoint): this stands for it without its graph."""
+        with private.without_subclasses():
+            tracked = self.requires_grad
+        if tracked:
+            raise noted(self.refusal("a torch.autograd.Function that returned it"))
+
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"A tensor of shape {tuple(self.shape)}, of which each rank has a piece (shard_tensor(sequence=True)), is "
+            f"read by or inside {func}, where its derivative would be lost. Give it x.view_as(x), which is whole, in "
+            "place of x; or leave sequence=True out."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func == REQUIRES_GRAD or func in _OF_EITHER:
+            (self,) = args
+            assert isinstance(self, Piece)
+            own = self.whole() if self.local is None else self.local
+            return func(own) if func in _OF_EITHER else private.is_differentiated(own)
+        if func in cls.readable:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in OF_THE_GRAPH:
+            raise noted(cls.first(args, kwargs).refusal(repr(name_of(func))))
+        for x in pytree.flatten((args, kwargs or {}))[0]:
+            if isinstance(x, Piece):
+                x.need_level()
+        out = _computed(func, args, dict(kwargs or {}))
+        return _plainly(func, args, kwargs) if out is NotImplemented else out
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     def own(self) -> torch.Tensor:
         """The whole tensor as each rank's own."""
@@ -95,10 +183,43 @@ class Piece(Spread):
                 "(x = x + y, x.clone()), or leave sequence=True out."
             )
 
-    @classmethod
-    def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
-        rule = _RULES.get(func)
-        return NotImplemented if rule is None else rule(func, args, dict(kwargs or {}))
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with all of its values."""
+    return x.whole() if isinstance(x, Piece) else x
+
+
+def wholes(value: object) -> Any:
+    """A value with whole tensors."""
+    leaves, spec = flatten_first(value)
+    if not any(isinstance(x, Piece) for x in leaves):
+        return value
+    return pytree.unflatten(spec, [whole(x) if isinstance(x, Piece) else x for x in leaves])
+
+
+def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> object:
+    """A function of whole tensors."""
+    leaves, spec = pytree.flatten((args, kwargs or {}))
+    own = [x for x in leaves if isinstance(x, Piece)]
+    args, kwargs = pytree.unflatten(spec, [whole(x) if isinstance(x, Piece) else x for x in leaves])
+    before = [private.version(private.unwrapped(x.whole())) for x in own]
+    out = func(*args, **(kwargs or {}))
+    storages = {storage_of(x) for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)}
+    for x, version in zip(own, before, strict=True):
+        value = x.whole()
+        written = writes(func, kwargs) or private.version(private.unwrapped(value)) != version
+        if written or storage_of(value) in storages:
+            x.local = None
+    return out
+
+
+def as_own(x: object, axis: Axis) -> object:
+    """What is the same on all ranks, as each rank's own."""
+    if isinstance(x, Handle) and (read := reading.get()) is not None:
+        x = read(x)
+    if isinstance(x, Piece):
+        return x.own()
+    return maps.shared(x, axis) if isinstance(x, torch.Tensor) and private.is_differentiated(x) else x
 
 
 class Packed(NamedTuple):
@@ -187,139 +308,62 @@ def cut(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x if x.ndim < -DIM else Piece.made(maps.split(x, axis, DIM), axis, x.shape[DIM])
 
 
+Given = dict[str, Any]
 _ATTRIBUTES = frozenset(("local", "value", "version", "axis", "along", "level"))
 
 
 # ---- what is computed on pieces
 
-Given = dict[str, Any]
-Rule = Callable[[Function, Operands, Given], object]
-
-
-class _Other(Exception):
-    """An operand lies otherwise."""
-
-
-def _first(operands: Sequence[object]) -> Piece:
-    """A piece that is one still, if all that are lie alike."""
-    own = [x for x in operands if isinstance(x, Piece) and x.local is not None]
-    if not own or any((x.axis, x.along, x.count) != (own[0].axis, own[0].along, own[0].count) for x in own):
-        raise _Other
-    return own[0]
-
-
-def _here(x: object, beside: Piece) -> object:
-    """This rank's part of an operand of what is computed for each token alone."""
-    if isinstance(x, Piece) and x.local is not None:
-        return x.local
-    if not isinstance(x, torch.Tensor):
-        return x
-    x = _plain(x)
-    if x.ndim < -beside.along or x.shape[beside.along] == 1:
-        return maps.shared(x, beside.axis)
-    if x.shape[beside.along] == beside.count:
-        return maps.split(x, beside.axis, beside.along, beside.sizes)
-    raise _Other
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, Spread):
-        return x.whole()
-    read = reading.get()
-    return read(x) if isinstance(x, Handle) and read is not None else x
-
-
-def _of(result: object, like: Piece, operands: Sequence[object] = (), dim: int | None = None) -> object:
-    """What came of pieces, as a piece; an operand that was returned as it is."""
-    assert isinstance(result, torch.Tensor)
-    for x in operands:
-        if isinstance(x, Piece) and x.local is result:
-            return x
-    return Piece.made(result, like.axis, like.count, like.along if dim is None else dim)
-
-
-def _pointwise(func: Function, args: Operands, kwargs: Given) -> object:
-    """Element by element, with broadcasting."""
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        return NotImplemented
-    operands, spec = pytree.flatten((args, kwargs))
-    try:
-        first = _first(operands)
-        here = [_here(x, first) for x in operands]
-    except _Other:
-        return NotImplemented
-    if func is torch.where and len(operands) == 1:  # places
-        return NotImplemented
-    args, kwargs = pytree.unflatten(spec, here)
-    return _of(func(*args, **kwargs), first, operands)
-
-
-def _dropped(func: Function, args: Operands, kwargs: Given) -> object:
-    """Each rank draws for its own piece."""
-    names = ("input", "p", "training", "inplace")
-    given: Given = dict(zip(names, args, strict=False)) | kwargs
-    x = given.pop("input")
-    if given.get("inplace") or not isinstance(x, Piece) or x.local is None:
-        return NotImplemented
-    draws = given.get("training", True) and given.get("p", 0.5) > 0
-    with own_stream(x.axis) if draws else contextlib.nullcontext():
-        return _of(func(x.local, **given), x, (x,))
-
-
-def _normed(func: Function, args: Operands, kwargs: Given) -> object:
-    """Over the last dims: layer_norm, rms_norm."""
-    names = ("input", "normalized_shape")
-    given: Given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
-    x = given["input"]
-    if not isinstance(x, Piece) or x.local is None or len(given["normalized_shape"]) >= -x.along:
-        return NotImplemented
-    return _pointwise(func, args, kwargs)
-
-
-def _applied(func: Function, args: Operands, kwargs: Given) -> object:
-    """A layer of all features: linear(x, weight, bias), x @ weight."""
-    x = kwargs.get("input", args[0] if args else None)
-    operands, spec = pytree.flatten((args, kwargs))
-    others = [other for other in operands if isinstance(other, torch.Tensor) and other is not x]
-    if not isinstance(x, Piece) or x.local is None or x.along == -1 or (args and args[0] is not x):
-        return NotImplemented
-    if any(isinstance(other, Spread) or other.ndim > 2 for other in others) or not others or others[0].ndim != 2:
-        return NotImplemented
-    here = [
-        x.local if other is x else maps.shared(_plain(other), x.axis) if isinstance(other, torch.Tensor) else other
-        for other in operands
-    ]
-    args, kwargs = pytree.unflatten(spec, here)
-    return _of(func(*args, **kwargs), x)
-
-
-def _along(func: Function, args: Operands, kwargs: Given) -> object:
-    """Over other dims: mean(x, dim, keepdim), softmax(x, dim)."""
-    x, *more = args or (None,)
-    dims = kwargs.get("dim", more[0] if more else None)
-    if not isinstance(x, Piece) or x.local is None:
-        return NotImplemented
-    dims = (dims,) if isinstance(dims, int) else dims
-    if (
-        not isinstance(dims, (tuple, list))
-        or not dims
-        or not all(type(d) is int and -x.ndim <= d < x.ndim for d in dims)
-    ):
-        return NotImplemented
-    from_end = {d % x.ndim - x.ndim for d in dims}
-    if x.along in from_end:
-        return NotImplemented
-    result = func(x.local, *more, **kwargs)
-    kept = not isinstance(result, torch.Tensor) or result.ndim == x.ndim
-    return _of(result, x, dim=x.along if kept else x.along + sum(d > x.along for d in from_end))
-
-
-_RULES: dict[object, Rule] = {
-    **dict.fromkeys(
-        [*ELEMENTWISE, *named("__div__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__", *BOTH)], _pointwise
-    ),
-    **dict.fromkeys(named("dropout alpha_dropout", F), _dropped),
-    **dict.fromkeys(named("layer_norm rms_norm", F, torch), _normed),
-    **dict.fromkeys([F.linear, *named("matmul __matmul__", *BOTH)], _applied),
-    **dict.fromkeys([*named("mean sum amax amin softmax log_softmax", *BOTH), F.softmax, F.log_softmax], _along),
+# of these each rank may compute its own tokens': they make new tensors, no views
+_EACH = {
+    *(*ELEMENTWISE, F.linear, *named("matmul __matmul__", *BOTH)),
+    *named("dropout alpha_dropout softmax log_softmax", F),
+    *named("layer_norm rms_norm", F, torch),
+    *named("mean sum amax amin softmax log_softmax", *BOTH),
 }
+
+
+def _computed(func: Function, args: Operands, kwargs: Given) -> object:
+    """What a function makes of pieces, as a piece; NotImplemented where it must see them whole."""
+    operands, spec = pytree.flatten((args, kwargs))
+    pieces_of = [x for x in operands if isinstance(x, Piece) and x.local is not None]
+    if func not in _EACH or kwargs.get("out") is not None or kwargs.get("inplace") or not pieces_of:
+        return NotImplemented
+    first, *others = pieces_of
+    if any((x.axis, x.along, x.count) != (first.axis, first.along, first.count) for x in others):
+        return NotImplemented
+    here, cuts = list[object](), dict[int, Cut]()
+    try:
+        for x in operands:
+            own, is_cut = _here(x, first, func in ELEMENTWISE)
+            here.append(own)
+            if is_cut:
+                cuts[id(own)] = Cut(first.along)
+        args, kwargs = pytree.unflatten(spec, here)
+        with own_stream(first.axis) if draws(func, args, kwargs) else contextlib.nullcontext():
+            out = func(*args, **kwargs)
+        cut = cut_behind(func, args, kwargs, out, lambda x: cuts.get(id(x)))
+    except (Mixed, RuntimeError):  # of sizes, say, that only the whole has
+        return NotImplemented
+    if not isinstance(cut, Cut) or cut == PARTIAL:
+        return NotImplemented
+    assert isinstance(out, torch.Tensor)
+    same = next((x for x in pieces_of if x.local is out), None)
+    return Piece.made(out, first.axis, first.count, cut.dim) if same is None else same
+
+
+def _here(x: object, beside: Piece, cuts: bool) -> tuple[object, bool]:
+    """This rank's part of an operand, and whether it is a piece; one of each token is cut where this is asked for."""
+    if isinstance(x, Piece) and x.local is not None:
+        return x.local, True
+    if not isinstance(x, torch.Tensor):
+        return x, False
+    if isinstance(x, Piece):
+        x = x.whole()
+    elif isinstance(x, Handle) and (read := reading.get()) is not None:
+        x = read(x)
+    if not cuts or x.ndim < -beside.along or x.shape[beside.along] == 1:
+        return maps.shared(x, beside.axis), False
+    if x.shape[beside.along] != beside.count:
+        raise Mixed
+    return maps.split(x, beside.axis, beside.along, beside.sizes), True

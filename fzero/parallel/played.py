@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,9 @@ def need_one_process(
     except Parted as error:
         raise AxisTypeError(f"{WHO}: played on ranks of {_axes(sizes)}, {error}. {_ADVICE}") from None
     hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
-    bounds = _Bounds([x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes)
+    dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes
+    # in float32 some models compute parts of themselves
+    eps = max([torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes) if dtype.is_floating_point])
     largest = max([_most(x) for x in expected.grads.values()], default=0.0)
     places = [_place(sizes, number) for number in range(len(runs))]
     for place, run in zip(places, runs, strict=True):
@@ -89,11 +91,11 @@ def need_one_process(
             said = dims_of(path, want.ndim, outputs, "outputs")
             if not any(dim is None for axis, dim in said.items() if axis in sizes):
                 own, name = _piece(want, said, place, sizes), f"output {path!r}" if path else "the output"
-                _need_same(name, run.outputs.get(path), own, bounds.of(want, 0.0), place, hint)
+                _need_same(name, run.outputs.get(path), own, _bound(eps, want), place, hint)
     for place, run in zip(places, runs, strict=True):
         for path, want in expected.grads.items():
             own, name = _cut(inputs, by_path[path], place, sizes, want), f"the cotangent of {path!r}"
-            _need_same(name, run.grads.get(path), own, bounds.of(want, largest), place, hint)
+            _need_same(name, run.grads.get(path), own, _bound(eps, want, largest), place, hint)
 
 
 _ADVICE = (
@@ -225,22 +227,14 @@ def _numbers(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 # ---- what is compared
 
 
-class _Bounds:
+def _bound(eps: float, want: torch.Tensor, largest: float = 0.0) -> float:
     """How far apart values may be by rounding, of which a missing conversion is far away.
 
     Args:
-        dtypes: of all that is computed with.
+        eps: of the coarsest dtype that is computed with.
+        largest: of all values like them: what is zero but for rounding has its.
     """
-
-    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
-        every = {torch.float32, *dtypes}  # in which some models compute parts of themselves
-        self._eps = max([torch.finfo(dtype).eps for dtype in every if dtype.is_floating_point])
-
-    def of(self, want: torch.Tensor, largest: float) -> float:
-        """For values of which there are `largest` ones like them: what is zero but for rounding has theirs."""
-        if not pytree.is_real(want):
-            return 0.0
-        return 4 * self._eps**0.5 * _most(want) + min(1000 * self._eps, 0.05) * largest
+    return 4 * eps**0.5 * _most(want) + min(1000 * eps, 0.05) * largest if pytree.is_real(want) else 0.0
 
 
 def _most(x: torch.Tensor) -> float:

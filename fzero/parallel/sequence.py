@@ -60,17 +60,9 @@ def shard_sequence(
     """
     if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
         raise wrong(WHO, "batch", batch, "a dict of tensors")
-    axes = (
-        [ax]
-        if isinstance(ax, Axis)
-        else list(ax)
-        if isinstance(ax, (list, tuple))
-        else [need_axis(ax, "shard_sequence")]
-    )
+    axes = [need_axis(each, "shard_sequence") for each in (ax if isinstance(ax, (list, tuple)) else [ax])]
     if not axes:
         raise ValueError(f"{WHO}: got ax=(), expected at least one axis.")
-    for each in axes:
-        need_axis(each, "shard_sequence")
     need_str(labels, WHO, "labels", "the name of the labels or None", or_none=True)
     if order not in ORDERS:
         raise ValueError(f"{WHO}: got order={order!r}, expected one of {', '.join(ORDERS)}.")

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -25,16 +24,11 @@ from fzero.base import pytree
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, is_library, place_in
 from fzero.comm.axis import Axis
-from fzero.parallel.forms import CONSTANT, REPLICATED, Clash, Form, form_made
-from fzero.table.handle import Function, Operands, name_of, writes
 
 WHO = "parallel.check"
 Axes = frozenset[str]
 Run = Callable[[torch.Tensor], torch.Tensor]
-_ATTRIBUTE, _FORMS = (
-    "_fzero_type",
-    "_fzero_forms",
-)  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
+_ATTRIBUTE = "_fzero_type"  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
 
 
 class AxisTypeError(ValueError):
@@ -96,20 +90,6 @@ def set_type(tensor: torch.Tensor, own: Type) -> torch.Tensor:
     return tensor
 
 
-def form_of(tensor: torch.Tensor, axis: str) -> Form:
-    """What a tensor is on an axis to other ranks' ones; what does not vary is the same on all of them."""
-    own = type_of(tensor)
-    if axis not in own.varying:
-        return CONSTANT if own.constant else REPLICATED
-    forms, writes = vars(tensor).get(_FORMS, ({}, 0))
-    return forms.get(axis) if writes == own.writes else None
-
-
-def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
-    setattr(tensor, _FORMS, (forms, type_of(tensor).writes))
-    return tensor
-
-
 class Watch(dispatch.TorchDispatchMode):
     """Inside, every operator gives what it makes a type, below autograd and functorch, also in pullbacks.
 
@@ -153,40 +133,6 @@ class Watch(dispatch.TorchDispatchMode):
             for tensor in made:
                 set_type(tensor, memory.get(_memory(tensor)) or joined)
         return out
-
-    def formed(self, func: Function, args: Operands, kwargs: Mapping[str, object], out: object) -> None:
-        """Notes the forms of what a function has made."""
-        operands = tensors_in((args, dict(kwargs)))
-        axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
-        if axes:
-            forms = {axis: self._form(func, args, kwargs, axis, out) for axis in axes}
-            for tensor in tensors_in(out):
-                if writes(func, kwargs) or not any(tensor is x for x in operands):
-                    set_forms(tensor, forms)
-
-    def _form(self, func: Function, args: Operands, kwargs: Mapping[str, object], axis: str, out: object) -> Form:
-        """What a function makes on an axis."""
-        made = form_made(func, args, kwargs, lambda tensor: form_of(tensor, axis), out)
-        if not isinstance(made, Clash):
-            return made
-        if pulls_back():  # cotangents of what is unknown
-            return None
-        where, own = self._where(), type_of(made.partial)
-        begin = f"parallel.check: {where}: {name_of(func)}"
-        known = f"a value that is partial on axis {axis!r}, a summand on each rank (of {own.source})"
-        end = "A conversion is missing: fz.parallel.sum, or reduce_scatter, of the partial value comes first."
-        if made.other is None:
-            if not (made.partial.requires_grad and torch.is_grad_enabled()):  # such as a number to look at
-                return None
-            raise AxisTypeError(
-                f"{begin} takes {known}, and gives no summand of what it gives of the sum. {end}", where
-            )
-        words = "the same on all ranks" if form_of(made.other, axis) == REPLICATED else "a piece of a whole one"
-        raise AxisTypeError(
-            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}). That would be added "
-            f"once for each rank, or to a sum that is missing. {end}",
-            where,
-        )
 
     def _joined(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, AxisTypeError | None]:
         """The type of what an operator makes, and what is wrong if that has a derivative."""
@@ -278,12 +224,4 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-def pulls_back() -> bool:
-    """Tells whether autograd runs a pullback on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        frame = frame.f_back
-    return frame is not None
-
-
-_LOOKING = (__name__, "fzero.parallel.check", "fzero.parallel.dry", "fzero.parallel.maps", "fzero.comm.linear")
+_LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in ("check", "dry", "forms", "maps")), "fzero.comm.linear")

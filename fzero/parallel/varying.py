@@ -6,7 +6,7 @@ elements along a dim that is cut is refused, and what is not known to leave it a
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
-out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`), others in the
+out again, on whatever way (`table/placements.py`). Compiled units are watched once (`modules/shown.py`), others in the
 first run under a signature. Later runs repeat what had to be done there (`parallel/acting.py`); mostly nothing, and
 then nothing looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`).
 What torch.func maps or differentiates inside of a module must not be a slice.
@@ -27,15 +27,12 @@ from fzero.base import hooks, private, pytree
 from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
-from fzero.parallel.acting import ATTENTION, Copy, as_own, note_help, running_mode, unseen
-from fzero.parallel.cut_dims import cut_behind
+from fzero.parallel import rules
+from fzero.parallel.acting import Copy, note_help, running_mode, unseen
 from fzero.parallel.cut_shapes import Mixed
-from fzero.parallel.elementwise import BOTH, named
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
-from fzero.parallel.partial import PARTIAL
 from fzero.parallel.randomness import own_stream
-from fzero.parallel.spread import Spread
-from fzero.table.handle import READABLE, Function, Named, Operands, name_of, writes
+from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, StandIn, name_of, named, writes
 from fzero.table.placements import Action, Actions, Cut, Mark, Notes, notes, reads
 
 # of the object, not of its values
@@ -48,14 +45,6 @@ _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.ba
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
 _OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
-_RANDOM = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
-    *(F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
-    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal),
-    *(torch.bernoulli, torch.multinomial),
-    *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
-    *(torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.exponential_),
-}
 
 
 class Varying(TorchFunctionMode):
@@ -88,18 +77,23 @@ class Varying(TorchFunctionMode):
         note_help(f"{name} draws for slices" if draws else f"what is whole meets slices in {name}")
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        kwargs, spec = dict(kwargs or {}), None
+        kwargs = dict(kwargs or {})
         if running_mode.get() is not self:  # a map sees to it
             return func(*args, **kwargs)
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         if func in READABLE or func in SIZES:
             return self._read(func, args, kwargs, str(sys._getframe(1).f_globals.get("__name__")))
+        return self._looked_at(func, func, args, kwargs)
+
+    def _looked_at(self, func: Function, run: Function, args: Operands, kwargs: dict[str, object]) -> object:
+        """What `run` gives, which does what a function does."""
+        spec = None
         self.called(func)
         if reads(func, args):
             self.known.first.unsure = True
         if not self.known:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
             flat, spec = pytree.flatten((args, kwargs))
@@ -110,7 +104,7 @@ class Varying(TorchFunctionMode):
         if size is not None and (func not in SHAPED or not any(map(_can_be_shaped, flat, marks))):
             return self._made(func, size, args, kwargs)
         if not any(marks):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if func in _DIFFERENTIATES:
             source = next((mark.source for mark in marks if mark and mark.source), "a copy")
             raise self.refused(func, Mark(source))
@@ -122,13 +116,13 @@ class Varying(TorchFunctionMode):
             self._refuse_write(func, flat, marks)
         given, changed = args, kwargs
         if not all(marks):
-            own = [x if mark else self._own(x) for x, mark in zip(flat, marks, strict=True)]
+            own = [x if mark else self._copy(x, self.axis) for x, mark in zip(flat, marks, strict=True)]
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
             if places := [place for place, (x, y) in enumerate(zip(flat, own, strict=True)) if x is not y]:
                 self.did(func, places)
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
-        out = self._ran(func, given, changed, cut)
+        out = self._ran(func, run, given, changed, cut)
         if func in MADE_LIKE or (func in _SAYS_DTYPE and not marks[0]):  # as large as no slice, and of none
             return out
         mark = before if func == torch.Tensor.__setitem__ or not cut else self._behind(func, args, kwargs, out, cut)
@@ -149,16 +143,18 @@ class Varying(TorchFunctionMode):
     def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
         """What can be read of a tensor without its values."""
         out, mark = func(*args, **kwargs), self.mark_of(args[0]) if args else None
-        if mark is None or mark.cut in (None, PARTIAL) or func not in SIZES or reader.startswith(_OURS):
+        if mark is None or mark.cut in (None, rules.PARTIAL) or func not in SIZES or reader.startswith(_OURS):
             return out
         return own_sizes(func, out, args, kwargs, mark, self.axis.name)
 
-    def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
+    def _ran(
+        self, func: Function, run: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]
+    ) -> object:
         """What a function gives that is looked at as one."""
         if cut and func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             if any(isinstance(x, torch.Tensor) and x.ndim > 2 and not x.shape[-3] for x in leaves((args, kwargs))):
                 raise self.refused(func, cut[0])  # torch 2.11 divides by how many heads of keys there are
-        draws = bool(cut) and func in _RANDOM and _may_draw(func, args, kwargs)
+        draws = bool(cut) and rules.draws(func, args, kwargs)
         if draws and hooks.in_checkpoint():
             raise ValueError(
                 f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose "
@@ -169,7 +165,7 @@ class Varying(TorchFunctionMode):
             self.did(func, draws=True)
         with during(running_mode, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
-                return func(*args, **kwargs)
+                return run(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
                 if cut and not is_ours(error):
                     error.add_note(
@@ -193,11 +189,9 @@ class Varying(TorchFunctionMode):
             return mark.cut if mark else None
 
         try:
-            if func is F.scaled_dot_product_attention:
-                self._need_heads(*(*args, *kwargs.values())[:3])
             if any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs))):
                 return Mark(cut[0].source)
-            found = cut_behind(func, args, kwargs, out, cut_of)
+            found = rules.cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
             raise self.refused(func, cut[0]) from None
         return [Mark(cut[0].source, each) for each in found] if isinstance(found, list) else Mark(cut[0].source, found)
@@ -217,10 +211,10 @@ class Varying(TorchFunctionMode):
         dim = dim_made(func, args, kwargs)
         if dim is None:
             raise size.refusal(repr(name_of(func)))
-        given = (self._own(args[0]), *args[1:]) if func is torch.Tensor.expand else args
+        given = (self._copy(args[0], self.axis), *args[1:]) if func is torch.Tensor.expand else args
         if given[0] is not args[0]:
             self.did(func, [0])
-        out = self._ran(func, given, kwargs, [Mark(size.source)])
+        out = self._ran(func, func, given, kwargs, [Mark(size.source)])
         assert isinstance(out, torch.Tensor)
         self.note(out, Mark(size.source, size.cut._replace(dim=dim)))
         return out
@@ -232,13 +226,18 @@ class Varying(TorchFunctionMode):
         if own and own.source:
             number = not isinstance(value, torch.Tensor)
             masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == x.shape
-            if masked and number and own.cut != PARTIAL and self.mark_of(index) == own:
+            if masked and number and own.cut != rules.PARTIAL and self.mark_of(index) == own:
                 return own
             found = self._behind(torch.Tensor.__getitem__, (x, index), {}, part := x[index], [own])  # type: ignore[index]
-            if number and own.cut == PARTIAL and value:
+            if number and own.cut == rules.PARTIAL and value:
                 raise self.refused(torch.Tensor.__setitem__, own)
-            if isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor) and isinstance(found, Mark):
-                self._need_beside(part, found, value, other)
+            known = not (other and other.source and other.cut is None)
+            if isinstance(value, torch.Tensor) and isinstance(found, Mark) and found.cut is not None and known:
+                cuts = {id(part): found.cut, id(value): other and other.cut}
+                try:  # what is written must lie as what it is written to
+                    rules.cut_behind(torch.add, (part, value), {}, part, lambda x: cuts.get(id(x)))
+                except Mixed:
+                    raise self.refused(torch.Tensor.__setitem__, found) from None
             return own
         whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
         if other is None or not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
@@ -246,49 +245,15 @@ class Varying(TorchFunctionMode):
             raise self.refused(torch.Tensor.__setitem__, source)
         return other
 
-    def _need_beside(self, part: torch.Tensor, found: Mark, value: torch.Tensor, other: Mark | None) -> None:
-        """Refuses to write to a slice what does not lie as it does."""
-        marks = {id(part): found, id(value): other}
+    def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> object:
+        """What attention gives of q, k and v, which is looked at as one operation."""
 
-        def cut_of(x: object) -> Cut | None:
-            mark = marks.get(id(x))
-            return mark.cut if mark else None
+        def run(*own: torch.Tensor) -> torch.Tensor:
+            with unseen():
+                return attend(*own)
 
-        if found.cut is not None and not (other and other.source and other.cut is None):
-            try:
-                cut_behind(torch.add, (part, value), {}, part, cut_of)
-            except Mixed:
-                raise self.refused(torch.Tensor.__setitem__, found) from None
-
-    def _need_heads(self, q: object, *others: object) -> None:
-        """Refuses slices of queries' heads with all of several heads of keys or values: some go with each slice."""
-        by_q = self.mark_of(q)
-        for x in others if by_q and by_q.source else ():
-            own = self.mark_of(x)
-            if isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[-3] > 1 and not (own and own.source):
-                raise Mixed
-
-    def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What attention gives of q, k and v: heads that are slices, where these are."""
-        self.called(ATTENTION)
-        marks = [self.mark_of(x) for x in tensors]
-        if private.level() > self._level:
-            self.need_level(tensors, "attention")
-        if not any(marks):
-            return attend(*tensors)
-        own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
-        if places := [place for place, (x, y) in enumerate(zip(tensors, own, strict=True)) if x is not y]:
-            self.did(ATTENTION, places)
-        with unseen():
-            out = attend(*own)
-        cut = [mark for mark in marks if mark and mark.source]
-        found = self._behind(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut) if cut else Mark("")
-        assert isinstance(found, Mark)
-        self.note(out, found)
-        return out
-
-    def _own(self, x: object) -> object:
-        return as_own(x, self.axis, self._copy)
+        some = any(self.mark_of(x) for x in tensors)
+        return self._looked_at(F.scaled_dot_product_attention, run if some else attend, tuple(tensors), {})
 
     def need_level(self, values: Sequence[object], what: str, path: str = "") -> None:
         """Refuses slices where a map or derivative of torch.func goes on that began within the module.
@@ -311,8 +276,8 @@ class Varying(TorchFunctionMode):
     def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first = flat[0] if flat else None
         if isinstance(first, torch.Tensor) and marks[0] is None:
-            part = not isinstance(first, Spread) and first._is_view()  # nothing would be known of the whole
-            if isinstance(first, Spread) or private.is_differentiated(first) or part:
+            part = not isinstance(first, StandIn) and first._is_view()  # nothing would be known of the whole
+            if isinstance(first, StandIn) or private.is_differentiated(first) or part:
                 source = next(mark.source for mark in marks if mark)
                 raise ValueError(
                     f"apply: {name_of(func)!r} writes what module {source!r} gives, whose outputs are cut over axis "
@@ -323,15 +288,3 @@ class Varying(TorchFunctionMode):
 def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     """Tells whether something is a slice of which one knows how it lies, or of which no element can be another one."""
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
-
-
-def _may_draw(func: Function, args: Operands, kwargs: Named) -> bool:
-    """Tells whether a function that may draw random numbers does."""
-    if func is F.scaled_dot_product_attention:
-        given = dict(zip(("q", "k", "v", "attn_mask", "dropout_p"), args, strict=False)) | dict(kwargs or {})
-        return bool(given.get("dropout_p"))
-    if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
-        given = {"p": 0.5, "training": func is not F.alpha_dropout and func is not F.feature_alpha_dropout}
-        given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs or {})
-        return bool(given["p"] and given["training"])
-    return True

@@ -1,6 +1,6 @@
 """A module that is cut: its first run is looked at operation by operation, later ones do what that one has shown.
 
-And what others ask while it runs: how a tensor varies.
+And what others ask while it runs: how a tensor varies, and may a map of `fz.parallel` take it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.comm.axis import Axis
-from fzero.parallel.acting import ATTENTION, Acting, Copy, running_mode, unseen
+from fzero.parallel.acting import Acting, Copy, running_mode, unseen
+from fzero.parallel.rules import PARTIAL
 from fzero.parallel.varying import Varying
 from fzero.table.handle import Function
-from fzero.table.placements import Following, Mark, Notes, Straight, notes
+from fzero.table.placements import Cut, Following, Mark, Notes, Straight, notes, noting
+
+MAP = "a map"  # the source of what a map gives, called by a module or a function itself
+GATHER_OWN = "gather(own=True)"  # the name of that map
+_WHOLE = ("sum", "gather")
 
 
 def watcher() -> Varying | None:
@@ -29,7 +35,7 @@ def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
-        copy: `maps.shared`.
+        copy: `piece.as_own`.
         module: what it is known by in later runs.
     """
 
@@ -80,10 +86,12 @@ def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor
     """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
     mode = running_mode.get()
     if isinstance(mode, Acting):
-        own = mode.owned(tensors, mode.next(ATTENTION))
+        own = mode.owned(tensors, mode.next(F.scaled_dot_product_attention))
         with unseen():
             return attend(*own)
-    return mode.attended(attend, tensors) if isinstance(mode, Varying) else attend(*tensors)
+    out = mode.attended(attend, tensors) if isinstance(mode, Varying) else attend(*tensors)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -135,3 +143,53 @@ def taken(module: str, marks: Sequence[Mark], on_one_rank: bool) -> Mark | None:
         if marks and not marks[0].source:
             mode.did(module, [0])
     return marks[0] if marks else None
+
+
+# ---- maps of `fz.parallel`: what they take, and how their results vary
+
+
+def _covers(ax: Axis, tensor: Axis) -> bool:
+    """Tells whether a map's axis is the tensor axis, or several that are one with it."""
+    return set(tensor.members) <= set(ax.members)
+
+
+def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    """Notes what a map of `fz.parallel` gave.
+
+    Args:
+        cut: how it cuts the result, where it does.
+    """
+    known = noting()
+    if known is None:
+        return out
+    after = known.of(x)
+    if _covers(ax, known.axis):
+        cut = cut if ax.members == known.axis.members else None
+        after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
+    known.forget(out) if after is None else known.note(out, after)
+    return out
+
+
+def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
+    """Refuses a map of what varies, or is cut, otherwise than the map takes it.
+
+    Args:
+        dim: along which the map joins what ranks have, where it does.
+    """
+    known = noting()
+    mark = None if known is None else known.of(x)
+    if known is None or mark is None or not _covers(ax, known.axis):
+        return
+    if name in ("copy", "split") and private.is_differentiated(x):
+        raise ValueError(
+            f"parallel.{name}: got a tensor of shape {tuple(x.shape)} that varies between the ranks of axis "
+            f"{ax.name!r} already ({f'it comes of {mark.source!r}' if mark.source else 'it is a copy'}), expected one "
+            "that is the same on all, as its cotangents are put together. Leave the map out, or put the ranks' tensors "
+            "together first (fz.parallel.sum, gather)."
+        )
+    mode = watcher()
+    if mode is not None and mark.cut is not None:
+        summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
+        elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim
+        if (mark.cut == PARTIAL) != summed or elsewhere:
+            raise mode.refused(f"fz.parallel.{name}", mark)

@@ -18,6 +18,13 @@ Function = Callable[..., object]
 Operands = tuple[object, ...]
 Named = Mapping[str, object] | None
 
+BOTH = (torch.Tensor, torch)
+
+
+def named(names: str, *owners: object) -> list[Function]:
+    """The functions of these names, as far as there are any."""
+    return [found for name in names.split() for owner in owners if (found := getattr(owner, name, None)) is not None]
+
 
 class HandleError(AttributeError, TypeError):
     """A leaf of a unit was used where it is not gathered: outside of its unit it has no values.

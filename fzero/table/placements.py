@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.comm.axis import Axis
-from fzero.table.handle import READABLE, Function, Handle, Named, Operands, writes
+from fzero.table.handle import BOTH, READABLE, Function, Handle, Named, Operands, named, writes
 from fzero.table.rows import Row
 
 
@@ -246,15 +246,15 @@ def hand_on(known: Notes | None, marks: Sequence[Mark | None], tensors: Sequence
 
 
 _LIKE = {
-    *(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split()),
-    *(getattr(torch.Tensor, f"new_{name}") for name in "zeros ones empty full tensor".split()),
+    *named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", torch),
+    *named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor),
 }
 _READS = frozenset(
-    found
-    for name in "item tolist numpy nonzero argwhere unique unique_consecutive masked_select equal allclose is_nonzero "
-    "bincount __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__".split()
-    for owner in (torch.Tensor, torch)
-    if (found := getattr(owner, name, None)) is not None
+    named(
+        "item tolist numpy nonzero argwhere unique unique_consecutive masked_select equal allclose is_nonzero "
+        "bincount __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__",
+        *BOTH,
+    )
 )
 
 
@@ -269,7 +269,7 @@ def reads(func: Function, args: Operands) -> bool:
 
 
 # whose further operands say a dtype or a shape
-_FIRST = {getattr(torch.Tensor, name) for name in "to type_as expand_as view_as reshape_as".split()}
+_FIRST = set(named("to type_as expand_as view_as reshape_as", torch.Tensor))
 
 
 class Following(TorchFunctionMode):

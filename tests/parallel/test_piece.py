@@ -22,8 +22,7 @@ import fzero as fz
 from fzero.base.random import seeded
 from fzero.comm.divergence import recorded_collectives
 from fzero.parallel import piece
-from fzero.parallel.piece import Piece
-from fzero.parallel.spread import wholes
+from fzero.parallel.piece import Piece, wholes
 from fzero.testing import RankError, run_ranks
 
 F64, WIDTH = torch.float64, 3

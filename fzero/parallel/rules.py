@@ -1,0 +1,266 @@
+"""What operations of torch make of tensors that are cut along a dim, or of which each rank has a part of a sum.
+
+One table says it of each operation. What mixes the elements of several ranks' slices is refused, and so is what is not
+in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fzero.base import pytree
+from fzero.parallel import cut_dims as dims
+from fzero.parallel import cut_shapes as shapes
+from fzero.parallel.cut_shapes import Call, Mixed
+from fzero.table.handle import BOTH, Function, Operands, named
+from fzero.table.placements import Cut
+
+PARTIAL = Cut(0)  # in the place of how a tensor is cut: it is as large as the whole, and a part of a sum
+
+
+def cut_behind(
+    func: Function, args: Operands, kwargs: Mapping[str, Any], out: Any, cut_of: Callable[[object], Cut | None]
+) -> Cut | list[Cut]:
+    """How the result is cut; each of several, where these differ.
+
+    Args:
+        cut_of: how an operand is; None where it is whole.
+
+    Raises:
+        Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
+    """
+    rule, first = _RULES.get(func), out[0] if isinstance(out, (tuple, list)) and out else out
+    if rule is None or not isinstance(first, torch.Tensor) or (rule.along is dims.pointwise and first is not out):
+        raise Mixed  # numbers of a slice; where(x): places
+    call = rule.call(args, kwargs, first, cut_of)
+    if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
+        return _behind_partial(rule, call, pytree.leaves((args, kwargs)), out)
+    operands = [x for each in (call.x, *call.more) for x in (each if isinstance(each, (tuple, list)) else (each,))]
+    known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    if len(known) > 1 and rule.along not in dims.JOINT:
+        raise Mixed
+    found = rule.along(call)
+    if not isinstance(found, int):
+        return found
+    own = known[0][1]
+    if any((each.outer, each.parts) != (own.outer, own.parts) for _, each in known):
+        raise Mixed  # slices of other parts
+    if not found:
+        return PARTIAL
+    if any(first.shape[found] != x.shape[each.dim] for x, each in known):
+        raise Mixed  # one element by rank that goes with each of another one's
+    return own._replace(dim=found)
+
+
+def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object) -> Cut:
+    """What comes of parts of sums; Mixed where it is something else than of the sums."""
+    cuts = [call.cut_of(x) for x in given if isinstance(x, torch.Tensor)]
+    count = cuts.count(PARTIAL)
+    if rule.sums in (LINEAR, ADDS):
+        numbers = [x for name, x in call.given.items() if name != "alpha" and isinstance(x, (int, float, complex))]
+        fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))
+    elif rule.sums == SCALES:
+        fits = count == 1 and call.given.get("bias") is None
+    else:
+        fits = rule.sums == DIVIDES and call.cut_of(call.x) == PARTIAL and count == 1
+        fits = fits and call.given.get("rounding_mode") is None
+    others = any(cut not in (None, PARTIAL) for cut in cuts)
+    rounded = any(isinstance(x, torch.Tensor) and not pytree.is_real(x) for x in pytree.leaves(out))
+    if others or rounded or not fits:
+        raise Mixed
+    return PARTIAL
+
+
+def of_sums(func: Function) -> str:
+    """What an operation makes of parts of sums: one of the words below."""
+    return _RULES[func].sums if func in _RULES else ""
+
+
+def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) -> bool:
+    """Tells whether ranks that give the same to a function get the same, if a number among it may be the rank's."""
+    rule = _RULES.get(func)
+    if rule is None or rule.numbers:
+        return False
+    return rule.along is not dims.pointwise or not any(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
+
+
+_DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
+_RANDOM = {
+    *(torch.dropout, F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
+    *named("rand randn rand_like randn_like randint_like normal bernoulli multinomial", torch),
+    *named("bernoulli bernoulli_ uniform_ normal_ multinomial random_ exponential_", torch.Tensor),
+}
+
+
+def draws(func: Function, args: Operands, kwargs: Mapping[str, object]) -> bool:
+    """Tells whether a call draws random numbers."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    if func in _DROPOUT:
+        given = {"p": 0.5, "training": func not in (F.alpha_dropout, F.feature_alpha_dropout)}
+        given |= dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
+        return bool(given["p"] and given["training"])
+    return func in _RANDOM
+
+
+# ---- the table
+
+# what an operation makes of parts of a sum
+LINEAR = "linear"  # parts of what it makes of the sum
+ADDS = "adds"  # the same of several tensors that are all parts of sums, but not of numbers
+SCALES = "scales"  # the same where one operand is a part
+DIVIDES = "divides"  # the same where the first one is
+BENDS = "bends"  # no parts of what it makes of the sum
+
+
+class Rule(NamedTuple):
+    """What is known of an operation.
+
+    Attributes:
+        names: of its arguments, in order; the last one may take all that are left.
+        defaults: of arguments.
+        along: the dim behind it that is cut.
+        sums: what it makes of parts of a sum; "" where nothing is said.
+        numbers: it takes numbers that may be a rank's own, draws them, or writes.
+    """
+
+    names: tuple[str, ...]
+    defaults: dict[str, int | None]
+    along: Callable[[Call], int | Cut | list[Cut]]
+    sums: str
+    numbers: bool
+
+    def call(
+        self, args: Operands, kwargs: Mapping[str, Any], out: torch.Tensor, cut_of: Callable[[object], Cut | None]
+    ) -> Call:
+        names, more = self.names, args
+        given: dict[str, Any] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
+        if names[-1].startswith("*"):
+            names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
+            if rest:
+                more = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
+        given |= zip(names, more, strict=False)
+        first = args[0] if args else given.get(names[0])
+        return Call(first, [*args[1:], *[x for x in kwargs.values() if x is not first]], given, out, cut_of)
+
+
+_SYNONYMS = {
+    **dict.fromkeys(("axis", "dims"), "dim"),
+    **dict.fromkeys(("chunks", "split_size_or_sections", "split_size", "indices_or_sections", "sections"), "many"),
+    **dict.fromkeys(("size", "shape"), "sizes"),
+}
+
+
+def _rows(
+    names: str | list[Any],
+    owners: Sequence[object],
+    signature: str,
+    along: Callable[[Call], int | Cut | list[Cut]],
+    sums: str = "",
+    numbers: bool = False,
+) -> dict[Function, Rule]:
+    """The same rule for several operations, by their names or as they are."""
+    arguments = [each.partition("=") for each in signature.split()]
+    defaults = {name: None if value == "None" else int(value) for name, _, value in arguments if value}
+    rule = Rule(tuple([name for name, _, _ in arguments]), defaults, along, sums, numbers)
+    return dict.fromkeys(named(names, *owners) if isinstance(names, str) else names, rule)
+
+
+_ELEMENTWISE = {
+    **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", dims.pointwise, ADDS),
+    **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", dims.pointwise, SCALES),
+    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", dims.pointwise, DIVIDES),
+    **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", dims.pointwise, LINEAR),
+    **_rows(
+        "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh tanh asin acos atan asinh "
+        "acosh atanh sigmoid relu erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit "
+        "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__",
+        *(BOTH, "input other", dims.pointwise, BENDS),
+    ),
+    **_rows(
+        "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardsigmoid tanh sigmoid softshrink "
+        "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
+        *([*BOTH, F], "input", dims.pointwise, BENDS),
+    ),
+    **_rows("where", BOTH, "condition input other", dims.pointwise),
+    **_rows(
+        "sign floor ceil round rsub lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge logical_and "
+        "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
+        "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
+        "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+        "__and__ __or__ __xor__ __invert__ __mod__ __floordiv__",
+        *(BOTH, "input other", dims.pointwise),
+    ),
+}
+ELEMENTWISE = (*_ELEMENTWISE,)  # with broadcasting, and into a new tensor
+
+
+def _get(name: str) -> Function:
+    return getattr(torch.Tensor, name).__get__
+
+
+_RULES: dict[object, Rule] = {
+    **_ELEMENTWISE,
+    **_rows(
+        "expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
+        "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
+        *(BOTH, "input other", dims.pointwise, "", True),
+    ),
+    **_rows("dropout alpha_dropout", [F], "input", dims.pointwise, "", True),
+    # over dims
+    **_rows("sum", BOTH, "input dim=None keepdim", dims.total, LINEAR),
+    **_rows("mean", BOTH, "input dim=None keepdim", dims.over, LINEAR),
+    **_rows("var std amax amin logsumexp softmax log_softmax", [*BOTH, F], "input dim=None", dims.over, BENDS),
+    **_rows(
+        "argmax argmin prod any all cumsum cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
+        "logcumsumexp var_mean std_mean softmin",
+        *([*BOTH, F], "input dim=None", dims.over),
+    ),
+    **_rows("max min", BOTH, "input dim=None", dims.largest, BENDS),
+    **_rows("unbind", BOTH, "input dim=0", dims.over, LINEAR, True),
+    **_rows("narrow index_select select", BOTH, "input dim=0", dims.over, LINEAR, True),
+    **_rows("topk kthvalue", BOTH, "input k dim=-1", dims.over, "", True),
+    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input p dim=None", dims.over, "", True),
+    **_rows([F.normalize], (), "input p dim=1", dims.over, "", True),
+    **_rows("roll", BOTH, "input shifts dim=None", dims.over, "", True),
+    **_rows("flip", BOTH, "input *dim", dims.over, "", True),
+    **_rows("tril triu", BOTH, "input", dims.triangle),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", dims.normed, BENDS),
+    # in other shapes and orders
+    **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
+    **_rows("movedim moveaxis", BOTH, "input", shapes.moved(shapes.moved_to), LINEAR),
+    **_rows("permute", BOTH, "input", shapes.moved(shapes.permuted), LINEAR),
+    **_rows([_get("T")], (), "input", shapes.moved(lambda _, ndim: range(ndim)[::-1]), LINEAR),
+    **_rows([_get("mT")], (), "input", shapes.moved(shapes.exchanged), LINEAR),
+    **_rows("reshape view unflatten", BOTH, "input", shapes.reshaped, LINEAR),
+    **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", shapes.flattened, LINEAR),
+    **_rows("unsqueeze", BOTH, "input dim=0", shapes.unsqueezed, LINEAR),
+    **_rows("squeeze", BOTH, "input dim=None", shapes.squeezed, LINEAR),
+    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", shapes.expanded, LINEAR),
+    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another),
+    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex),
+    # in parts, and of parts
+    **_rows([torch.Tensor.__getitem__], (), "input", shapes.indexed, LINEAR, True),
+    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", shapes.taken_apart, LINEAR, True),
+    **_rows("split", BOTH, "input many=None dim=0", shapes.split, LINEAR, True),
+    **_rows([F.glu], (), "input dim=-1", shapes.gated, "", True),
+    **_rows("cat concat concatenate", [torch], "tensors dim=0", dims.joined, LINEAR),
+    **_rows([torch.stack], (), "tensors dim=0", dims.stacked, LINEAR),
+    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, "", True),
+    **_rows([F.pad], (), "input pad", dims.padded, "", True),
+    # products
+    **_rows([F.linear], (), "input weight bias=None", dims.applied, SCALES),
+    **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.product, SCALES),
+    **_rows([torch.einsum], (), "equation *operands", dims.summed, SCALES),
+    **_rows([F.scaled_dot_product_attention], (), "query key value", dims.attended, BENDS),
+    # of the first operand alone
+    **_rows([F.prelu], (), "input weight", dims.by_slope),
+    **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),
+    **_rows("contiguous detach", BOTH, "input", dims.same, LINEAR),
+    **_rows([_get("data"), *named("type type_as cpu cuda", torch.Tensor)], (), "input", dims.same),
+    **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", dims.same),
+}
