@@ -25,7 +25,6 @@ EXTRAS = {
 }
 
 
-
 def main() -> None:
     """Prints the report."""
     tries: list[str] = []

@@ -31,9 +31,7 @@ _Kept = tuple[list[torch.Tensor], torch_pytree.TreeSpec]  # a state taken apart
 Batch = tuple[object, ...]
 
 
-def scan(
-    step: Step, state: TrainState, batches: object, remat_every: int | None = None
-) -> tuple[TrainState, Metrics]:
+def scan(step: Step, state: TrainState, batches: object, remat_every: int | None = None) -> tuple[TrainState, Metrics]:
     """Runs many steps as one differentiable function, with memory for few states: JAX's `lax.scan` with checkpoints.
 
     It is `state, metrics = step(state, *batch)` for each batch. `torch.func` differentiates it by the state, the

@@ -15,9 +15,9 @@ from fzero.base.arguments import named
 from fzero.base.refusals import noted
 from fzero.engine.dispatch import call_unit
 from fzero.engine.outlets import overlap
-from fzero.modules.holdings import Holdings
 from fzero.modules.moved_alike import need_moved_alike, others_in
 from fzero.modules.places import Place, Places
+from fzero.modules.reach import Reach
 from fzero.parallel.batch_norm import ranks_of_means
 from fzero.table.handle import Function, storage_of
 
@@ -37,15 +37,15 @@ def need_apart(module: nn.Module) -> None:
     Raises:
         ValueError: naming both.
     """
-    holdings = Holdings(module)
+    reach = Reach(module)
     names = {id(x): f"buffer {name!r}" for name, x in module.named_buffers()}
     params = {id(x): f"param {name!r}" for name, x in module.named_parameters()}
-    tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor)}
+    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor)}
     memory = {i: storage_of(x) for i, x in tensors.items() if x.layout == torch.strided}
     for number, x in [(id(x), x) for x in values_of(module).values()]:
         for other, where in memory.items() if memory.get(number) else ():
             if other != number and where == memory[number] and overlap((x, tensors[other])):
-                what = names.get(other) or params.get(other) or holdings.way(other)
+                what = names.get(other) or params.get(other) or reach.way(other)
                 raise ValueError(
                     f"fz.functional(buffers=True): {names[number]} and {what} share memory, and would be two values, "
                     "of which a write to one does not change the other. Compute the view in forward, from the buffer, "

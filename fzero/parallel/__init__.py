@@ -14,8 +14,27 @@ from fzero.parallel.types import AxisTypeError
 from fzero.parallel.ulysses import ulysses
 
 __all__ = [
-    "AxisTypeError", "Report", "all_to_all", "attention", "axis", "check", "copy", "cross_entropy", "cut", "gather",
-    "own_stream", "reduce_scatter", "register_attention", "ring", "ring_shift", "shard_sequence", "split", "sum",
-    "tiled", "tiled_cross_entropy", "ulysses", "weighted_mean",
+    "AxisTypeError",
+    "Report",
+    "all_to_all",
+    "attention",
+    "axis",
+    "check",
+    "copy",
+    "cross_entropy",
+    "cut",
+    "gather",
+    "own_stream",
+    "reduce_scatter",
+    "register_attention",
+    "ring",
+    "ring_shift",
+    "shard_sequence",
+    "split",
+    "sum",
+    "tiled",
+    "tiled_cross_entropy",
+    "ulysses",
+    "weighted_mean",
 ]
 __dir__ = __all__.copy  # without the modules that the names come from

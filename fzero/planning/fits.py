@@ -115,9 +115,7 @@ def fits(
             )
     said = next((rule.source for rule in step.rules if rule.column in [f"{kind} in" for kind in KINDS]), None)
     if said is not None:
-        raise ValueError(
-            f"fits: got a step with {said}, which says where its state lies. Give the step without it."
-        )
+        raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without it.")
     speeds, nowhere = bandwidth or TYPICAL, stand_in()
     proposals, updates = list[Proposal](), dict[bool, Taken]()
     for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):

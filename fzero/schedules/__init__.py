@@ -11,7 +11,19 @@ from fzero.schedules.timeline import Span, Timeline
 from fzero.schedules.zero_bubble import zero_bubble
 
 __all__ = [
-    "Kind", "Report", "Schedule", "Span", "Task", "Timeline", "Times", "check", "dual_pipe_v", "gpipe", "interleaved",
-    "one_f_one_b", "simulate", "zero_bubble",
+    "Kind",
+    "Report",
+    "Schedule",
+    "Span",
+    "Task",
+    "Timeline",
+    "Times",
+    "check",
+    "dual_pipe_v",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "simulate",
+    "zero_bubble",
 ]
 __dir__ = __all__.copy  # without the modules that the names come from

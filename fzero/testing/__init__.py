@@ -17,8 +17,21 @@ from fzero.testing._mesh import fake_mesh
 from fzero.testing._ranks import RankError, run_ranks
 
 __all__ = [
-    "LiveBytes", "RankError", "assert_all_finite", "assert_collectives", "assert_no_alias", "assert_not_mutated",
-    "assert_peak_bytes", "assert_same_spec", "assert_trees_close", "assert_trees_equal", "checked_collectives",
-    "fake_mesh", "hazards", "recorded_collectives", "run_ranks", "strict",
+    "LiveBytes",
+    "RankError",
+    "assert_all_finite",
+    "assert_collectives",
+    "assert_no_alias",
+    "assert_not_mutated",
+    "assert_peak_bytes",
+    "assert_same_spec",
+    "assert_trees_close",
+    "assert_trees_equal",
+    "checked_collectives",
+    "fake_mesh",
+    "hazards",
+    "recorded_collectives",
+    "run_ranks",
+    "strict",
 ]
 __dir__ = __all__.copy  # without the modules that the names come from
