@@ -230,7 +230,7 @@ class Apply:
         where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
         copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
         own = copies.get(cuts)
-        if own is None:
+        if own is None or own.untouched.changed:
             with without_dispatch_modes():  # others run on it later
                 own = copies[cuts] = _Copy(self, cuts)
         own.put_right()
@@ -289,9 +289,8 @@ class _Copy:
                 "was caught there. Let the interrupt end the whole call."
             )
         self.untouched.depth = 0
-        self.root.places.put_back()
-        if self.carried is not None:
-            self.carried.put_back()
+        for places in (self.root.places, *([self.carried.places] if self.carried else ())):
+            places.put_back()
         self._interrupts = passed()
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:

@@ -7,7 +7,6 @@ a module's: a counter counts from call to call.
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree, texts
 from fzero.base.refusals import noted
-from fzero.base.thread_state import without_dispatch_modes
 from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
 from fzero.table.handle import Function
@@ -65,9 +63,6 @@ class _Constant(NamedTuple):
     source: torch.Tensor
     state: tuple[int, int]
 
-    def changed(self) -> bool:
-        return _state(self.tensor) != self.state or not _same(self.tensor, self.source)
-
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, _address(tensor)
@@ -93,18 +88,13 @@ class _Registry(NamedTuple):
     """A module's params, buffers or submodules, and what they were."""
 
     of: dict[str, object]
-    module: nn.Module
     what: str
     prefix: str
     before: dict[str, object]
 
-    def is_as_it_was(self) -> bool:
-        same = [*self.of] == [*self.before]
-        return same and all(map(operator.is_, self.of.values(), self.before.values()))
-
 
 class Untouched:
-    """Refuses a first call that changes the copy, and puts back what it has changed. Later calls are not looked at.
+    """Refuses a first call that changes the copy, which is of no use then. Later calls are not looked at.
 
     Args:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
@@ -113,6 +103,7 @@ class Untouched:
 
     Attributes:
         depth: of calls that are running.
+        changed: whether the copy is.
     """
 
     def __init__(
@@ -124,10 +115,10 @@ class Untouched:
         carries: bool = False,
     ) -> None:
         self.module, self._originals, self._carries = module, originals, carries
-        self.depth, self._proven = 0, False
+        self.depth, self._proven, self.changed = 0, False, False
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
-            _Registry(getattr(own, name), own, f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
+            _Registry(getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
@@ -157,7 +148,8 @@ class Untouched:
             raise
         finally:
             self.depth -= 1
-            said = [] if self.depth or self._proven else self._restore()
+            said = [] if self.depth or self._proven else self._changes()
+            self.changed = bool(said)
         if said:
             raise ValueError(said[0])
         self._proven = self._proven or not self.depth
@@ -174,33 +166,16 @@ class Untouched:
 
         return call
 
-    def _restore(self) -> list[str]:
-        """Puts back what a call has changed, and returns what is to be said of all of it."""
-        said = []
+    def _changes(self) -> list[str]:
+        """What is to be said of all that a call has changed."""
         with private.below_transforms():
-            changed = [
-                i for i, (_, x, of, state) in enumerate(self._constants) if _state(x) != state or not _same(x, of)
-            ]
-        with private.below_transforms(), without_dispatch_modes(), torch.no_grad():
-            for number in changed:
-                label, tensor, source, _ = constant = self._constants[number]
-                said.append(_changed(label, self._carries))
-                if _address(tensor):
-                    tensor.data = source.detach().clone()
-                else:
-                    tensor.copy_(source)
-                self._constants[number] = constant._replace(state=_state(tensor))
-        for registry in self._registries:
-            if not registry.is_as_it_was():
-                was, now = registry.before, dict(registry.of)
-                registry.of.clear()
-                registry.of.update(was)
-                for name in {**was, **now}:
-                    if _alike(was.get(name, self), now.get(name, self)):
-                        continue
-                    label = f"{registry.what} {registry.prefix + name!r}"
-                    said.append(_changed(label, self._carries) if name in was else _made(label))
-                    vars(registry.module).pop(name, None)  # which an attribute would hide
+            changed = [x for x in self._constants if _state(x.tensor) != x.state or not _same(x.tensor, x.source)]
+        said = [_changed(constant.label, self._carries) for constant in changed]
+        for of, what, prefix, before in self._registries:
+            for name in {**before, **of}:
+                if not _alike(before.get(name, self), of.get(name, self)):
+                    label = f"{what} {prefix + name!r}"
+                    said.append(_changed(label, self._carries) if name in before else _made(label))
         return said
 
 
