@@ -34,7 +34,7 @@ from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
-from fzero.modules.untouched import Untouched
+from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
 from fzero.parallel.piece import Pieces
 from fzero.table.handle import Function, Handle, reading
@@ -95,7 +95,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
         TypeError: `module` is no `nn.Module`.
         ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or code that
             reads the module and cannot be made anew. From `apply`: the forward changes a buffer, and `buffers` is
-            False.
+            False; or its code reads the module's own params, by a global name or a class.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
@@ -119,15 +119,14 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
-    pristine, holdings, _ = private_copy(module, memo)
+    pristine, reach, _ = private_copy(module, memo)
     if buffers:
         need_apart(module)
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
-        places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
-    apply = Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
-    if not buffers:
-        return apply, params
-    return apply, params, {name: x.detach().clone() for name, x in values_of(module).items()}
+        places_of(pristine, reach, registry)  # what cannot be put anywhere is refused here
+    apply = Apply(pristine, tuple(frozen), buffers, sync_batch_norm, False, originals_of(module))
+    values = {name: x.detach().clone() for name, x in values_of(module).items()} if buffers else {}
+    return (apply, params, values) if buffers else (apply, params)
 
 
 class _Structure(NamedTuple):
@@ -147,6 +146,7 @@ class Apply:
         carries: whether its buffers are given and returned.
         synchronises: whether all its batch norms take statistics over ranks.
         evaluates: whether it is `eval` of another one, which returns no buffers.
+        originals: of the user's module, as long as there is one.
     """
 
     __name__ = "apply"
@@ -158,9 +158,10 @@ class Apply:
         carries: bool,
         synchronises: bool,
         evaluates: bool = False,
+        originals: Originals = types.MappingProxyType({}),
     ) -> None:
         self._pristine, self._frozen, self._carries, self._synchronises = pristine, frozen, carries, synchronises
-        self._evaluates = evaluates
+        self._evaluates, self._originals = evaluates, originals
         names = {id(param): name for name, param in pristine.named_parameters()}
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -169,8 +170,7 @@ class Apply:
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
-        own = self._pristine, self._frozen, self._carries, self._synchronises, self._evaluates
-        return Apply, own
+        return Apply, (self._pristine, self._frozen, self._carries, self._synchronises, self._evaluates)
 
     def __deepcopy__(self, memo: object) -> Apply:
         return self  # as any function
@@ -178,7 +178,7 @@ class Apply:
     @functools.cached_property
     def eval(self) -> Apply:
         """The module in evaluation mode, over the same params. With buffers it returns the outputs alone."""
-        return Apply(evaluating(self._pristine), self._frozen, self._carries, False, True)
+        return Apply(evaluating(self._pristine), self._frozen, self._carries, False, True, self._originals)
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)
@@ -204,7 +204,7 @@ class Apply:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with as_found(), own.untouched.around_call(), during(_units, units), during(_calls, (*_calls.get(), own)):
+        with as_found(), own.untouched.around_call(params), during(_units, units), during(_calls, (*_calls.get(), own)):
             with own.carrying(buffers) as new:
                 out = self._run(own, units, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
@@ -230,9 +230,9 @@ class Apply:
         where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
         copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
         own = copies.get(cuts)
-        if own is None:
+        if own is None or own.untouched.changed:
             with without_dispatch_modes():  # others run on it later
-                own = copies[cuts] = _Copy(self._pristine, cuts, self._carries, self._synchronises)
+                own = copies[cuts] = _Copy(self, cuts)
         own.put_right()
         own.used = 1 + max(each.used for each in copies.values())
         for other in sorted(copies, key=lambda cuts: copies[cuts].used)[:-COPIES]:
@@ -261,11 +261,12 @@ class _Copy:
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
-    def __init__(self, pristine: nn.Module, cuts: Cuts | None, carries: bool, synchronises: bool) -> None:
-        module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+    def __init__(self, of: Apply, cuts: Cuts | None) -> None:
+        pristine, carries, synchronises = of._pristine, of._carries, of._synchronises
+        module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self._over_ranks = synchronise(module, synchronises)
-        self.module, self.elsewhere = module, places_of(module, holdings)
-        self.carried = Carried(module, places_of(module, holdings, "_buffers"), synchronises) if carries else None
+        self.module, self.elsewhere = module, places_of(module, reach)
+        self.carried = Carried(module, places_of(module, reach, "_buffers"), synchronises) if carries else None
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
         self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
@@ -274,7 +275,7 @@ class _Copy:
         self._interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
-        self.untouched = Untouched(module, holdings, sources, carries)
+        self.untouched = Untouched(module, reach, sources, of._originals, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
@@ -288,9 +289,8 @@ class _Copy:
                 "was caught there. Let the interrupt end the whole call."
             )
         self.untouched.depth = 0
-        self.root.places.put_back()
-        if self.carried is not None:
-            self.carried.put_back()
+        for places in (self.root.places, *([self.carried.places] if self.carried else ())):
+            places.put_back()
         self._interrupts = passed()
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
@@ -305,9 +305,8 @@ class _Copy:
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
-        if not self.looks:
-            return unit.fast
-        return unit.shown.choice(unit.prefix.removesuffix("."), unit.call, unit.fast, (args, dict(kwargs)))
+        run, path = self.untouched.compiled(unit.fast), unit.prefix.removesuffix(".")
+        return unit.shown.choice(path, unit.call, run, (args, dict(kwargs))) if self.looks else run
 
     def _fresh(self, run: Function, path: str = "") -> Function:
         run = self._over_ranks(run)

@@ -20,7 +20,6 @@ from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 F64 = torch.float64
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 3: fz.shard_zero3}
-MODEL: Any = None  # as in a notebook
 
 
 class Block(nn.Module):
@@ -125,10 +124,6 @@ class Box:
 
 def scaled_by(owner: Any, module: Any, inputs: Any, out: Any) -> Any:
     return out * owner.gain
-
-
-def scaled_by_a_global(out: Any) -> Any:
-    return out * MODEL.gain
 
 
 def closure(at: Any, owner: Any) -> None:
@@ -236,16 +231,6 @@ def weak_reference(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * reference().gain)  # type: ignore[union-attr]
 
 
-def weak_proxy(at: Any, owner: Any) -> None:
-    proxy = weakref.proxy(owner)
-    at.register_forward_hook(lambda m, i, o: o * proxy.gain)
-
-
-def weak_dict(at: Any, owner: Any) -> None:
-    at.owners = weakref.WeakKeyDictionary({at: owner})
-    at.register_forward_hook(lambda m, i, o: o * m.owners[m].gain)
-
-
 def cycle(at: Any, owner: Any) -> None:
     at.parent = [owner]
     at.register_forward_hook(lambda m, i, o: o * m.parent[0].gain)
@@ -261,36 +246,13 @@ def buffer_by_closure(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * table * owner.gain)
 
 
-def global_name(at: Any, owner: Any) -> None:
-    global MODEL
-    MODEL = owner
-    at.register_forward_hook(lambda m, i, o: o * MODEL.gain)
-
-
-def global_name_in_nested_code(at: Any, owner: Any) -> None:
-    global MODEL
-    MODEL = owner
-
-    def hook(m: Any, i: Any, o: Any) -> Any:
-        return next((lambda x: x * MODEL.gain)(x) for x in (o,))
-
-    at.register_forward_hook(hook)
-
-
-def global_helper(at: Any, owner: Any) -> None:
-    global MODEL
-    MODEL = owner
-    at.register_forward_hook(lambda m, i, o: scaled_by_a_global(o))
-
-
 READERS: dict[str, Callable[[Any, Any], None]] = {
     fn.__name__.replace("_", " "): fn
     for fn in (
         closure, pre_hook, pre_hook_with_kwargs, hook_with_kwargs, always_called, prepended, wrapped_forward,
         wrapped_twice, partial, bound_method, bound_to_a_submodule, callable_object, callable_with_slots,
         list_of_lambdas, default_argument, keyword_default, nested_closure, function_attribute, dataclass_in_a_closure,
-        default_dict, weak_reference, weak_proxy, weak_dict, cycle, weak_parent, buffer_by_closure, global_name,
-        global_name_in_nested_code, global_helper,
+        default_dict, weak_reference, cycle, weak_parent, buffer_by_closure,
     )
 }  # fmt: skip
 
@@ -308,22 +270,6 @@ def param_in_a_closure(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * gain)
 
 
-def param_as_a_default(at: Any, owner: Any) -> None:
-    def hook(m: Any, i: Any, o: Any, gain: Any = owner.gain, *, shift: Any = owner.shift) -> Any:
-        return o * gain + shift
-
-    at.register_forward_hook(hook)
-
-
-def param_in_a_partial(at: Any, owner: Any) -> None:
-    at.register_forward_hook(functools.partial(lambda gain, m, i, o: o * gain, owner.gain))
-
-
-def method_of_a_param(at: Any, owner: Any) -> None:
-    at.scale = owner.gain.mul
-    at.register_forward_hook(lambda m, i, o: m.scale(o))
-
-
 def weakly_held_param(at: Any, owner: Any) -> None:
     at.held = weakref.ref(owner.gain)
     at.register_forward_hook(lambda m, i, o: o * m.held())
@@ -334,16 +280,9 @@ def param_of_an_object(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * m.box.owner)
 
 
-def param_by_a_global_name(at: Any, owner: Any) -> None:
-    global MODEL
-    MODEL = owner.gain
-    at.register_forward_hook(lambda m, i, o: o * MODEL)
-
-
 HOLDERS = {
     fn.__name__.replace("_", " "): fn
     for fn in (
-        params_in_a_list, param_in_a_closure, param_as_a_default, param_in_a_partial, method_of_a_param,
-        weakly_held_param, param_of_an_object, param_by_a_global_name,
+        params_in_a_list, param_in_a_closure, weakly_held_param, param_of_an_object,
     )
 }  # fmt: skip

@@ -15,9 +15,9 @@ from fzero.base.arguments import named
 from fzero.base.refusals import noted
 from fzero.engine.dispatch import call_unit
 from fzero.engine.outlets import overlap
-from fzero.modules.holdings import Holdings
-from fzero.modules.moved_alike import need_moved_alike, others_in
+from fzero.modules.batch_norms import need_moved_alike, others_in
 from fzero.modules.places import Place, Places
+from fzero.modules.reach import Reach
 from fzero.parallel.batch_norm import ranks_of_means
 from fzero.table.handle import Function, storage_of
 
@@ -37,15 +37,15 @@ def need_apart(module: nn.Module) -> None:
     Raises:
         ValueError: naming both.
     """
-    holdings = Holdings(module)
+    reach = Reach(module)
     names = {id(x): f"buffer {name!r}" for name, x in module.named_buffers()}
     params = {id(x): f"param {name!r}" for name, x in module.named_parameters()}
-    tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor)}
+    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor)}
     memory = {i: storage_of(x) for i, x in tensors.items() if x.layout == torch.strided}
     for number, x in [(id(x), x) for x in values_of(module).values()]:
         for other, where in memory.items() if memory.get(number) else ():
             if other != number and where == memory[number] and overlap((x, tensors[other])):
-                what = names.get(other) or params.get(other) or holdings.way(other)
+                what = names.get(other) or params.get(other) or reach.way(other)
                 raise ValueError(
                     f"fz.functional(buffers=True): {names[number]} and {what} share memory, and would be two values, "
                     "of which a write to one does not change the other. Compute the view in forward, from the buffer, "
@@ -59,20 +59,15 @@ class Carried:
     Args:
         elsewhere: `places_of` its buffers.
         synchronises: whether the module's batch norms take their statistics over ranks.
-
-    Attributes:
-        others: names of those that a unit does not reach.
     """
 
     def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]], synchronises: bool) -> None:
-        self._places = Places(module, elsewhere, registry="_buffers")
+        self.places = Places(module, elsewhere, registry="_buffers")
         every = values_of(module, remove_duplicate=False)
         first = {id(x): name for name, x in values_of(module).items()}
         self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
-        self._owners = {name: id(registry) for name, (registry, _) in self._places.of.items()}
+        self._owners = {name: id(registry) for name, (registry, _) in self.places.of.items()}
         self._placeholders = {id(x): name for name, x in every.items()}
-        self.others: list[str] = []
-        self.put_back = self._places.put_back
         alike = others_in(module) if synchronises else ()
         self._alike = [name for name in self.names if name in alike]
 
@@ -82,7 +77,6 @@ class Carried:
         firsts = {first for name, first in self._first.items() if self._owners[name] in registries}
         own = copy.copy(self)
         own._first = {name: first for name, first in self._first.items() if first in firsts}
-        own.others = [name for name in self.names if name not in firsts]
         return own
 
     @contextlib.contextmanager
@@ -99,7 +93,7 @@ class Carried:
         own = self._checked(buffers)
         copies = {name: x.clone() for name, x in own.items()}
         new: dict[str, torch.Tensor] = {}
-        with self._places.installed({name: copies[first] for name, first in self._first.items()}):
+        with self.places.installed({name: copies[first] for name, first in self._first.items()}):
             try:
                 yield new
             except RuntimeError as error:
@@ -107,7 +101,7 @@ class Carried:
                     raise ValueError(_DIFFERENTIATED) from error
                 raise
             for name in own:
-                registry, key = self._places.of[name]
+                registry, key = self.places.of[name]
                 x = registry.get(key)
                 if not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (own[name].shape, own[name].dtype):
                     raise ValueError(
@@ -118,7 +112,7 @@ class Carried:
                     )
                 new[name] = x
             for other, name in self._first.items():
-                registry, key = self._places.of[other]
+                registry, key = self.places.of[other]
                 if registry.get(key) is not new[name]:
                     raise ValueError(
                         f"apply: the module's forward put another tensor in the place of its buffer {name!r}, which "
@@ -132,13 +126,13 @@ class Carried:
 
     def now(self) -> dict[str, torch.Tensor]:
         """The buffers that stand in the module."""
-        places = {name: self._places.of[name] for name in self.names}
+        places = {name: self.places.of[name] for name in self.names}
         return {name: registry[key] for name, (registry, key) in places.items()}
 
     def put(self, new: Mapping[str, torch.Tensor]) -> None:
         """Lets others stand there, until the end of the call."""
         for name, first in self._first.items():
-            registry, key = self._places.of[name]
+            registry, key = self.places.of[name]
             registry[key] = new[first]
         for name, (placeholder, others) in self._elsewhere():
             for place in others:
@@ -156,7 +150,7 @@ class Carried:
                 place.put(old, x)
 
     def _elsewhere(self) -> list[tuple[str, tuple[torch.Tensor, list[Place]]]]:
-        return [(name, found) for name, found in self._places.elsewhere.items() if name in self._first]
+        return [(name, found) for name, found in self.places.elsewhere.items() if name in self._first]
 
     def undo(self) -> Callable[[], None]:
         """Notes the buffers; what it returns puts them back."""
@@ -229,12 +223,6 @@ def call_carrying(
         with carried.only_in_modules():
             out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, around)
     except Exception as error:
-        if carried.others and isinstance(error, ValueError) and "closes over a tensor" in str(error):
-            some = ", ".join(map(repr, carried.others[:4]))
-            error.add_note(
-                f"A buffer of another module ({some}) is such a tensor, where the unit has found its way to that one "
-                "after its first call. Have what leads there (an attribute, a list) stand before fz.functional."
-            )
         if carried.names:
             error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")
             noted(error)  # so that nobody goes on without

@@ -16,7 +16,6 @@ from fzero.base.context import during, variable
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
-from fzero.modules.parts_order import by_rank, in_order
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.acting import running_mode, unseen
@@ -27,7 +26,6 @@ from fzero.table.placements import Cut, Mark
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
-Take = Callable[[torch.Tensor], torch.Tensor]
 # the last tensor that a module made each rank's own, which others read too: (it, its version and levels, its copy)
 _given: contextvars.ContextVar[Mark | None] = variable("given", None)  # how the input of what runs varies
 _last: contextvars.ContextVar[list[tuple[torch.Tensor, tuple[int, bool, int], torch.Tensor]]] = variable(
@@ -104,8 +102,7 @@ class Converted:
             return self._experts()
         kind, weight = kind_of(self.module), self.cut.get("weight")
         if kind and weight is not None and weight.slices is not None:
-            made = {"linear": self._linear, "transposed": self._linear, "embedding": self._embedding}
-            run = made.get(kind, self._convolution)(weight.slices, kind)
+            run = (self._embedding if kind == "embedding" else self._linear)(weight.slices, kind)
             for name, leaf in self.cut.items():
                 own = self.module._parameters[name]
                 assert own is not None
@@ -156,45 +153,32 @@ class Converted:
     # ---- the forwards
 
     def _linear(self, slices: Slices, kind: str) -> Forward:
-        leaf = self.cut["weight"]
-        outputs = int(kind == "transposed")
+        """A linear layer, or a convolution, which is one over its channels."""
+        module, shape, outputs = self.module, self.cut["weight"].shape, int(kind == "transposed")
+        dim = 1 - len(shape)  # of features or channels, from the end
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            if module.groups != 1:
+                raise self.refused(f"its convolution has {module.groups} groups")
+            if slices.dim > 1:
+                raise self.refused(f"dim {slices.dim} of its weight is no channel")
+            if not all(slices.sizes(self.axis.size)):
+                raise self.refused(f"its {shape[slices.dim]} channels are fewer than the {self.axis.size} ranks")
 
-        def weight() -> torch.Tensor:
-            own = _value(self.leaves["weight"])
-            return own.t() if kind == "transposed" else own
+        def compute(input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            weight = _value(self.leaves["weight"])
+            if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                return module._conv_forward(input, weight, bias)  # type: ignore[arg-type]
+            return F.linear(input, weight.t() if outputs else weight, bias)
 
         def column(input: torch.Tensor) -> torch.Tensor:
-            self._need_whole(input, -1, leaf.shape[1 - outputs])
-            out = F.linear(self._shared(input), weight(), self._bias(slices))
-            return out if self.cut["weight"].style == "column" else self._gathered(out, -1, slices)
+            self._need_whole(input, dim, shape[1 - outputs])
+            out = compute(self._shared(input), self._bias(slices))
+            return out if self.cut["weight"].style == "column" else self._gathered(out, dim, slices)
 
         def row(input: torch.Tensor) -> torch.Tensor:
-            return self._sum(F.linear(self._piece(whole(input), -1, slices), weight()), 1)
+            return self._sum(compute(self._piece(whole(input), dim, slices)), -dim)
 
         return self._checked(column if slices.dim == outputs else row, slices)
-
-    def _convolution(self, slices: Slices, _: str) -> Forward:
-        module, leaf = self.module, self.cut["weight"]
-        assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-        dim = 1 - len(leaf.shape)  # of channels, from the end
-        if module.groups != 1:
-            raise self.refused(f"its convolution has {module.groups} groups")
-        if slices.dim > 1:
-            raise self.refused(f"dim {slices.dim} of its weight is no channel")
-        if not all(slices.sizes(self.axis.size)):
-            raise self.refused(f"its {leaf.shape[slices.dim]} channels are fewer than the {self.axis.size} ranks")
-
-        def column(input: torch.Tensor) -> torch.Tensor:
-            self._need_whole(input, dim, leaf.shape[1])
-            out = module._conv_forward(self._shared(input), _value(self.leaves["weight"]), self._bias(slices))
-            return out if leaf.style == "column" else self._gathered(out, dim, slices)
-
-        def row(input: torch.Tensor) -> torch.Tensor:
-            return self._sum(
-                module._conv_forward(self._piece(whole(input), dim, slices), _value(self.leaves["weight"]), None), -dim
-            )
-
-        return self._checked(row if slices.dim else column, slices)
 
     def _checked(self, run: Forward, slices: Slices) -> Forward:
         """`run`, if its bias is cut as its weight is."""
@@ -300,10 +284,10 @@ class Converted:
         sizes, count, mark = slices.sizes(self.axis.size), x.shape[dim], _given.get()
         if mark is not None and not mark.source:  # each rank's own of what is whole
             start = sum(sizes[: self.axis.rank])
-            return by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
-        if mark is not None and (count != sizes[self.axis.rank] or not self._lies_so(mark.cut, dim, slices)):
-            raise self._not_a_piece(x, dim, sizes)
+            return _by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
         if mark is not None:
+            if count != sizes[self.axis.rank] or mark.cut not in (None, self._cut(slices, dim)):
+                raise self._not_a_piece(x, dim, sizes)
             return x
         own, whole = sizes[self.axis.rank], sum(sizes)
         if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
@@ -313,10 +297,6 @@ class Converted:
         if count != whole:
             raise self._not_a_piece(x, dim, sizes)
         return self._slice(x, dim, slices)
-
-    def _lies_so(self, cut: Cut | None, dim: int, slices: Slices) -> bool:
-        """Tells whether a tensor is cut as a row's leaf is, as far as is known of it."""
-        return cut is None or cut == self._cut(slices, dim)
 
     def _cut(self, slices: Slices, dim: int) -> Cut:
         """How a tensor is cut that is so along a dim, from the end."""
@@ -331,10 +311,10 @@ class Converted:
         )
 
     def _slice(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
-        return maps.split(by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
+        return maps.split(_by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
 
     def _gathered(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
-        return in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
+        return _in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
 
     def _need_whole(self, x: torch.Tensor, dim: int, count: int) -> None:
         mark = _given.get()
@@ -396,3 +376,21 @@ leave_out(__name__, "_run")
 def _value(leaf: object) -> torch.Tensor:
     assert isinstance(leaf, torch.Tensor)
     return full(leaf) if isinstance(leaf, Handle) else whole(leaf)
+
+
+def _by_rank(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
+    """Elements of a whole dim in the order of ranks' slices."""
+    if len(slices.parts) == 1:
+        return x
+    return torch.cat([x.narrow(dim, *piece) for own in slices.ranges(ranks) for piece in own], dim)
+
+
+def _in_order(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
+    """Ranks' slices of a dim, one after the other, in the order of the whole."""
+    if len(slices.parts) == 1:
+        return x
+    starts, end = {}, 0
+    for own in slices.ranges(ranks):
+        for start, size in own:
+            starts[start, size], end = end, end + size
+    return torch.cat([x.narrow(dim, place, size) for (_, size), place in sorted(starts.items())], dim)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import functools
-import operator
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,13 +15,12 @@ from torch import nn
 from fzero.base import private
 from fzero.base.refusals import noted
 from fzero.engine.traversal import current, here, read
-from fzero.modules.contents import BOUND, apart, attributes_of
-from fzero.modules.holdings import Holdings, rebuilt
+from fzero.modules.reach import Reach
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Function, Handle, Valueless, name_of
 
 Leaves = Mapping[str, object]
-_FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
+_FIXED = (tuple, weakref.ref)  # whoever holds one holds another instead
 
 
 class Places:
@@ -126,23 +123,26 @@ def need_names(params: Leaves, names: Mapping[str, None]) -> None:
 
 
 class Place:
-    """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
+    """One that holds params' placeholders besides their modules: an entry of a dict or a list, or a closure."""
 
-    def __init__(self, holder: Any, key: Any, is_attribute: bool = False) -> None:
-        get, put = (getattr, setattr) if is_attribute else (operator.getitem, operator.setitem)
-        self.key, self.holds = (id(holder), key), get(holder, key)
-        self.write = functools.partial(put, holder, key)
-        self.now: dict[int, object] = {}
+    def __init__(self, holder: Any, key: Any) -> None:
+        self._holder, self._key = holder, key
+        self._holds = holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
+        self._now: dict[int, object] = {}
 
     def put(self, placeholder: torch.Tensor, leaf: object) -> object:
         """Puts a leaf there for the placeholder, or the placeholder itself; returns what stood there for it."""
-        before = self.now.get(id(placeholder), placeholder)
-        self.now[id(placeholder)] = leaf
-        self.write(_with(self.holds, self.now))
+        before = self._now.get(id(placeholder), placeholder)
+        self._now[id(placeholder)] = leaf
+        value = _with(self._holds, self._now)
+        if isinstance(self._holder, types.CellType):
+            self._holder.cell_contents = value
+        else:
+            self._holder[self._key] = value
         return before
 
 
-def places_of(module: nn.Module, holdings: Holdings, registry: str = "_parameters") -> dict[int, list[Place]]:
+def places_of(module: nn.Module, reach: Reach, registry: str = "_parameters") -> dict[int, list[Place]]:
     """Id of a param's placeholder, or of a buffer -> where it is held besides its module.
 
     Raises:
@@ -155,57 +155,44 @@ def places_of(module: nn.Module, holdings: Holdings, registry: str = "_parameter
     for name, param in named:
         waiting, seen = [id(param)], set[tuple[int, int]]()
         while waiting:
-            value = holdings.objects[waiting.pop()]
-            for user in holdings.users.get(id(value), ()):
-                if (id(value), user) in seen or user in own or user not in holdings.objects:
+            value = waiting.pop()
+            for user in reach.users.get(value, ()):
+                if (value, user) in seen or user in own or user not in reach.objects:
                     continue
-                seen.add((id(value), user))
-                holder = holdings.objects[user]
-                places = [known.setdefault(place.key, place) for place in _places_in(holder, value)]
-                found.setdefault(id(param), []).extend(places)
-                if isinstance(holder, _FIXED):  # whoever holds it holds another one instead
+                seen.add((value, user))
+                holder = reach.objects[user]
+                if type(holder) in _FIXED:
                     waiting.append(user)
-                elif not places:
+                    continue
+                keys = _keys(holder, reach.objects[value])
+                places = [known.setdefault((user, key), Place(holder, key)) for key in keys]
+                found.setdefault(id(param), []).extend(places)
+                if not places:
                     raise ValueError(
-                        f"fz.functional: {holdings.way(user)} is a {type(holder).__name__} that holds {what} {name!r} "
+                        f"fz.functional: {reach.way(user)} is a {type(holder).__name__} that holds {what} {name!r} "
                         "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
                         "or hold its name."
                     )
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: object, value: object) -> Iterator[Place]:
+def _keys(holder: object, value: object) -> list[object]:
+    """Where a holder has a value that can be exchanged."""
     if isinstance(holder, types.CellType):
-        yield Place(holder, "cell_contents", True)
-    elif isinstance(holder, types.FunctionType):
-        if any(default is value for default in holder.__defaults__ or ()):
-            yield Place(holder, "__defaults__", True)
-        for mapping in (holder.__kwdefaults__ or {}, vars(holder), getattr(holder.__globals__, "mapped", {})):
-            yield from _places_in(mapping, value)
-    elif isinstance(holder, (dict, list, collections.deque)):
-        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-        yield from (Place(holder, key) for key, item in items if item is value)
-    if not isinstance(holder, (types.FunctionType, *_FIXED)) and isinstance(own := attributes_of(holder), dict):
-        yield from _places_in(own, value)
+        return [None]
+    if isinstance(holder, (dict, list, collections.deque)):
+        return [key for key, x in (holder.items() if isinstance(holder, dict) else enumerate(holder)) if x is value]
+    return []
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:
-    """Makes the same with leaves in the placeholders' places, also of what does not change."""
-    inner = functools.partial(_with, now=now)
+    """The same with leaves in the placeholders' places."""
     if id(x) in now:
         return now[id(x)]
-    if isinstance(x, tuple) and (own := apart(x)) is not None:
-        parts, make = own
-        return make([*map(inner, parts)])
-    if isinstance(x, (types.MethodType, functools.partial)):
-        return rebuilt(x, inner)
-    if isinstance(x, weakref.ref):
-        leaf = now.get(id(x()))
-        return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
-    if isinstance(x, BOUND) and id(x.__self__) in now:
-        leaf, name = now[id(x.__self__)], x.__name__  # a handle refuses when it is used, not before
-        return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
-    return x
+    if type(x) is tuple:
+        return tuple([_with(item, now) for item in x])
+    leaf = now.get(id(x())) if isinstance(x, weakref.ref) else None
+    return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
 
 
 def full(handle: Handle) -> torch.Tensor:

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +20,13 @@ from fzero.base.node import edges_to
 from fzero.base.texts import COMPRESSED
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.outlets import overlap
-from fzero.modules.contents import BOUND, fill, names_of, referent, slots_of
-from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt
+from fzero.modules.reach import BOUND, Reach, is_atom
 from fzero.table.handle import StandIn, storage_of
 
 
 def private_copy(
     module: nn.Module, shared: Mapping[int, torch.Tensor]
-) -> tuple[nn.Module, Holdings, dict[int, torch.Tensor]]:
+) -> tuple[nn.Module, Reach, dict[int, torch.Tensor]]:
     """A copy of a module, everything that is reached from it, and id of its tensors -> what they were copied from.
 
     Functions, hooks, bound methods and the like that lead to the module, a submodule, a param or a buffer are made anew
@@ -42,10 +39,10 @@ def private_copy(
         ValueError: the copy would still lead to the original, and on which way.
     """
     with private.below_transforms(), private.outside_inference(), torch.no_grad():
-        holdings = Holdings(module)
-        copier = _Copier(holdings, module, shared)
+        reach = Reach(module)
+        copier = _Copier(reach, module, shared)
         new = copier(module)
-        found = Holdings(new)
+        found = Reach(new)
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
     held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
     for what, named in (("submodule", module.named_modules()), *held):
@@ -58,7 +55,7 @@ def private_copy(
                     "given, in its place; hold it in a closure, a default argument or a partial of a function that is "
                     "a hook or an attribute of the module; or, where it is not read, take it out there."
                 )
-    tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
+    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
 
 
@@ -133,7 +130,6 @@ def refuse_kinds(module: nn.Module) -> None:
         seen[memory].append((name, param))
 
 
-_CONTAINERS = (list, set, dict, collections.OrderedDict, collections.deque)
 _NOTHING = torch.empty(0, device="cpu")
 
 
@@ -153,176 +149,127 @@ class Stale(StandIn):
         )
 
 
-class Globals(dict[str, object]):
-    """The global names of a function of the copy: the function's own, with the copy in the original's place.
+class _Copier:
+    """Copies what it is called with, every object once, as `copy.deepcopy` does, and functions too.
 
-    CPython looks global names up by `__getitem__` where they are not in a plain dict.
+    Attributes:
+        memo: id of an object -> its copy, or the object itself where it stays.
     """
 
-    def __init__(self, real: dict[str, object]) -> None:
-        super().__init__(real)  # for whoever looks past __getitem__
-        self.real, self.mapped = real, dict[str, object]()
-
-    def __getitem__(self, name: str) -> object:
-        return self.mapped[name] if name in self.mapped else self.real[name]
-
-
-class _Copier:
-    """Copies what it is called with; every object once."""
-
-    def __init__(self, holdings: Holdings, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
-        self.holdings, self.params = holdings, {id(param) for param in module.parameters()}
+    def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
+        self.reach, self.params = reach, {id(param) for param in module.parameters()}
         self.trained = [(name, x, storage_of(x)) for name, x in module.named_parameters() if x.requires_grad]
-        self.leading = holdings.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
-        data = {i for i in holdings.owned if not isinstance(holdings.objects[i], (tuple, frozenset))}
-        self.concerned = data | holdings.reaching(data)
-        self.memo: dict[int, Any] = {**shared}
-        self._globals: dict[int, Globals] = {}
-        self._empty: dict[int, object] = {}  # shells that wait to be filled
-        self._fill()
-
-    def __call__(self, x: object) -> Any:
-        if is_atom(x) or id(x) not in self.concerned:
-            return x
-        if id(x) not in self.memo:
-            self.memo[id(x)] = self._made(x)
-        return self.memo[id(x)]
-
-    def _fill(self) -> None:
-        """Makes all shells first: what they hold may lead back to them, on ways of any length."""
-        objects = [x for i, x in self.holdings.objects.items() if i in self.concerned and i not in self.memo]
-        self._empty = {id(x): x for x in objects if self._begun(x)}
-        functions = [x for x in objects if isinstance(x, types.FunctionType)]
+        owned = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
+        concerned = owned | reach.reaching(owned)
+        self.memo: dict[int, Any] = {i: x for i, x in reach.objects.items() if i not in concerned} | dict(shared)
+        self._built: list[object] = []  # which keeps their ids valid
+        own = [x for i, x in reach.objects.items() if i not in self.memo]
+        for x in own:  # shells first: what they hold leads back to them, on ways of any length
+            if isinstance(x, nn.Module):
+                self.memo[id(x)] = object.__new__(type(x))  # a __new__ of its own may want arguments
+            elif isinstance(x, types.CellType):
+                self.memo[id(x)] = types.CellType()
+        functions = [x for x in own if isinstance(x, types.FunctionType)]
         for x in functions:
-            cells = tuple(self(cell) for cell in x.__closure__ or ())
-            self.memo[id(x)] = types.FunctionType(x.__code__, self._globals_of(x), x.__name__, None, cells)
-        for x in list(self._empty.values()):
-            self._fill_shell(x)
+            cells = tuple(map(self, x.__closure__ or ()))
+            self.memo[id(x)] = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
+        for x in own:
+            if isinstance(x, nn.Module):
+                self._fill_module(x)
+            elif isinstance(x, types.CellType):
+                with contextlib.suppress(ValueError):  # an empty one
+                    self.memo[id(x)].cell_contents = self(x.cell_contents)
         for x in functions:
             new = self.memo[id(x)]
-            new.__defaults__ = tuple(map(self, x.__defaults__)) if x.__defaults__ else None
-            new.__kwdefaults__ = {k: self(v) for k, v in x.__kwdefaults__.items()} if x.__kwdefaults__ else None
-            new.__dict__.update({name: self(value) for name, value in vars(x).items()})
+            new.__defaults__, new.__kwdefaults__ = self(x.__defaults__), self(x.__kwdefaults__)
+            new.__dict__.update(self(vars(x)))
             for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
                 setattr(new, name, getattr(x, name))
-            if isinstance(new.__globals__, Globals):
-                mapped = {name: self(value) for name, value in globals_of(x).items() if id(value) in self.concerned}
-                new.__globals__.mapped.update(mapped)
-                dict.update(new.__globals__, mapped)
 
-    def _begun(self, x: object) -> bool:
-        shell = self._shell(x)
-        if shell is not None:
-            self.memo[id(x)] = shell
-        return shell is not None
+    def __call__(self, x: object) -> Any:
+        if is_atom(x):
+            return x
+        if id(x) not in self.memo:
+            made = self._made(x)
+            self.memo.setdefault(id(x), made)
+            self._built.append(x)
+        return self.memo[id(x)]
 
-    def _shell(self, x: object) -> object:
-        if isinstance(x, nn.Module) and type(x) is x.__class__:
-            return object.__new__(type(x))  # a __new__ of its own may want arguments
-        if isinstance(x, types.CellType):
-            return types.CellType()
-        if type(x) is collections.deque:
-            return collections.deque(maxlen=x.maxlen)
-        return type(x)() if type(x) in _CONTAINERS else None
-
-    def _filled(self, x: object) -> object:
-        """Its copy, for code that reads what is in it."""
-        if type(x) in _CONTAINERS:
-            self._fill_shell(x, self._filled)
-        return self(x)
-
-    def _fill_shell(self, x: object, inner: Callable[[object], object] | None = None) -> None:
-        if self._empty.pop(id(x), None) is None:
-            return
-        inner, new = inner or self, self.memo[id(x)]
-        if isinstance(x, nn.Module):
-            vars(new).update({name: self(value) for name, value in vars(x).items()})
-            for name in filter(functools.partial(hasattr, x), slots_of(type(x))):
-                object.__setattr__(new, name, self(getattr(x, name)))
-            if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
-                vars(new)["_compiled_call_impl"] = None
-        else:
-            fill(new, x, inner)
-
-    def _globals_of(self, x: types.FunctionType) -> dict[str, object]:
-        names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
-        if not names or names_of(x.__code__).assigns:  # what it assigns would be lost
-            return x.__globals__
-        real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
-        return self._globals.setdefault(id(real), Globals(real))
+    def _fill_module(self, x: nn.Module) -> None:
+        new, state = self.memo[id(x)], object.__getstate__(x)  # type: ignore[attr-defined]
+        own, slots = state if isinstance(state, tuple) else (vars(x), {})
+        vars(new).update({name: self(value) for name, value in own.items()})
+        for name, value in slots.items():
+            object.__setattr__(new, name, self(value))
+        if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
+            vars(new)["_compiled_call_impl"] = None
 
     def _made(self, x: object) -> object:
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
         if isinstance(x, torch.Generator):
             return x.clone_state()
-        if type(x) in weakref.ProxyTypes:
-            return weakref.proxy(self(referent(x)))
         if isinstance(x, weakref.ref):
-            return (weakref.WeakMethod if isinstance(x, weakref.WeakMethod) else weakref.ref)(self(x()))
+            return x if x() is None else type(x)(self(x()))
         if isinstance(x, BOUND):
             return getattr(self(x.__self__), x.__name__)
-        if isinstance(x, (types.MethodType, functools.partial)):
-            return rebuilt(x, self)
-        if isinstance(x, (tuple, frozenset)) and type(x) in SEQUENCES:
-            return type(x)(map(self, x))
-        if isinstance(x, WEAK):
-            if isinstance(x, weakref.WeakSet):
-                return type(x)(map(self, list(x)))
-            return type(x)({self(key): self(value) for key, value in list(x.items())})
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self(x.__func__), self(x.__self__))
+        if type(x) is tuple:
+            return tuple(map(self, x))
         with contextlib.suppress(Exception):  # what cannot be built again stays; if it leads to the module, that shows
             return self._instance(x)
+        self.memo[id(x)] = x
         return x
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Stale):
             return x
-        way = self.holdings.way(id(x))
-        if private.is_wrapped(x) and not (private.is_differentiated(x) or private.is_mapped(x)):
-            x = private.unwrapped(x)  # made inside of a transform, which does not go on through it
-        memory = storage_of(x)
-        if private.is_wrapped(x):
-            return Stale.like(_NOTHING, where=f"{way} takes part in a transform of torch.func around fz.functional")
-        if any(id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((x,))):
-            return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
-        for name, own, of in self.trained:
-            if memory and of == memory and overlap((own, x)):
-                which = f"shares its memory with param {name!r}, and here is none that follows it"
-                return Stale.like(_NOTHING, where=f"{way} {which}")
+        why = self._stale(x)
+        if why:
+            return Stale.like(_NOTHING, where=f"{self.reach.way(id(x))} {why}")
+        x = _inner(x).detach() if x.grad_fn is not None else _inner(x)
         if x.layout in COMPRESSED:  # which deepcopy does not know
             return x.detach().clone().requires_grad_(x.requires_grad)
-        return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
+        return copy.deepcopy(x, self.memo)
 
-    def _instance(self, x: object) -> object:
-        build = self.holdings.builds.get(id(x))
-        has_own_copy = hasattr(type(x), "__deepcopy__") and id(x) not in self.leading
-        if has_own_copy or type(x).__module__.partition(".")[0] == "numpy":
+    def _stale(self, x: torch.Tensor) -> str:
+        if private.is_wrapped(_inner(x)):
+            return "takes part in a transform of torch.func around fz.functional"
+        if any(id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((_inner(x),))):
+            return "was computed from the module's params before fz.functional"
+        memory = storage_of(x)
+        for name, own, of in self.trained:
+            if memory and of == memory and overlap((own, x)):
+                return f"shares its memory with param {name!r}, and here is none that follows it"
+        return ""
+
+    def _instance(self, x: Any) -> object:
+        if hasattr(type(x), "__deepcopy__") or type(x).__module__.partition(".")[0] == "numpy":
             return copy.deepcopy(x, self.memo)
-        if build is None:
+        build: Any = x.__reduce_ex__(4)
+        if isinstance(build, str):
             return x
-        make, arguments, state, items, pairs = build
-        if not (state or items or pairs or isinstance(x, Iterator)) and all(map(is_atom, arguments)):
+        make, arguments, *others = build
+        state, items, pairs = (*others, None, None, None)[:3]
+        if not any((state, items, pairs, isinstance(x, Iterator))) and all(map(is_atom, arguments)):
             return x  # it says nothing but that it is itself
-        new = self.memo[id(x)] = make(*map(self._filled, arguments))
+        new = self.memo[id(x)] = make(*map(self, arguments))
         if hasattr(new, "__setstate__"):
             if state is not None:
-                new.__setstate__(self._state(state))
+                new.__setstate__(self(state))
         else:
             for part in state if isinstance(state, tuple) else (state,):
                 for name, value in (part or {}).items():
                     object.__setattr__(new, name, self(value))
-        for item in items:
+        for item in items or ():
             new.append(self(item))
-        for key, value in pairs:
+        for key, value in pairs or ():
             new[self(key)] = self(value)
         return new
 
-    def _state(self, state: object) -> object:
-        """A state that only its object's class understands; the object is not in the holdings itself."""
-        if type(state) is list:  # of a dataclass with slots: it must be full at once
-            return [self._filled(value) for value in state]
-        if id(state) in self.holdings.objects:
-            return self._filled(state)
-        if type(state) is dict:
-            return {key: self._filled(value) for key, value in state.items()}
-        return tuple(map(self._state, state)) if type(state) is tuple else self._filled(state)
+
+def _inner(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that was made inside of a transform, which does not go on through it, without its wrapper."""
+    differs = private.is_differentiated(x) or private.is_mapped(x)
+    return private.unwrapped(x) if private.is_wrapped(x) and not differs else x

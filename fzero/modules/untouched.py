@@ -1,39 +1,67 @@
 """A private copy's first call must not write to its buffers, nor to the tensors and modules that it consists of.
 
-Its other attributes are its own affair, as they are a module's: a counter counts from call to call.
+Nor may it read the tensors of the module that it was copied from. Its other attributes are its own affair, as they are
+a module's: a counter counts from call to call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from fzero.base import private, texts
-from fzero.base.thread_state import without_dispatch_modes
-from fzero.modules.holdings import REGISTRIES, Holdings
+from fzero.base import private, pytree, texts
+from fzero.base.refusals import noted
 from fzero.modules.private_copy import Stale
+from fzero.modules.reach import REGISTRIES, Reach
+from fzero.table.handle import Function
+
+Originals = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 
 
-class _Constant:
+def originals_of(module: nn.Module) -> Originals:
+    """Id of a param or buffer of a module -> its name, and itself as long as somebody holds it."""
+    held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
+    return {id(x): (f"{what} {name!r}", weakref.ref(x)) for what, named in held for name, x in named}
+
+
+class Apart(TorchFunctionMode):
+    """Refuses operations on the original's tensors, which code comes to by a global name or a class."""
+
+    def __init__(self, originals: Originals, given: Mapping[str, object]) -> None:
+        super().__init__()
+        self._originals, self._given = originals, {id(x) for x in given.values()}
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        named: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
+        out = func(*args, **named)
+        for x in pytree.tensors_in(*args, *named.values()) if pytree.tensors_in(out) else ():
+            name, original = self._originals.get(id(x), ("", lambda: None))
+            if original() is x and id(x) not in self._given:
+                raise noted(
+                    ValueError(
+                        f"apply: code that the module runs leads to its {name} as the module had it, by a global name "
+                        "or a class, so that its gradient would be lost. Use self, or the module that a hook is given, "
+                        "in its place, or hold it in a closure of a function that is a hook or an attribute."
+                    )
+                )
+        return out
+
+
+class _Constant(NamedTuple):
     """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
 
-    def __init__(self, label: str, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        self.label, self.tensor, self.source, self.state = label, tensor, source, _state(tensor)
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            if _address(self.tensor):
-                self.tensor.data = self.source.detach().clone()
-            else:
-                self.tensor.copy_(self.source)
-        self.state = _state(self.tensor)
-
-    def changed(self) -> bool:
-        return _state(self.tensor) != self.state or not _same(self.tensor, self.source)
+    label: str
+    tensor: torch.Tensor
+    source: torch.Tensor
+    state: tuple[int, int]
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -50,100 +78,104 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Tells whether the values are the same, as far as there are values; NaN is NaN."""
+    """Tells whether the values are the same, as far as there are values: batch norms write past the version counter."""
     if tensor.is_meta or not _address(tensor) or private.dispatch_modes():
         return True
-    with private.below_transforms():
-        if torch.equal(tensor, source):
-            return True
-        return bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
+    return torch.equal(tensor, source) or bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
 
 
-class _Registry:
+class _Registry(NamedTuple):
     """A module's params, buffers or submodules, and what they were."""
 
-    def __init__(self, of: dict[str, object], module: nn.Module, what: str, prefix: str) -> None:
-        self.of, self.module, self.what, self.prefix, self.before = of, module, what, prefix, dict(of)
-
-    def is_as_it_was(self) -> bool:
-        same = [*self.of] == [*self.before]
-        return same and all(map(operator.is_, self.of.values(), self.before.values()))
+    of: dict[str, object]
+    what: str
+    prefix: str
+    before: dict[str, object]
 
 
 class Untouched:
-    """Refuses a first call that changes the copy, and puts back what it has changed. Later calls are not looked at.
+    """Refuses a first call that changes the copy, which is of no use then. Later calls are not looked at.
 
     Args:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
+        originals: `originals_of` the user's module.
         carries: whether buffers are values of each call, and no constants.
 
     Attributes:
         depth: of calls that are running.
+        changed: whether the copy is.
     """
 
     def __init__(
-        self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor], carries: bool = False
+        self,
+        module: nn.Module,
+        reach: Reach,
+        sources: Mapping[int, torch.Tensor],
+        originals: Originals,
+        carries: bool = False,
     ) -> None:
-        self.module, self._carries = module, carries
-        self.depth, self._proven = 0, False
+        self.module, self._originals, self._carries = module, originals, carries
+        self.depth, self._proven, self.changed = 0, False, False
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
-            _Registry(getattr(own, name), own, f"its {what}", f"{path}." if path else "")
+            _Registry(getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
         self._constants: list[_Constant] = []
-        for number, x in holdings.objects.items():
-            if (
-                number in holdings.owned
-                and isinstance(x, torch.Tensor)
-                and number in sources
-                and not isinstance(x, Stale)
-            ):
-                own = names.get(number)
-                if carries and own is not None and x.layout not in texts.COMPRESSED:
-                    continue
-                label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
-                self._constants.append(_Constant(label, x, sources[number]))
+        for number, x in reach.objects.items():
+            own = names.get(number)
+            if number not in reach.owned or number not in sources or not isinstance(x, torch.Tensor):
+                continue
+            if isinstance(x, Stale) or (carries and own is not None and x.layout not in texts.COMPRESSED):
+                continue
+            label = f"the tensor of {reach.way(number)}" if own is None else f"its buffer {own!r}"
+            self._constants.append(_Constant(label, x, sources[number], _state(x)))
 
     @contextlib.contextmanager
-    def around_call(self) -> Iterator[None]:
-        """Around a call.
+    def around_call(self, given: Mapping[str, object]) -> Iterator[None]:
+        """Around a call with these params.
 
         Raises:
-            ValueError: it is the first one, and has changed buffers, params or submodules.
+            ValueError: it is the first one, and has changed buffers, params or submodules, or reads the original's.
         """
         self.depth += 1
         try:
-            yield
+            with contextlib.nullcontext() if self.depth > 1 or self._proven else Apart(self._originals, given):
+                yield
         except RuntimeError as error:
             _refuse_in_place(error, self.module, self._carries)
             raise
         finally:
             self.depth -= 1
-            said = [] if self.depth or self._proven else self._restore()
+            said = [] if self.depth or self._proven else self._changes()
+            self.changed = bool(said)
         if said:
             raise ValueError(said[0])
         self._proven = self._proven or not self.depth
 
-    def _restore(self) -> list[str]:
-        """Puts back what a call has changed, and returns what is to be said of all of it."""
-        written = [constant for constant in self._constants if constant.changed()]
-        said = [_changed(constant.label, self._carries) for constant in written]
-        with private.below_transforms(), without_dispatch_modes():
-            for constant in written:
-                constant.put_back()
-        for registry in self._registries:
-            if not registry.is_as_it_was():
-                before, now = registry.before, dict(registry.of)
-                what, prefix, module = registry.what, registry.prefix, registry.module
-                registry.of.clear()
-                registry.of.update(before)
-                names = [name for name in {**before, **now} if not _alike(before.get(name, self), now.get(name, self))]
-                labels = {name: f"{what} {prefix + name!r}" for name in names}
-                said += [_changed(x, self._carries) if n in before else _made(x) for n, x in labels.items()]
-                for name in names:  # which an attribute would hide
-                    vars(module).pop(name, None)
+    def compiled(self, run: Function) -> Function:
+        """Compiled code, as it runs: no mode looks into it."""
+        if self._proven:
+            return run
+
+        def call(*args: object) -> object:
+            others = [mode for mode in private.function_modes() if not isinstance(mode, Apart)]
+            with private.under_function_modes(others):
+                return run(*args)
+
+        return call
+
+    def _changes(self) -> list[str]:
+        """What is to be said of all that a call has changed."""
+        with private.below_transforms():
+            changed = [x for x in self._constants if _state(x.tensor) != x.state or not _same(x.tensor, x.source)]
+        said = [_changed(constant.label, self._carries) for constant in changed]
+        for of, what, prefix, before in self._registries:
+            for name in {**before, **of}:
+                if not _alike(before.get(name, self), of.get(name, self)):
+                    label = f"{what} {prefix + name!r}"
+                    said.append(_changed(label, self._carries) if name in before else _made(label))
         return said
 
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fzero as fz
-from fzero.testing import assert_trees_close
+from fzero.testing import assert_trees_close, run_ranks
 
 MODEL: Any = None  # as in a notebook
 COUNT = 0
@@ -263,6 +264,11 @@ def that_assigns(module: Any) -> Any:
     return hook
 
 
+def by_a_proxy(module: Any) -> Any:
+    owner = weakref.proxy(module)
+    return lambda m, i, o: o * owner.gain
+
+
 def with_attribute(name: str, make: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         module: Any = Net()
@@ -290,22 +296,15 @@ def lazy() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a method by a global name": (
-        lambda: named(ByItsName),
-        r"the module, the method ByItsName\.forward, the global name 'MODEL' leads to the module itself.*Use self",
-    ),
-    "a method by a helper": (
-        lambda: named(ByAHelper),
-        r"the method ByAHelper\.scaled, the global name 'scaled_by_a_global', the global name 'MODEL' leads to",
-    ),
-    "a method by its closure": (by_its_class, r"the method Local\.forward, closure variable 'net', .*leads to"),
     "a cache": (
         hooked(lambda module: functools.lru_cache(lambda m, i, o: o * module.gain)),
-        r"submodule 'blocks\.0\.lin', forward hook .*closure variable 'module'.* leads to the module itself",
+        r"submodule 'blocks\.0\.lin', forward hook .*closure variable 'module'.* leads to the module itself.*Use self",
     ),
-    "a class's attribute": (hooked(of_a_class), r"forward hook .*the global name 'Registry\.owner' leads to"),
-    "a hook that assigns global names": (hooked(that_assigns), r"forward hook .*the global name 'MODEL' leads to"),
     "a generator": (with_attribute("made", yielding), r"the module, attribute 'made', local 'module' leads to"),
+    "a weak dict": (
+        with_attribute("owners", lambda module: weakref.WeakKeyDictionary({module: 1})),
+        r"the module, attribute 'owners', attribute 'data', .*a weak reference leads to the module itself",
+    ),
     "a hook on a gradient": (grad_hook, r"param 'gain' has a hook on its gradient.*step\.update"),
     "a lazy module": (lazy, r"submodule 'blocks\.0\.later' \(LazyLinear\) has a lazy 'weight'.*Call the module once"),
     "a ScriptModule": (
@@ -325,12 +324,47 @@ def test_what_cannot_be_mapped_is_refused(what: str) -> None:
         fz.functional(make())
 
 
+BY_NAME: dict[str, Callable[[], nn.Module]] = {
+    "a method by a global name": lambda: named(ByItsName),
+    "a method by a helper": lambda: named(ByAHelper),
+    "a method by its closure": by_its_class,
+    "a class's attribute": hooked(of_a_class),
+    "a hook that assigns global names": hooked(that_assigns),
+    "a hook by a proxy": hooked(by_a_proxy),
+}
+
+
+@pytest.mark.parametrize("way", ["torch.func", "zero3", "compiled"])
+@pytest.mark.parametrize("what", sorted(BY_NAME))
+def test_what_a_first_call_reads_of_the_original_is_refused(what: str, way: str) -> None:
+    """In a unit by the proof of its first run, which names the line."""
+    module = BY_NAME[what]()
+    apply, params = fz.functional(module)
+
+    def on(rank: int) -> None:
+        step = fz.train_step(apply, fz.sgd(0.1))
+        step = fz.shard_zero3(step) if way == "zero3" else fz.compile(step)
+        with pytest.raises(
+            ValueError, match=r"its param '\S+' as the module had it|Unit 'blocks\.0' closes over.*private_copy"
+        ):
+            torch.func.grad(apply)(params, X) if way == "torch.func" else step(step.init(params), X)
+
+    run_ranks(on, 1)
+
+
+def test_the_modules_own_params_may_be_given() -> None:
+    module = Net()
+    apply, _ = fz.functional(module)
+    assert torch.equal(apply(dict(module.named_parameters()), X), module(X))
+
+
 def test_a_global_hook_that_reads_the_module_is_refused() -> None:
     module = Net()
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: o * module.gain)
+    apply, params = fz.functional(module)
     try:
-        with pytest.raises(ValueError, match=r"the hook .*lambda.* of all modules, closure variable 'module'"):
-            fz.functional(module)
+        with pytest.raises(ValueError, match="leads to its param 'gain'"):
+            apply(params, X)
     finally:
         handle.remove()
 
