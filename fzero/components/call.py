@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.components.flow import Flow, Origins, Passes
+from fzero.components.flow import Flow, Passes
 from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
 from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
@@ -196,11 +196,10 @@ class Call:
                 if isinstance(arrived, Failure):
                     raise PlaceFailed(arrived)
                 if self._error is None:
-                    values, origins = arrived
-                    self._arrived(task, values, origins, line)
+                    self._arrived(task, arrived, line)
             elif self._error is None and task.kind is Kind.SEND:
                 rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
-                line.send(task, *self._leaving(task), rows)
+                line.send(task, self._leaving(task), rows)
             elif self._error is None:
                 self._do(task, pieces, retain_graph, leaves)
         except Lost:
@@ -232,22 +231,21 @@ class Call:
                 self.flow.backward(stage, microbatch, cotangent, retain_graph)
             self.is_intact = self.is_intact and retain_graph
 
-    def _leaving(self, task: Task) -> tuple[tuple[object, ...], Sequence[Origins]]:
-        """The values that a message carries, and what is said of those of the forward."""
+    def _leaving(self, task: Task) -> tuple[object, ...]:
+        """The values that a message carries."""
         assert task.peer is not None
         if task.peer > task.stage:
             wires = self.wires.between(task.stage, task.peer)
-            origins = [self.flow.origins(wire, task.microbatch) for wire in wires]
-            return tuple(self.flow.take(wire, task.microbatch, task.peer) for wire in wires), origins
+            return tuple(self.flow.take(wire, task.microbatch, task.peer) for wire in wires)
         wires = self.wires.between(task.peer, task.stage)
-        return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires), []
+        return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires)
 
-    def _arrived(self, task: Task, values: Sequence[object], origins: Sequence[Origins], line: Line) -> None:
+    def _arrived(self, task: Task, values: Sequence[object], line: Line) -> None:
         assert task.peer is not None
         if task.peer < task.stage:
             wires = self.wires.between(task.peer, task.stage)
-            for wire, value, own in zip(wires, values, origins, strict=True):
-                self.flow.arrived(wire, task.microbatch, value, [task.stage], own)
+            for wire, value in zip(wires, values, strict=True):
+                self.flow.arrived(wire, task.microbatch, value, [task.stage])
             return
         times = line.times(task.stage, task.peer)
         for wire, value in zip(self.wires.between(task.stage, task.peer), values, strict=True):

@@ -113,11 +113,10 @@ class Line:
         number = (source * stages + target) * count + task.microbatch
         return Letter((source, target), task.microbatch, 1 + number)
 
-    def send(self, task: Task, values: Sequence[object], said: object, rows: int | None) -> None:
+    def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
         """Sends values to every rank that takes some of them.
 
         Args:
-            said: of them, to everyone.
             rows: how many examples this rank has in them, where that is known.
         """
         assert task.peer is not None
@@ -128,7 +127,7 @@ class Line:
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 own = [cut(value, route, what, rows) for value in values]
-                self._send(route.target, letter, self._packed((own, said)))
+                self._send(route.target, letter, self._packed(own))
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
@@ -177,7 +176,7 @@ class Line:
                 self._mail.begin(route.source, self._letter(task))
 
     def receive(self, task: Task) -> Any:
-        """(The values that another stage gives to this one, what it says of them), or a failure."""
+        """The values that another stage gives to this one, or a failure."""
         assert task.peer is not None
         letter, parts = self._letter(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
@@ -187,8 +186,7 @@ class Line:
         if failed is not None:
             return failed
         what = f"what stage {task.peer} gives to stage {task.stage}"
-        values, said = zip(*parts, strict=True)
-        return tuple(joined(own, what) for own in zip(*values, strict=True)), said[0]
+        return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
     def exchange(self, own: object, error: BaseException | None) -> list[Any]:
         """What every rank says, in rank order; raises on all of them if one has failed.

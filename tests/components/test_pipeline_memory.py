@@ -126,7 +126,7 @@ def test_each_tensor_that_is_sent_begins_its_storage() -> None:
     equal((both, diagonal), lambda ps, x: diagonal(ps[1], both(ps[0], x)))
 
 
-def test_parcels_know_which_tensors_have_one_storage() -> None:
+def test_tensors_of_a_parcel_have_storages_of_their_own() -> None:
     whole = torch.arange(12.0).view(3, 4)
     tree = {"a": whole[1:], "b": torch.ones(3, dtype=torch.bfloat16), "c": whole[:, 0], "d": whole[:0], "e": None}
     parcel = Parcel(tree)
@@ -134,12 +134,10 @@ def test_parcels_know_which_tensors_have_one_storage() -> None:
     parcel.write(buffer)
     got = opened(buffer)
     torch.testing.assert_close(got, tree)
-    storage = lambda x: x.untyped_storage().data_ptr()
-    assert storage(got["a"]) == storage(got["c"]) != storage(got["b"])
     assert got["b"].untyped_storage().nbytes() == 6
     before = got["b"]._version
     got["a"].zero_()
-    assert got["b"]._version == before and got["c"]._version == got["a"]._version
+    assert got["b"]._version == before and got["c"].tolist() == [0, 4, 8]
 
 
 class Wordless(Exception):
