@@ -11,11 +11,12 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, Passes
-from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
+from fzero.components.line import AHEAD, Line, shapes_of
 from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
+from fzero.components.remote.failure import Failed, Failure
 from fzero.components.sequences import refusing_cut_sequences
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
@@ -194,7 +195,7 @@ class Call:
             if task.kind is Kind.RECEIVE:
                 arrived = line.receive(task)
                 if isinstance(arrived, Failure):
-                    raise PlaceFailed(arrived)
+                    raise Failed(arrived)
                 if self._error is None:
                     self._arrived(task, arrived, line)
             elif self._error is None and task.kind is Kind.SEND:
@@ -261,7 +262,7 @@ class Call:
         try:
             return self.line.exchange(own, error)
         except Lost as lost:
-            if error is None or isinstance(error, PlaceFailed):
+            if error is None or isinstance(error, Failed):
                 raise
             error.add_note(f"The other ranks could not be told: {lost}")
             raise error from lost

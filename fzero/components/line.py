@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fzero.base import pytree
 from fzero.comm import backend
 from fzero.comm.backend import Group
-from fzero.components.copies import Noted, need_alike, prints_of
 from fzero.components.mail import Letter, Lost, Mail
 from fzero.components.parcel import Parcel
+from fzero.components.remote.digests import Digest, digest_of, is_close
+from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.check import alive
 from fzero.schedules.task import Schedule, Task
 
 ALL = Letter("all", 0, 0)  # what a rank says to all others at the end of a call
 AHEAD = 4  # messages that are received before their turn
-
-
-class Failure(NamedTuple):
-    """What is sent in the place of a value after an error: who failed, the kind of error and its words."""
-
-    rank: int
-    kind: str
-    text: str
+Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 
 class Line:
@@ -78,6 +71,9 @@ class Line:
     def _packed(self, content: object) -> Parcel:
         return Parcel((self._identity, self._count, self._verb, content))
 
+    def _told(self, error: BaseException) -> Failure:
+        return failure_of(error, "pipeline", self.rank)
+
     def _send(self, rank: int, letter: Letter, parcel: Parcel) -> None:
         self._gone.add((rank, letter))
         self._mail.send(rank, letter, parcel)
@@ -123,7 +119,8 @@ class Line:
         letter, what = self._letter(task), f"what stage {task.stage} gives to stage {task.peer}"
         here, there = (self._seat_of(stage).copies for stage in (task.stage, task.peer))
         if here != there and here > 1:
-            self._noted.append((f"{what} in microbatch {task.microbatch}", prints_of(values)))
+            own = [(x.shape, digest_of(x)) for x in pytree.leaves(values) if isinstance(x, torch.Tensor)]
+            self._noted.append((f"{what} in microbatch {task.microbatch}", own))
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 own = [cut(value, route, what, rows) for value in values]
@@ -135,7 +132,7 @@ class Line:
         letter = self._letter(task)
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank and (route.target, letter) not in self._gone:
-                self._send(route.target, letter, self._packed(failure_of(error, self.rank)))
+                self._send(route.target, letter, self._packed(self._told(error)))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -194,13 +191,13 @@ class Line:
         Args:
             own: a small tree.
         """
+        failed = self._told(error) if error is not None else None
         try:
-            failed = failure_of(error, self.rank) if error is not None else None
             parcel = self._packed((failed, own, self._noted))
         except Exception as caught:  # of what cannot be sent
             error, own = error or caught, None
-            parcel = self._packed((failure_of(error, self.rank), None, []))
-        failed = failure_of(error, self.rank) if error is not None else None
+            failed = self._told(error)
+            parcel = self._packed((failed, None, []))
         letter, ranks = ALL, len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         for rank in others:
@@ -211,42 +208,33 @@ class Line:
         said[self.rank] = failed, own, self._noted
         self._mail.end_call()
         self._gone.clear()
-        if error is not None and not isinstance(error, PlaceFailed):
+        if error is not None and not isinstance(error, Failed):
             raise error
         first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)
         if first is not None:
-            raise raised(first, self.seats[first.rank].place)
+            where = f"rank {first.rank} at place {self.seats[first.rank].place}"
+            raise error_of(first._replace(message=f"pipeline: {where} failed: {first.kind}: {first.message}"))
         need_alike(self.seats, [said[rank][2] for rank in range(ranks)])
         return [said[rank][1] for rank in range(ranks)]
 
 
-class PlaceFailed(Exception):
-    """Another rank's failure, on its way."""
+def need_alike(seats: Sequence[Seat], noted: Sequence[Noted]) -> None:
+    """Refuses what differs between ranks of a place that have the same examples, of what each rank has noted.
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-
-
-def failure_of(error: BaseException, rank: int) -> Failure:
-    if isinstance(error, PlaceFailed):
-        return error.failure
-    return Failure(rank, type(error).__name__, _words_of(error))
-
-
-def _words_of(error: BaseException) -> str:
-    try:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
-    except Exception as broken:  # as any error is to be told
-        return f"its words failed with {type(broken).__name__}"
-
-
-def raised(failure: Failure, place: int) -> BaseException:
-    """The error that a rank raises which is told of another one's."""
-    kind = getattr(builtins, failure.kind, None)
-    known = isinstance(kind, type) and issubclass(kind, (ValueError, TypeError, ArithmeticError, LookupError))
-    text = f"pipeline: rank {failure.rank} at place {place} failed: {failure.kind}: {failure.text}"
-    return kind(text) if isinstance(kind, type) and known else RuntimeError(text)
+    Where it goes to a place with fewer of them, one's alone is taken.
+    """
+    for rank, seat in enumerate(seats):
+        first = next(i for i, other in enumerate(seats) if (other.place, other.data) == (seat.place, seat.data))
+        for (what, own), (_, other) in zip(noted[rank], noted[first], strict=True):
+            like = [a == b and is_close(x, y) for (a, x), (b, y) in zip(own, other, strict=False)]
+            if len(own) != len(other) or not all(like):
+                raise ValueError(
+                    f"pipeline: {what} differs between ranks {first} and {rank} of its group, which have the same "
+                    "examples, and it goes to a place with another number of such ranks, where one's alone would be "
+                    "taken; expected the same on all. Put the ranks' slices together in the stage (fz.parallel.gather "
+                    "or sum; in front of what each computes with its own slice, fz.parallel.copy), or give both places "
+                    "as many ranks of the axis that leaves are cut over."
+                )
 
 
 def placeholder(leaf: object) -> object:

@@ -159,7 +159,7 @@ def fails(rank: int) -> tuple[str, float]:
 
 def test_an_error_without_words_is_told() -> None:
     (words, seconds), _ = run_ranks(fails, 2, backend="processes", timeout=60)
-    assert "Wordless: its words failed with RuntimeError" in words and seconds < 30
+    assert "Wordless, whose words failed with RuntimeError" in words and seconds < 30
 
 
 WORK = torch.empty(2, 2, dtype=torch.float64)

@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 class Failed(Exception):
-    """Raised on a rank by what needs a value that could not be made."""
+    """Raised by what needs a value that another rank could not make."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
