@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.components.flow import Flow, Passes
+from fzero.components.flow import Flow, StagePasses
 from fzero.components.line import AHEAD, Line, shapes_of
 from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
@@ -40,15 +40,28 @@ def goes_forward(task: Task) -> bool:
     return (task.peer > task.stage) is (task.kind is Kind.SEND)
 
 
+class Plan(NamedTuple):
+    """What all calls of a pipeline have, and what it takes to tell other places that there is none.
+
+    Attributes:
+        tasks: of this place, in order; messages too where there are other places.
+        places: of all components; its line is this rank's place, None where all stages are driven from here.
+    """
+
+    wires: Wiring
+    micro: Microbatches
+    tasks: Sequence[Task]
+    places: AllPlaces
+
+
 class Call:
     """One run of a pipeline: its forward and backward tasks, apart or in one go.
 
     Args:
         inputs: of the pipeline.
-        tasks: of this place, in order; messages too where there are other places.
-        places: of all components; its line is this rank's place, None where all stages are driven from here.
         records: whether to note when each task began and ended, in `spans`.
         last: the state of the last stage, where that runs here.
+        error: with which it begins: nothing is run, and the others are told.
 
     Attributes:
         counts: what microbatches count, once they run.
@@ -56,18 +69,17 @@ class Call:
 
     def __init__(
         self,
-        wires: Wiring,
-        passes: Mapping[int, Passes],
+        plan: Plan,
+        passes: Mapping[int, StagePasses],
         inputs: Sequence[object],
         wanted: Iterable[int] | None,
-        micro: Microbatches,
-        tasks: Sequence[Task],
-        places: AllPlaces,
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
         last: TrainState | None = None,
+        error: BaseException | None = None,
     ) -> None:
-        self._error: BaseException | None = None
+        self.plan, (wires, micro, self._tasks, places) = plan, plan
+        self._error = error
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
         self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
@@ -80,29 +92,21 @@ class Call:
                 if micro.count > 1:
                     self.shares.count_examples(inputs, self.counts)
                 parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
-        except Exception as error:  # perhaps of this rank's inputs alone
+        except Exception as caught:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
-            self._error = error
+            self._error = error or caught
         self.flow, self._parts, self._last = Flow(wires, passes, parts, wanted, keep), parts, last
         for own in passes.values():
             own.counts = self.counts
         self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
-        self._tasks, self._records = tasks, records
+        self._records = records
         self.spans: list[tuple[Task, float, float]] = []
         self._pulled = False  # whether a pullback was begun
         self.is_intact = True  # whether it can be pulled back from the beginning
         numbers = [number for number, tree in enumerate(inputs) for _ in pytree.flatten(tree)[0]]
         self._differentiated = {i for i, number in enumerate(numbers) if number in (wanted or ())}
         self.has_last = wires.stages - 1 in passes
-
-    def others(self) -> Others:
-        """What is left of it to tell other places by."""
-        return Others(self.wires, self.micro, self._tasks, self._places)
-
-    def fail(self, error: BaseException) -> None:
-        """Begins with an error: nothing is run, and the others are told."""
-        self._error = error
 
     # ---- tasks
 
@@ -315,16 +319,7 @@ class Call:
         return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 
-class Others(NamedTuple):
-    """What it takes to tell other places, which wait for the messages of a call, that there is none."""
-
-    wires: Wiring
-    micro: Microbatches
-    tasks: Sequence[Task]
-    places: AllPlaces
-
-
-def told(others: Others, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
+def told(plan: Plan, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
     """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all.
 
     Args:
@@ -333,10 +328,9 @@ def told(others: Others, verb: str, chosen: Callable[[Task], bool], check: Calla
     try:
         return check()
     except Exception as error:
-        if others.places.line is not None:
+        if plan.places.line is not None:
             with private.below_transforms(), torch.no_grad():  # which may be what is wrong
-                call = Call(others.wires, {}, (), None, others.micro, others.tasks, others.places)
-                call.fail(error)
+                call = Call(plan, {}, (), None, error=error)
                 call.run(verb, chosen, lambda _: None)
                 call.agreed(None)
         raise

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import pytree
+from fzero.components.remote.pullback import RemotePasses
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
-from fzero.table.counting import Counts
+from fzero.engine.passes import Passes
 
-
-class Passes(Protocol):
-    """What a stage does during one call: `fzero.engine.passes.Passes` of a step, or the like elsewhere."""
-
-    counts: Counts
-
-    def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int]) -> tuple[object, object]: ...
-    def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]: ...
-    def begin(self) -> None: ...
-    def backward(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
-    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]: ...
-    def inputs(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
-    def params(self, microbatch: int) -> None: ...
-    def reduce(self) -> None: ...
-    def grads(self, times: float) -> Any: ...
+StagePasses = Passes | RemotePasses  # what a stage does during one call
 
 
 class _Form(NamedTuple):
@@ -63,7 +50,7 @@ class Flow:
     def __init__(
         self,
         wires: Wiring,
-        passes: Mapping[int, Passes],
+        passes: Mapping[int, StagePasses],
         parts: Sequence[Sequence[object]],
         wanted: Iterable[int] | None,
         keep: Callable[[int, object], object] = lambda _, output: output,

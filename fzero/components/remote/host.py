@@ -19,7 +19,6 @@ from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import Arguments, Message, Place
-from fzero.components.remote.order import Order
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
 from fzero.components.remote.streams import Bringing, device_of, used_here
@@ -34,6 +33,33 @@ class _Call(NamedTuple):
     arguments: Arguments
     key: int | None  # of the trees that it returns
     record: Record
+
+
+class Order:
+    """What ranks on threads have begun: whoever is to end does the same as the others, or these would wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = -1
+        self._last: int | None = None
+
+    def close(self) -> None:
+        """No rank begins a call that none has begun yet."""
+        with self._lock:
+            self._last = self._begun if self._last is None else self._last
+
+    def begins(self, call: int) -> bool:
+        """Notes that a rank is about to run a call; False where it must not any more."""
+        with self._lock:
+            if self._last is not None and call > self._last:
+                return False
+            self._begun = max(self._begun, call)
+            return True
+
+    def is_over(self, call: int) -> bool:
+        """Tells whether a call will not be run any more."""
+        with self._lock:
+            return self._last is not None and call > self._last
 
 
 class Host:

@@ -9,10 +9,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
-from fzero.components.remote.around import need_alike
 from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
+from fzero.components.remote.link import Settings
 from fzero.components.remote.pull import Leaf
 from fzero.components.remote.values import Box, cut_to
 from fzero.components.remote.wire import Skeleton, packed
@@ -42,7 +42,7 @@ def is_value(node: object) -> bool:
 
 def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
     """Inputs: each rank is sent its pieces of tensors, and the names of handles, to bring its pieces of these."""
-    need_alike(group.settings, who)
+    _need_plain_surroundings(group.settings, who)
     (inputs,) = constants(who, inputs=tuple(inputs))
     skeleton, leaves = packed(inputs, is_value, f"{who}: inputs")
     places, totals = group.places, Totals(who)
@@ -145,3 +145,24 @@ def _held(leaves: Sequence[object]) -> list[Away]:
 
 def _shape(x: object) -> object:
     return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) is Handle
+
+
+def _need_plain_surroundings(settings: Settings, who: str) -> None:
+    """Refuses what a rank does not see, and the same function in this process would.
+
+    Raises:
+        ValueError: autocast is on, or the default dtype is another one than when the component was started.
+    """
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"{who}: got a call of component {settings.component!r} inside torch.autocast({device!r}), expected "
+                "one outside: it holds for this thread alone, and the function runs on others. Let build return "
+                "fz.autocast(step, dtype), or open torch.autocast in the function."
+            )
+    if torch.get_default_dtype() != settings.dtype:
+        raise ValueError(
+            f"{who}: got a call of component {settings.component!r} with the default dtype "
+            f"{torch.get_default_dtype()}, expected {settings.dtype}, that of its start, which its ranks have. Call "
+            "torch.set_default_dtype before fz.remote, or say dtype= where the function makes tensors."
+        )

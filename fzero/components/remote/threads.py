@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import secrets
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +19,10 @@ from fzero.base import thread_state
 from fzero.comm import backend, worlds
 from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
-from fzero.components.remote.host import Host
+from fzero.components.remote.host import Host, Order
 from fzero.components.remote.link import Link, Message, Settings
-from fzero.components.remote.order import Order
-from fzero.components.remote.server import Server, sent_source
+from fzero.components.remote.linked import weakly
+from fzero.components.remote.server import Server
 
 
 class ThreadLink(Link):
@@ -46,7 +46,7 @@ class ThreadLink(Link):
             token = secrets.token_bytes(32)
             self._server = Server(host, token, f"rank {host.rank} of {host.component!r}"), token
         server, token = self._server
-        return sent_source(server.address, token, host.component, host.identity, host.rank)
+        return server.address, token, host.component, host.identity, host.rank, ""
 
     def end(self) -> None:
         host, server = self.host, self._server
@@ -96,7 +96,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
             settings.component,
             settings.identity,
             rank,
-            _report_to(heard, rank),
+            functools.partial(weakly(heard), rank),
             settings.timeout,
             lambda: calls_run_in(settings),
             order,
@@ -108,17 +108,6 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
         link.thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
         link.thread.start()
     return links
-
-
-def _report_to(heard: Callable[..., object], rank: int) -> Callable[[tuple[object, ...]], object]:
-    owner = weakref.WeakMethod(heard)  # type: ignore[arg-type]
-
-    def report(message: tuple[object, ...]) -> None:
-        method = owner()
-        if method is not None:
-            method(rank, message)
-
-    return report
 
 
 def _run(
