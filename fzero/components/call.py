@@ -12,7 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
 from fzero.components.line import AHEAD, Line, shapes_of
-from fzero.components.mail import Lost
+from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
@@ -297,12 +297,6 @@ class Call:
         every = [fetch(found[i]) for i in range(self.micro.count)]
         return self.shares.together(self.micro.merge(every, what, factors), what)
 
-    def _elsewhere(self, place: int, leaf: object) -> torch.Tensor | None:
-        """What stands for an input's cotangent in another place than that of the stage which takes the input."""
-        if not isinstance(leaf, torch.Tensor) or not pytree.is_real(leaf) or place not in self._differentiated:
-            return None
-        return torch.empty_like(leaf, device="meta")
-
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
         flat = [
@@ -314,8 +308,9 @@ class Call:
             whole = [None if x is None else x / times for x in whole]
         if self.line is not None:
             leaves = pytree.flatten(tuple(inputs))[0]
-            pairs = enumerate(zip(whole, leaves, strict=True))
-            whole = [self._elsewhere(place, leaf) if x is None else x for place, (x, leaf) in pairs]
+            for place in self._differentiated:  # those of stages at other places
+                if whole[place] is None and isinstance(leaves[place], torch.Tensor) and pytree.is_real(leaves[place]):
+                    whole[place] = torch.empty_like(leaves[place], device="meta")
         return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 

@@ -23,7 +23,7 @@ class PipelinePullback:
     def __init__(self, call: Call, inputs: Sequence[object]) -> None:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
-        self._number = call.line.call if call.line is not None else 0
+        self._number = call.line.count if call.line is not None else 0
         self._plan = call.plan
         found = call.flow.outputs
         self._counts = call.counts

@@ -12,7 +12,7 @@ import torch
 from drawn_pipelines import Copied
 
 import fzero as fz
-from fzero.components.parcel import Parcel, opened
+from fzero.components.packing import Packed, opened
 from fzero.testing import run_ranks
 
 Stages = tuple[Callable[..., Any], ...]
@@ -126,12 +126,12 @@ def test_each_tensor_that_is_sent_begins_its_storage() -> None:
     equal((both, diagonal), lambda ps, x: diagonal(ps[1], both(ps[0], x)))
 
 
-def test_tensors_of_a_parcel_have_storages_of_their_own() -> None:
+def test_tensors_of_a_message_have_storages_of_their_own() -> None:
     whole = torch.arange(12.0).view(3, 4)
     tree = {"a": whole[1:], "b": torch.ones(3, dtype=torch.bfloat16), "c": whole[:, 0], "d": whole[:0], "e": None}
-    parcel = Parcel(tree)
-    buffer = torch.empty(parcel.total + 64, dtype=torch.uint8)
-    parcel.write(buffer)
+    packed = Packed(tree)
+    buffer = torch.empty(packed.total + 64, dtype=torch.uint8)
+    packed.write(buffer)
     got = opened(buffer)
     torch.testing.assert_close(got, tree)
     assert got["b"].untyped_storage().nbytes() == 6

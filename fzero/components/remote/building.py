@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import checked_collectives
 from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.part import Part
 from fzero.components.remote.specs import axes_of, dims_by_leaf, need_axes
@@ -122,10 +120,3 @@ def _on_mesh(mesh: backend.Mesh, step: Spec, means: Axis, rank: int) -> Place:
             "sharded over."
         )
     return place
-
-
-@contextlib.contextmanager
-def calls_run_in(settings: Settings) -> Iterator[None]:
-    """What every call runs in."""
-    with checked_collectives(settings.checked, counted=True):
-        yield

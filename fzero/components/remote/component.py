@@ -16,7 +16,7 @@ from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value, absolute
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import Arguments
-from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
+from fzero.components.remote.operands import Given, inputs_for, is_value, norm_for
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
 from fzero.components.remote.verbs import HALVES, NAMES
 from fzero.components.remote.wire import Skeleton
@@ -117,14 +117,12 @@ class RemoteComponent:
             grads: what a pullback of this component returned.
             grad_norm: a norm to clip by, from `fz.global_norm` of several components' grads.
         """
-        arguments: Arguments = {}
-        held: list[Away] = []
+        given = None
         if grad_norm is not None:
             if not isinstance(grad_norm, Value):
                 need_norm(grad_norm, "update")
-            arguments["norm"], held = scalar_for(self.group, grad_norm, "update", "grad_norm")
-        objects = {"state": state, "grads": self._need_grads(grads, "update")}
-        made, skeletons = self.called("update", objects, {}, None, grad_norm is None, arguments, held)
+            given = norm_for(self.group, grad_norm, "update")
+        made, skeletons = self.called("update", {"state": state, "grads": self._need_grads(grads, "update")}, {}, given)
         return RemoteState(made, 0), _metrics(made, skeletons)
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
@@ -162,14 +160,7 @@ class RemoteComponent:
     # ---- calls
 
     def called(
-        self,
-        verb: str,
-        objects: Arguments,
-        options: Arguments,
-        given: Given | None,
-        kind: object = None,
-        further: Arguments | None = None,
-        held: Sequence[Away] = (),
+        self, verb: str, objects: Arguments, options: Arguments, given: Given | None, kind: object = None
     ) -> tuple[Made, Any]:
         """A call that returns trees: those of the first of its kind are waited for, later ones are taken for the same.
 
@@ -184,8 +175,7 @@ class RemoteComponent:
             kind_of = next(self._count), []
             self._kinds.put(about, kind_of)
         key, known = kind_of
-        arguments = {"objects": objects, "options": options, **(further or {})}
-        made = self.made(verb, arguments, given, held, key)
+        made = self.made(verb, {"objects": objects, "options": options}, given, key)
         if not known:
             try:
                 known.append(self.group.trees(made.call, first=True))
@@ -194,31 +184,17 @@ class RemoteComponent:
                 raise
         return made, known[0]
 
-    def made(
-        self,
-        verb: str,
-        arguments: Arguments,
-        given: Given | None = None,
-        held: Sequence[Away] = (),
-        key: int = -1,
-    ) -> Made:
+    def made(self, verb: str, arguments: Arguments, given: Given | None = None, key: int = -1) -> Made:
         """Sends a call."""
         objects: dict[str, Away] = arguments.get("objects", {})
         for away in objects.values():
             failure = self.group.failures.get(away.made.call)
             if failure is not None:
                 raise self.group.error(failure)
-        own: list[Arguments] = []
-        if given is not None:
-            what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
-            cuts = (given.cuts,) if what == "inputs" else ()
-            own = [{what: (given.skeleton, leaves, *cuts)} for leaves in given.by_rank]
-            held = [*held, *given.held]
-            if what == "cotangent":
-                arguments, own = {**arguments, **own[0]}, []
+        given = given or Given({}, (), [])
         names = {what: away.name for what, away in objects.items()}
-        arguments = {**arguments, "objects": names} if objects else arguments
-        return Made(self, self.group.call(verb, arguments, [*objects.values(), *held], own, key))
+        arguments = {**arguments, **given.arguments, **({"objects": names} if objects else {})}
+        return Made(self, self.group.call(verb, arguments, [*objects.values(), *given.held], given.by_rank, key))
 
     def _need_state(self, state: object, who: str) -> RemoteState:
         if not isinstance(state, RemoteState):

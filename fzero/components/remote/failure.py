@@ -63,6 +63,11 @@ class Failed(Exception):
         self.failure = failure
 
 
+def refused(message: str, component: str, rank: int = 0) -> Failed:
+    """What is wrong with the values of several ranks."""
+    return Failed(Failure("ValueError", message, component, rank))
+
+
 _BROKEN = (
     "Communication failed on rank",
     "Connection closed by peer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import axes_of
-from fzero.components.remote.values import Box, Meta, Name
+from fzero.components.remote.values import Box, Name
 from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
@@ -24,26 +24,12 @@ Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those th
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
-class Source(Protocol):
-    """One rank, as others ask it."""
-
-    def left(self) -> None:
-        """Nothing more will be asked."""
-        ...
-
-    def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
-
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: torch.device) -> list[torch.Tensor]:
-        """Values, wherever they lie; those of another process on the device where it can."""
-        ...
-
-    def trees(self, call: int) -> object: ...
-
-    def arrived(self, call: int) -> Failure | Arrived: ...
-
-
 class Table:
-    """A component's ranks: where each is, and how it is asked."""
+    """A component's ranks: where each is, and how it is asked.
+
+    Args:
+        sources: of each rank its `Host`, in this process, or a `RemoteSource`.
+    """
 
     def __init__(self, name: str, places: Sequence[Place], sources: Sequence[Any]) -> None:
         self.name, self.places, self.sources = name, places, sources

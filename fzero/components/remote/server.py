@@ -15,7 +15,7 @@ from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Way
-from fzero.components.remote.pull import Arrived, Source, lost
+from fzero.components.remote.pull import Arrived, lost
 from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
@@ -73,38 +73,34 @@ class Server:
             owner.close()
 
 
-def answered(served: Host, request: object, alive: Callable[[], None]) -> tuple[str, object]:
-    """What a reader is answered, whatever way it came."""
+def answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+    """What a reader is answered, whatever way it came.
+
+    Args:
+        alive: called now and then while it waits.
+    """
+    kind, asked = request
     try:
-        return "answer", _answer(served, request, alive)
+        if kind == "metas":
+            return "answer", [_as_sent(meta) for meta in served.metas(asked, alive)]
+        if kind == "blocks":
+            return "answer", served.blocks(asked[0])
+        assert kind in ("trees", "arrived"), kind
+        return "answer", _as_sent(getattr(served, kind)(asked, alive))
     except Failed as failed:
         return "failed", tuple(failed.failure)
 
 
-def _answer(served: Host, request: Any, alive: Callable[[], None]) -> object:
-    kind, asked = request
-    if kind == "metas":
-        return [_as_sent(meta) for meta in served.metas(asked, alive)]
-    if kind == "blocks":
-        return served.blocks(asked[0])
-    if kind == "trees":
-        trees = served.trees(asked, alive)
-        return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
-    assert kind == "arrived", kind
-    told = served.arrived(asked, alive)
-    return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
-
-
-def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
-    return (type(told).__name__, *told)
+def _as_sent(told: object) -> tuple[object, ...]:
+    return (type(told).__name__, *told) if isinstance(told, (Meta, Failure)) else ("value", told)
 
 
 def _as_told(sent: Any) -> Any:
-    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure}
+    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure, "value": lambda told: told}
     return kinds[sent[0]](*sent[1:])
 
 
-class RemoteSource(Source):
+class RemoteSource:
     """A rank in another process, as readers here ask it: each with a connection of its own.
 
     Args:
@@ -134,12 +130,10 @@ class RemoteSource(Source):
         return self._ask("blocks", (list(wanted), gpus.name_of(device)), device)
 
     def trees(self, call: int) -> object:
-        sent = self._ask("trees", call)
-        return sent[1] if sent[0] == "trees" else _as_told(sent)
+        return _as_told(self._ask("trees", call))
 
     def arrived(self, call: int) -> Failure | Arrived:
-        sent = self._ask("arrived", call)
-        return sent[1] if sent[0] == "arrived" else _as_told(sent)
+        return _as_told(self._ask("arrived", call))
 
     def _ask(self, kind: str, asked: object, device: torch.device = _CPU) -> Any:
         connection, reader = None, gpus.Reader()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +12,6 @@ import torch
 
 from fzero.channels import Address, connect
 from fzero.comm import backend
-from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import failure_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Place, Settings, Way
 from fzero.components.remote.mailbox import Mailbox
@@ -48,8 +45,7 @@ def serve(
         connection = connect(address, token, settings.timeout, name)
     else:
         connection = mailbox.way(address, token, settings.timeout, name)
-    around = functools.partial(calls_run_in, settings)
-    host = Host(settings.component, settings.identity, rank, connection.send, settings.timeout, around)
+    host = Host(settings, rank, connection.send)
     server = Server(host, token, name, reachable)
     if mailbox is not None:
         mailbox.serves(host)
@@ -63,17 +59,9 @@ def serve(
         world_size=settings.ranks,
         timeout=datetime.timedelta(seconds=settings.timeout),
     )
-    try:
-        built = built_by(build(), rank, settings)
-    except Exception as error:
-        connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
-        connection.close()
-        return
-    host.has_built(built)
-    del built
-    connection.send(("ready", tuple(host.part.place)))
-    host.run()
-    server.close()
+    if host.builds(build):
+        host.run()
+        server.close()
     connection.close()
 
 

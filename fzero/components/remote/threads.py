@@ -17,8 +17,7 @@ import torch
 
 from fzero.base import thread_state
 from fzero.comm import backend, worlds
-from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
+from fzero.components.remote.failure import Failure, said_of, trace_of
 from fzero.components.remote.host import Host, Order
 from fzero.components.remote.link import Link, Message, Settings
 from fzero.components.remote.linked import weakly
@@ -92,15 +91,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
 
     order = Order()
     for rank in range(settings.ranks):
-        host = Host(
-            settings.component,
-            settings.identity,
-            rank,
-            functools.partial(weakly(heard), rank),
-            settings.timeout,
-            lambda: calls_run_in(settings),
-            order,
-        )
+        host = Host(settings, rank, functools.partial(weakly(heard), rank), order)
         link = ThreadLink(host)
         links.append(link)
         arguments = (build, settings, host, store, over)
@@ -126,7 +117,7 @@ def _run(
                     timeout=datetime.timedelta(seconds=settings.timeout),
                 )
                 sys.excepthook = hook  # each group that begins wraps it once more
-                if _has_built(build, settings, host):
+                if host.builds(lambda: build):
                     host.run()
             except BaseException as left:
                 host.report(("died", f"has left by {said_of(left)}", trace_of(left)))
@@ -137,14 +128,3 @@ def _run(
     finally:
         host.let_go()
         over()
-
-
-def _has_built(build: Callable[[int], object], settings: Settings, host: Host) -> bool:
-    try:
-        built = built_by(build, host.rank, settings)
-    except Exception as error:
-        host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
-        return False
-    host.has_built(built)
-    host.report(("ready", tuple(built.place)))
-    return True

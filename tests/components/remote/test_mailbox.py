@@ -15,6 +15,7 @@ from fzero.channels import BadMessage, Closed, Listener, Refused, TimedOut
 from fzero.components.remote import reach
 from fzero.components.remote.failure import Failure
 from fzero.components.remote.host import Host
+from fzero.components.remote.link import Settings
 from fzero.components.remote.mailbox import Mailbox
 from fzero.components.remote.through_ray import HELLO, as_received, as_sent
 from fzero.components.remote.values import whole
@@ -24,7 +25,7 @@ LARGE = torch.arange(1 << 17, dtype=torch.int32)
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    own = Host("vision", "its identity", 3, lambda message: None, 1.0, None)  # type: ignore[arg-type]
+    own = Host(Settings("vision", "its identity", 4, 1.0, 1, False), 3, lambda message: None)
     yield own
     own.close(Failure("RuntimeError", "over", "vision", 3))
 

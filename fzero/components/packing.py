@@ -13,7 +13,7 @@ ALIGN = 64  # bytes, at which tensors begin, so that they can be viewed where th
 HEAD = 16  # bytes: how many there are in all, and how many of them the header has
 
 
-class Parcel:
+class Packed:
     """A tree on its way: its header, its tensors, and how many bytes they take.
 
     The header is pickled: it goes between ranks of one program, which run the same code.
@@ -67,7 +67,7 @@ class Parcel:
 
 
 def total_of(buffer: torch.Tensor) -> int:
-    """The bytes of the parcel whose first ones these are."""
+    """The bytes of the packed whose first ones these are."""
     return int(buffer[:8].view(torch.int64))
 
 
