@@ -11,13 +11,12 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
-from fzero.components.line import AHEAD, Line, shapes_of
+from fzero.components.line import AHEAD, Line, refusing_cut_sequences, shapes_of
 from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
-from fzero.components.remote.failure import Failed, Failure
-from fzero.components.sequences import refusing_cut_sequences
+from fzero.components.remote.failure import Failed
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
@@ -198,8 +197,6 @@ class Call:
         try:
             if task.kind is Kind.RECEIVE:
                 arrived = line.receive(task)
-                if isinstance(arrived, Failure):
-                    raise Failed(arrived)
                 if self._error is None:
                     self._arrived(task, arrived, line)
             elif self._error is None and task.kind is Kind.SEND:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import during, over_means
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
 from fzero.components.messages import Lost, MessageId, Messages
 from fzero.components.packing import Packed
@@ -165,8 +168,8 @@ class Line:
             if route.target == self.rank:
                 self._messages.begin(route.source, self._ident(task))
 
-    def receive(self, task: Task) -> Any:
-        """The values that another stage gives to this one, or a failure."""
+    def receive(self, task: Task) -> Sequence[object]:
+        """The values that another stage gives to this one; raises `Failed` if that could not make them."""
         assert task.peer is not None
         ident, parts = self._ident(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
@@ -174,7 +177,7 @@ class Line:
                 parts.append(self._received(route.source, ident))
         failed = next((part for part in parts if isinstance(part, Failure)), None)
         if failed is not None:
-            return failed
+            raise Failed(failed)
         what = f"what stage {task.peer} gives to stage {task.stage}"
         return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
@@ -228,6 +231,42 @@ def need_alike(seats: Sequence[Seat], noted: Sequence[Noted]) -> None:
                     "or sum; in front of what each computes with its own slice, fz.parallel.copy), or give both places "
                     "as many ranks of the axis that leaves are cut over."
                 )
+
+
+@contextlib.contextmanager
+def refusing_cut_sequences(line: Line | None, stage: int) -> Iterator[None]:
+    """Around a stage's function: where places are of other numbers of ranks, values go between them by examples.
+
+    A function that also goes over the axis along dim 0 changes between sequences and examples by itself.
+
+    Raises:
+        ValueError: it cuts sequences over ranks whose parts other places would take for examples.
+    """
+    counts = sorted({seat.datas for seat in line.seats}) if line is not None else []
+    if len(counts) < 2:
+        yield
+        return
+    cut: dict[tuple[int, ...], tuple[str, str]] = {}
+    by_examples: set[tuple[int, ...]] = set()
+
+    def noted(ax: Axis, who: str, dim: int) -> None:
+        if dim:
+            cut.setdefault(ax.members, (who, ax.name))
+        else:
+            by_examples.add(ax.members)
+
+    with during(over_means, noted):
+        yield
+    for members, (who, name) in cut.items():
+        if members not in by_examples:
+            raise ValueError(
+                f"pipeline: stage {stage} calls fz.parallel.{who} over axis {name!r}, ranks {list(members)}, each of "
+                "which has a part of the same sequences there, and its step takes means over them. The places have "
+                f"{counts} ranks that means are over: values between them are cut by examples, the rows of dim 0; "
+                "expected examples of each rank's own at the ends of the function. Say x = fz.parallel.all_to_all(x, "
+                "ax, split=1, concat=0) at its beginning and x = fz.parallel.all_to_all(x, ax, split=0, concat=1) at "
+                "its end, or give the places as many ranks."
+            )
 
 
 def shapes_of(tree: object) -> object:

@@ -102,11 +102,6 @@ def brought_cotangent(
         identity: of the component.
     """
     flat, spec = pytree.flatten(slots_of(skeleton))
-    if spec != pulled.spec:
-        raise ValueError(
-            f"cotangent: got the structure {spec}, expected that of the outputs, {pulled.spec}. Give one cotangent "
-            "per output, in the same containers; None counts as zero."
-        )
     numbers = [number for number, leaf in enumerate(flat) if isinstance(leaf, Slot)]
     missing = [number for number in numbers if pulled.names[number] is not None and number not in pulled.layouts]
     if missing:

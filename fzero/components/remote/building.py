@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,13 @@ from fzero.components.remote.streams import device_of
 from fzero.engine.carry import refuse_carry
 from fzero.table.placements import Cut, Mark, noting
 from fzero.table.spec import Spec
+
+
+def join_group(settings: Settings, rank: int, store: backend.Store) -> None:
+    """Joins the process group of a component's ranks."""
+    kind = "gloo" if settings.backend == "gloo" else f"cpu:gloo,cuda:{settings.backend}"
+    seconds = datetime.timedelta(seconds=settings.timeout)
+    backend.dist.init_process_group(kind, store=store, rank=rank, world_size=settings.ranks, timeout=seconds)
 
 
 def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> Part:

@@ -67,9 +67,10 @@ class Group:
         """Starts the ranks, and waits until all have built their step."""
         settings = self.settings
         self.links = starts(self.heard)
+        is_up = lambda: bool(self._broken) or self.died is not None or len(self._ready) == settings.ranks
         try:
             with self._news:
-                arrived = self._news.wait_for(self._is_up, settings.timeout)
+                arrived = self._news.wait_for(is_up, settings.timeout)
                 if self._broken:
                     raise error_of(first_of(self._broken))
                 if self.died is not None:
@@ -90,9 +91,6 @@ class Group:
             link.send(("table", settings.identity, self.table(link)))
         arguments = (self._frees, self.links)
         threading.Thread(target=_carry, args=arguments, name=f"fzero-free-{settings.component}", daemon=True).start()
-
-    def _is_up(self) -> bool:
-        return bool(self._broken) or self.died is not None or len(self._ready) == self.settings.ranks
 
     def _need_grid(self) -> None:
         """Refuses ranks of which some piece of a tensor would have no owner, or more of them than others have."""

@@ -14,7 +14,7 @@ import torch
 from fzero.comm.divergence import checked_collectives
 from fzero.comm.waits import Waits, shown_by
 from fzero.components.remote import verbs
-from fzero.components.remote.alone import Standing, tell
+from fzero.components.remote.alone import tell
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
 from fzero.components.remote.digests import apart, digests_of, unlike
@@ -112,16 +112,14 @@ class Host:
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
         elif kind == "failing":
-            telling = (self.waits, lambda: self.values.runs(message[1]), self._says(message[1]), self.patience)
+            says = lambda standing: self.report(("stands", message[1], tuple(standing)))
+            telling = (self.waits, lambda: self.values.runs(message[1]), says, self.patience)
             threading.Thread(target=tell, args=telling, name=f"fzero-tell-{self.rank}", daemon=True).start()
         elif kind == "gone":
             self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
-
-    def _says(self, call: int) -> Callable[[Standing], None]:
-        return lambda standing: self.report(("stands", call, tuple(standing)))
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 
 from fzero.channels import Address, connect
 from fzero.comm import backend
+from fzero.components.remote.building import join_group
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Place, Settings, Way
 from fzero.components.remote.mailbox import Mailbox
@@ -52,13 +52,7 @@ def serve(
     connection.send((rank, server.address))
     threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
     shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
-    backend.dist.init_process_group(
-        "gloo" if settings.backend == "gloo" else f"cpu:gloo,cuda:{settings.backend}",
-        store=shared,
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=datetime.timedelta(seconds=settings.timeout),
-    )
+    join_group(settings, rank, shared)
     if host.builds(build):
         host.run()
         server.close()

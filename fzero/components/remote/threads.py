@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import os
 import secrets
@@ -17,6 +16,7 @@ import torch
 
 from fzero.base import thread_state
 from fzero.comm import backend, worlds
+from fzero.components.remote.building import join_group
 from fzero.components.remote.failure import Failure, said_of, trace_of
 from fzero.components.remote.host import Host, Order
 from fzero.components.remote.link import Link, Message, Settings
@@ -77,45 +77,28 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
     """
     store = backend.dist.HashStore()
     thread_state.prepare_for_fakes()
-    worlds.install()
-    alive = [settings.ranks]
-    lock = threading.Lock()
+    for _ in range(settings.ranks):
+        worlds.install()  # until the last of them has ended
     links: list[ThreadLink] = []
-
-    def over() -> None:
-        with lock:
-            alive[0] -= 1
-            last = not alive[0]
-        if last:
-            worlds.uninstall()
-
     order = Order()
     for rank in range(settings.ranks):
         host = Host(settings, rank, functools.partial(weakly(heard), rank), order)
         link = ThreadLink(host)
         links.append(link)
-        arguments = (build, settings, host, store, over)
+        arguments = (build, settings, host, store)
         name = f"fzero-{settings.component}-{rank}"
         link.thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
         link.thread.start()
     return links
 
 
-def _run(
-    build: Callable[[int], object], settings: Settings, host: Host, store: backend.Store, over: Callable[[], None]
-) -> None:
+def _run(build: Callable[[int], object], settings: Settings, host: Host, store: backend.Store) -> None:
     hook = sys.excepthook
     try:
         torch.set_num_threads(settings.threads)
         with worlds.own_world():
             try:
-                backend.dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=host.rank,
-                    world_size=settings.ranks,
-                    timeout=datetime.timedelta(seconds=settings.timeout),
-                )
+                join_group(settings, host.rank, store)
                 sys.excepthook = hook  # each group that begins wraps it once more
                 if host.builds(lambda: build):
                     host.run()
@@ -127,4 +110,4 @@ def _run(
                         backend.dist.destroy_process_group()
     finally:
         host.let_go()
-        over()
+        worlds.uninstall()
