@@ -13,8 +13,7 @@ from fzero.base import private
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, Others, goes_forward, need_constants, need_one_place, told
-from fzero.components.followed import constants_of, goes_on_through
+from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
 from fzero.components.joint import updated
 from fzero.components.line import Line
 from fzero.components.losses import Losses
@@ -23,7 +22,15 @@ from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.stages import Stage, init_stage, need_stages, stages_of, timeline_of
+from fzero.components.stages import (
+    Stage,
+    constants_of,
+    goes_on_through,
+    init_stage,
+    need_stages,
+    stages_of,
+    timeline_of,
+)
 from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
@@ -90,8 +97,8 @@ class Pipeline:
         return tuple(c for c in every if line is None or self.schedule.place_of(home[c]) == line.place)
 
     @property
-    def _others(self) -> Others:
-        return Others(self._wires, self._micro, self._tasks, self._places)
+    def _plan(self) -> Plan:
+        return Plan(self._wires, self._micro, self._tasks, self._places)
 
     @property
     def _last(self) -> int:
@@ -111,13 +118,8 @@ class Pipeline:
         Raises:
             TypeError, ValueError: params of more or fewer components; and as `Step.init`.
         """
-        own, places, error = dict[int, object](), self._places, None
-        try:
-            own = self._begun(params, seed, sync)
-        except Exception as caught:
-            error = caught
-        places.all_well(error)
-        return PipelineState([own.get(c) for c in range(len(self.steps))], places)
+        own = self._places.agree(lambda: self._begun(params, seed, sync))
+        return PipelineState([own.get(c) for c in range(len(self.steps))], self._places)
 
     def vjp(
         self, state: PipelineState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
@@ -147,7 +149,7 @@ class Pipeline:
                 need_one_place(self._wires, self.schedule, own, wanted)
             return self._call(state, own, wanted, rng), own
 
-        call, given = told(self._others, "vjp", goes_forward, begun)
+        call, given = told(self._plan, "vjp", goes_forward, begun)
         with as_found():
             call.run("vjp", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
@@ -163,7 +165,7 @@ class Pipeline:
             own, given = constants_of(self._own, self._line is None, "pipeline.forward", state, known)
             return self._call(own, given, None, rng)
 
-        call = told(self._others, "forward", goes_forward, begun)
+        call = told(self._plan, "forward", goes_forward, begun)
         mode = contextlib.nullcontext() if is_transformed() else torch.no_grad()  # a stage's own runs say it too
         with as_found(), private.outside_inference(), mode:
             call.run("forward", goes_forward, lambda _: None)
@@ -231,12 +233,8 @@ class Pipeline:
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> PipelineState:
         """The states of a checkpoint. Use `fz.load(path, pipeline)`."""
-        own, parts, error = {c: self.steps[c] for c in self._here}, list[Any](), None
-        try:
-            parts = load_parts(path, own, len(self.steps), options)
-        except Exception as caught:
-            error = caught
-        self._places.all_well(error)
+        own = {c: self.steps[c] for c in self._here}
+        parts = self._places.agree(lambda: load_parts(path, own, len(self.steps), options))
         return PipelineState(parts, self._places)
 
     # ---- what they are made of
@@ -295,8 +293,7 @@ class Pipeline:
     ) -> Call:
         rng = need_int(rng, "pipeline", "rng")
         passes = {c: self._stages[c].passes(state[c], self._micro.count, rng, at_once) for c in self._here}
-        own = (passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep, state[self._last])
-        return Call(self._wires, *own)
+        return Call(self._plan, passes, inputs, wanted, records, keep, state[self._last])
 
     def _updated(self, state: PipelineState, grads: PerStage, grad_norm: object) -> tuple[PipelineState, Metrics]:
         with as_found(), private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
@@ -323,7 +320,7 @@ class Pipeline:
             return call, losses
 
         every = lambda _: True
-        call, losses = told(self._others, "the pipeline's step", every, begun)
+        call, losses = told(self._plan, "the pipeline's step", every, begun)
         call.run("the pipeline's step", every, losses.piece)
         last = self._stages[self._last]
         axis = state[self._last].params.axis if call.has_last and not last.distant else None

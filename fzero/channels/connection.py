@@ -45,7 +45,7 @@ class Connection:
         self._closed_here = False
         self._over = threading.Event()  # nothing more will be read
         self._reader = threading.Thread(target=self._read, name=f"fzero channel with {peer}", daemon=True)
-        forks.opened(self)
+        forks.open_here.add(self)
         self._reader.start()
 
     def send(self, message: object, timeout: float = SEND_SECONDS) -> None:
@@ -228,7 +228,7 @@ class Connection:
             self._sock.close()
             self._lender = None
         self._inlet.close()
-        forks.closed(self)
+        forks.open_here.discard(self)
         self._inbox.put(None)
 
     def _message(self) -> object:

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any
 
-
-class Forgetting(Protocol):
-    """What has open sockets."""
-
-    def forget(self) -> None:
-        """Closes them in a forked child, and nothing else: the parent goes on."""
-        ...
-
-
-_open_here: weakref.WeakSet[Forgetting] = weakref.WeakSet()
-
-
-def opened(one: Forgetting) -> None:
-    """From now on a child that is forked lets go of it."""
-    _open_here.add(one)
-
-
-def closed(one: Forgetting) -> None:
-    """It has no open sockets any more."""
-    _open_here.discard(one)
+open_here: weakref.WeakSet[Any] = weakref.WeakSet()  # what has open sockets; `forget` closes them, and nothing else
 
 
 def _forked() -> None:
-    for one in list(_open_here):
+    for one in list(open_here):
         one.forget()
-    _open_here.clear()
+    open_here.clear()
 
 
 if hasattr(os, "register_at_fork"):

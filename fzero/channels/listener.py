@@ -68,7 +68,7 @@ class Listener:
         for sock in self._sockets:
             sock.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="fzero listener", daemon=True)
-        forks.opened(self)
+        forks.open_here.add(self)
         self._thread.start()
 
     def accept(self, timeout: float) -> Connection:
@@ -101,7 +101,7 @@ class Listener:
         self._thread.join()
         for sock in (*self._sockets, self._waker, self._woken):
             sock.close()
-        forks.closed(self)
+        forks.open_here.discard(self)
         self._ready.put(None)
         while (connection := self._ready.get()) is not None:
             connection.close()

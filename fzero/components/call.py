@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.components.flow import Flow, Origins, Passes
-from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
-from fzero.components.mail import Lost
+from fzero.components.flow import Flow, StagePasses
+from fzero.components.line import AHEAD, Line, refusing_cut_sequences, shapes_of
+from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
-from fzero.components.sequences import refusing_cut_sequences
+from fzero.components.remote.failure import Failed
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
@@ -39,15 +39,28 @@ def goes_forward(task: Task) -> bool:
     return (task.peer > task.stage) is (task.kind is Kind.SEND)
 
 
+class Plan(NamedTuple):
+    """What all calls of a pipeline have, and what it takes to tell other places that there is none.
+
+    Attributes:
+        tasks: of this place, in order; messages too where there are other places.
+        places: of all components; its line is this rank's place, None where all stages are driven from here.
+    """
+
+    wires: Wiring
+    micro: Microbatches
+    tasks: Sequence[Task]
+    places: AllPlaces
+
+
 class Call:
     """One run of a pipeline: its forward and backward tasks, apart or in one go.
 
     Args:
         inputs: of the pipeline.
-        tasks: of this place, in order; messages too where there are other places.
-        places: of all components; its line is this rank's place, None where all stages are driven from here.
         records: whether to note when each task began and ended, in `spans`.
         last: the state of the last stage, where that runs here.
+        error: with which it begins: nothing is run, and the others are told.
 
     Attributes:
         counts: what microbatches count, once they run.
@@ -55,18 +68,17 @@ class Call:
 
     def __init__(
         self,
-        wires: Wiring,
-        passes: Mapping[int, Passes],
+        plan: Plan,
+        passes: Mapping[int, StagePasses],
         inputs: Sequence[object],
         wanted: Iterable[int] | None,
-        micro: Microbatches,
-        tasks: Sequence[Task],
-        places: AllPlaces,
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
         last: TrainState | None = None,
+        error: BaseException | None = None,
     ) -> None:
-        self._error: BaseException | None = None
+        self.plan, (wires, micro, self._tasks, places) = plan, plan
+        self._error = error
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
         self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
@@ -79,29 +91,21 @@ class Call:
                 if micro.count > 1:
                     self.shares.count_examples(inputs, self.counts)
                 parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
-        except Exception as error:  # perhaps of this rank's inputs alone
+        except Exception as caught:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
-            self._error = error
+            self._error = error or caught
         self.flow, self._parts, self._last = Flow(wires, passes, parts, wanted, keep), parts, last
         for own in passes.values():
             own.counts = self.counts
         self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
-        self._tasks, self._records = tasks, records
+        self._records = records
         self.spans: list[tuple[Task, float, float]] = []
         self._pulled = False  # whether a pullback was begun
         self.is_intact = True  # whether it can be pulled back from the beginning
         numbers = [number for number, tree in enumerate(inputs) for _ in pytree.flatten(tree)[0]]
         self._differentiated = {i for i, number in enumerate(numbers) if number in (wanted or ())}
         self.has_last = wires.stages - 1 in passes
-
-    def others(self) -> Others:
-        """What is left of it to tell other places by."""
-        return Others(self.wires, self.micro, self._tasks, self._places)
-
-    def fail(self, error: BaseException) -> None:
-        """Begins with an error: nothing is run, and the others are told."""
-        self._error = error
 
     # ---- tasks
 
@@ -193,14 +197,11 @@ class Call:
         try:
             if task.kind is Kind.RECEIVE:
                 arrived = line.receive(task)
-                if isinstance(arrived, Failure):
-                    raise PlaceFailed(arrived)
                 if self._error is None:
-                    values, origins = arrived
-                    self._arrived(task, values, origins, line)
+                    self._arrived(task, arrived, line)
             elif self._error is None and task.kind is Kind.SEND:
                 rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
-                line.send(task, *self._leaving(task), rows)
+                line.send(task, self._leaving(task), rows)
             elif self._error is None:
                 self._do(task, pieces, retain_graph, leaves)
         except Lost:
@@ -232,22 +233,21 @@ class Call:
                 self.flow.backward(stage, microbatch, cotangent, retain_graph)
             self.is_intact = self.is_intact and retain_graph
 
-    def _leaving(self, task: Task) -> tuple[tuple[object, ...], Sequence[Origins]]:
-        """The values that a message carries, and what is said of those of the forward."""
+    def _leaving(self, task: Task) -> tuple[object, ...]:
+        """The values that a message carries."""
         assert task.peer is not None
         if task.peer > task.stage:
             wires = self.wires.between(task.stage, task.peer)
-            origins = [self.flow.origins(wire, task.microbatch) for wire in wires]
-            return tuple(self.flow.take(wire, task.microbatch, task.peer) for wire in wires), origins
+            return tuple(self.flow.take(wire, task.microbatch, task.peer) for wire in wires)
         wires = self.wires.between(task.peer, task.stage)
-        return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires), []
+        return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires)
 
-    def _arrived(self, task: Task, values: Sequence[object], origins: Sequence[Origins], line: Line) -> None:
+    def _arrived(self, task: Task, values: Sequence[object], line: Line) -> None:
         assert task.peer is not None
         if task.peer < task.stage:
             wires = self.wires.between(task.peer, task.stage)
-            for wire, value, own in zip(wires, values, origins, strict=True):
-                self.flow.arrived(wire, task.microbatch, value, [task.stage], own)
+            for wire, value in zip(wires, values, strict=True):
+                self.flow.arrived(wire, task.microbatch, value, [task.stage])
             return
         times = line.times(task.stage, task.peer)
         for wire, value in zip(self.wires.between(task.stage, task.peer), values, strict=True):
@@ -263,7 +263,7 @@ class Call:
         try:
             return self.line.exchange(own, error)
         except Lost as lost:
-            if error is None or isinstance(error, PlaceFailed):
+            if error is None or isinstance(error, Failed):
                 raise
             error.add_note(f"The other ranks could not be told: {lost}")
             raise error from lost
@@ -294,12 +294,6 @@ class Call:
         every = [fetch(found[i]) for i in range(self.micro.count)]
         return self.shares.together(self.micro.merge(every, what, factors), what)
 
-    def _elsewhere(self, place: int, leaf: object) -> torch.Tensor | None:
-        """What stands for an input's cotangent in another place than that of the stage which takes the input."""
-        if not isinstance(leaf, torch.Tensor) or not pytree.is_real(leaf) or place not in self._differentiated:
-            return None
-        return torch.empty_like(leaf, device="meta")
-
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
         flat = [
@@ -311,21 +305,13 @@ class Call:
             whole = [None if x is None else x / times for x in whole]
         if self.line is not None:
             leaves = pytree.flatten(tuple(inputs))[0]
-            pairs = enumerate(zip(whole, leaves, strict=True))
-            whole = [self._elsewhere(place, leaf) if x is None else x for place, (x, leaf) in pairs]
+            for place in self._differentiated:  # those of stages at other places
+                if whole[place] is None and isinstance(leaves[place], torch.Tensor) and pytree.is_real(leaves[place]):
+                    whole[place] = torch.empty_like(leaves[place], device="meta")
         return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 
-class Others(NamedTuple):
-    """What it takes to tell other places, which wait for the messages of a call, that there is none."""
-
-    wires: Wiring
-    micro: Microbatches
-    tasks: Sequence[Task]
-    places: AllPlaces
-
-
-def told(others: Others, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
+def told(plan: Plan, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
     """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all.
 
     Args:
@@ -334,10 +320,9 @@ def told(others: Others, verb: str, chosen: Callable[[Task], bool], check: Calla
     try:
         return check()
     except Exception as error:
-        if others.places.line is not None:
+        if plan.places.line is not None:
             with private.below_transforms(), torch.no_grad():  # which may be what is wrong
-                call = Call(others.wires, {}, (), None, others.micro, others.tasks, others.places)
-                call.fail(error)
+                call = Call(plan, {}, (), None, error=error)
                 call.run(verb, chosen, lambda _: None)
                 call.agreed(None)
         raise

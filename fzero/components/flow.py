@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree
+from fzero.components.remote.pullback import RemotePasses
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
-from fzero.table.counting import Counts
-from fzero.table.handle import storage_of
+from fzero.engine.passes import Passes
 
-
-class Passes(Protocol):
-    """What a stage does during one call: `fzero.engine.passes.Passes` of a step, or the like elsewhere."""
-
-    counts: Counts
-
-    def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int]) -> tuple[object, object]: ...
-    def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]: ...
-    def begin(self) -> None: ...
-    def backward(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
-    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]: ...
-    def inputs(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
-    def params(self, microbatch: int) -> None: ...
-    def reduce(self) -> None: ...
-    def grads(self, times: float) -> Any: ...
+StagePasses = Passes | RemotePasses  # what a stage does during one call
 
 
 class _Form(NamedTuple):
@@ -35,11 +21,6 @@ class _Form(NamedTuple):
 
     ports: Ports
     specs: Mapping[Wire, pytree.Spec]
-
-
-# of each tensor of a value: where its memory was before, as components that it went through have handed it on. What
-# they themselves give has their number, the pipeline's input i has -1 - i
-Origins = Sequence[tuple[int, ...]]
 
 
 @contextlib.contextmanager
@@ -69,7 +50,7 @@ class Flow:
     def __init__(
         self,
         wires: Wiring,
-        passes: Mapping[int, Passes],
+        passes: Mapping[int, StagePasses],
         parts: Sequence[Sequence[object]],
         wanted: Iterable[int] | None,
         keep: Callable[[int, object], object] = lambda _, output: output,
@@ -81,7 +62,6 @@ class Flow:
         self.rows: dict[tuple[int, int], int] = {}
         self._values: dict[tuple[Wire, int], object] = {}
         self._left: dict[tuple[Wire, int], set[int]] = {}  # stages that have not taken it yet
-        self._origins: dict[tuple[Wire, int], Origins] = {}
         self._forms: dict[tuple[int, int], _Form] = {}
         self._cotangents: dict[tuple[Wire, int], dict[int, object]] = {}
         self._of_inputs: dict[tuple[int, int], dict[int, object]] = {}  # (number, microbatch) -> stage -> cotangent
@@ -91,10 +71,9 @@ class Flow:
     def forward(self, stage: int, microbatch: int) -> None:
         """Runs a stage, and before it what it shares with later ones, on one microbatch."""
         for component in self.wires.shared_at[stage]:
-            self._run(component, microbatch, (), (), ())
-        inputs, wanted, origins = [], [], []
+            self._run(component, microbatch, (), ())
+        inputs, wanted = [], []
         for place, argument in enumerate(self.wires.arguments[stage]):
-            origins.append(self._origins_of(argument, microbatch))
             if isinstance(argument, Input):
                 inputs.append(self._parts[microbatch][argument.number])
                 wanted += [place] if argument.number in (self._wanted or ()) else []
@@ -104,80 +83,30 @@ class Flow:
         tensors = [x for x in pytree.leaves(inputs) if isinstance(x, torch.Tensor) and x.ndim]
         if tensors:
             self.rows[stage, microbatch] = tensors[0].shape[0]
-        versions = [[private.version(x) for x in _tensors(value)] for value in inputs]
-        self._run(stage, microbatch, inputs, wanted, origins)
-        for argument, value, before, own in zip(self.wires.arguments[stage], inputs, versions, origins, strict=True):
-            for x, version, each in zip(_tensors(value), before, own, strict=True):
-                if private.version(x) != version:
-                    self._need_alone(argument, stage, each)
+        self._run(stage, microbatch, inputs, wanted)
 
-    def _origins_of(self, argument: Wire | Input, microbatch: int) -> Origins:
-        """Those of what a stage takes."""
-        if isinstance(argument, Input):
-            return [(-1 - argument.number,)] * len(_tensors(self._parts[microbatch][argument.number]))
-        return self.origins(argument, microbatch)
-
-    def origins(self, wire: Wire, microbatch: int) -> Origins:
-        """Those of a value that was not taken yet."""
-        return self._origins[wire, microbatch]
-
-    def _need_alone(self, argument: Wire | Input, stage: int, origins: Sequence[int]) -> None:
-        """Refuses that a stage writes to what others take, or to what may share its memory: whether they see it depends
-        on where they run. Those that only handed it on are not among them."""
-        takers: set[int] = set()
-        for origin in origins:
-            if origin < 0:
-                takers.update(taker for taker, numbers in self.wires.inputs if -1 - origin in numbers)
-            else:
-                wires = wires_of(origin, self.wires.items(origin))
-                takers.update(taker for wire in wires for taker in self.wires.users.get(wire, ()))
-        others = takers - {stage, *origins}
-        what = (
-            f"input {argument.number} of the pipeline"
-            if isinstance(argument, Input)
-            else f"what stage {argument.source} gives it"
-        )
-        if others:
-            raise ValueError(
-                f"pipeline: stage {stage} writes in place to {what}, of which stages {sorted({stage, *others})} take "
-                "parts, or of what that stage has handed on; expected that it changes a copy: x = x.clone(), or use "
-                "the operation that is not in place."
-            )
-
-    def _run(
-        self,
-        component: int,
-        microbatch: int,
-        inputs: Sequence[object],
-        wanted: Sequence[int],
-        origins: Sequence[Origins],
-    ) -> None:
+    def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:
         passes = self.passes[component]
         with in_stage(component, microbatch):
-            forward = self._wanted is not None
-            made = passes.forward(microbatch, inputs, wanted) if forward else passes.outputs(microbatch, inputs)
-        output, aux = made
+            if self._wanted is None:
+                output, aux = passes.outputs(microbatch, inputs)
+            else:
+                output, aux = passes.forward(microbatch, inputs, wanted)
         if component == self.wires.stages - 1:
             self.outputs[microbatch], self.auxes[microbatch] = self._keep(microbatch, output), aux
             return
         items = self.wires.items(component)
         values, ports = taken_apart(output, items, f"stage {component}")
-        specs, lent = {}, dict[int, set[int]]()
-        for value, own in zip(inputs, origins, strict=True):
-            for x, each in zip(_tensors(value), own, strict=True):
-                lent.setdefault(storage_of(x), set()).update(each)
-        lent.pop(0, None)  # of tensors that have none
+        specs = {}
         for wire in wires_of(component, items):
             value = values[wire.item]
             specs[wire] = pytree.flatten(value)[1]
-            own = [(component, *sorted(lent.get(storage_of(x), ()))) for x in _tensors(value)]
-            self.arrived(wire, microbatch, value, self.wires.users.get(wire, ()), own)
+            self.arrived(wire, microbatch, value, self.wires.users.get(wire, ()))
         self._forms[component, microbatch] = _Form(ports, specs)
 
-    def arrived(self, wire: Wire, microbatch: int, value: object, users: Iterable[int], origins: Origins) -> None:
+    def arrived(self, wire: Wire, microbatch: int, value: object, users: Iterable[int]) -> None:
         """Notes a value for the stages that will take it here."""
         if users:
-            self._origins[wire, microbatch] = origins
             self._values[wire, microbatch] = value
             self._left.setdefault((wire, microbatch), set()).update(users)
 
@@ -187,7 +116,7 @@ class Flow:
         self._left[key].remove(stage)
         if self._left[key]:
             return self._values[key]
-        del self._left[key], self._origins[key]
+        del self._left[key]
         return self._values.pop(key)
 
     # ---- backward
@@ -292,10 +221,6 @@ class Flow:
             if found[stage] is not None:
                 leaves = [_sum(a, b) for a, b in zip(leaves, pytree.flatten(found[stage])[0], strict=True)]
         return leaves
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    return [x for x in pytree.leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _sum(a: Any, b: Any) -> Any:

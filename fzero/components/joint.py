@@ -10,7 +10,8 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
-from fzero.components.parts import PerStage, PipelineState, Places
+from fzero.components.parts import PerStage, PipelineState
+from fzero.components.places import AllPlaces, tried
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Norm
 from fzero.components.stages import Stage, Weighed
@@ -23,7 +24,7 @@ def updated(
     state: PipelineState,
     grads: PerStage,
     grad_norm: object,
-    places: Places,
+    places: AllPlaces,
 ) -> tuple[PipelineState, Metrics]:
     """The next states and the metrics.
 
@@ -33,15 +34,13 @@ def updated(
         places: of all components.
     """
     weighed: dict[int, Weighed] = {}
-    error: BaseException | None = None
-    try:
-        for c, stage in stages.items():
-            weighed[c] = stage.weighed(state[c], grads[c])
-    except Exception as caught:
-        error = caught
-    steps = {c: getattr(state[c], "step", 0) for c, stage in stages.items() if not stage.distant}
-    own = {c: (weight.by_leaf, weight.metrics, steps.get(c, -1)) for c, weight in weighed.items()}
-    said = places.of_all(own, error)
+
+    def weigh() -> dict[int, tuple[Any, Mapping[str, object], int]]:
+        weighed.update({c: stage.weighed(state[c], grads[c]) for c, stage in stages.items()})
+        count = lambda c: -1 if stages[c].distant else state[c].step
+        return {c: (weight.by_leaf, weight.metrics, count(c)) for c, weight in weighed.items()}
+
+    said = places.of_all(*tried(weigh))
     every = {c: by_leaf for c, (by_leaf, *_) in said.items()}
     counts = {c: count for c, (_, _, count) in said.items() if count >= 0}
     if len(set(counts.values())) > 1:
@@ -57,14 +56,9 @@ def updated(
         norm = root(norm)
     # one that is not finite skips all, whatever they are to be clipped by
     clip = norm if grad_norm is None else _chosen(fetch(norm), grad_norm)
-    found: dict[int, dict[str, Any]] = {}
-    new: dict[int, Any] = {}
-    try:
-        for c, stage in stages.items():
-            new[c], found[c] = stage.update(state[c], weighed[c], clip)
-    except Exception as caught:
-        error = caught
-    places.all_well(error)  # all have the next state, or none
+    # all have the next state, or none
+    made = places.agree(lambda: {c: stage.update(state[c], weighed[c], clip) for c, stage in stages.items()})
+    new, found = ({c: own[i] for c, own in made.items()} for i in range(2))
     skipped = next(iter(found.values()))["skipped"]  # which all do, or none
     elsewhere = {c: {**known, "skipped": skipped} for c, (_, known, _) in said.items() if c not in found}
     metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": fetch(norm)}

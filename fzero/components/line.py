@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import during, over_means
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
-from fzero.components.copies import Noted, need_alike, prints_of
-from fzero.components.mail import Letter, Lost, Mail
-from fzero.components.parcel import Parcel
+from fzero.components.messages import Lost, MessageId, Messages
+from fzero.components.packing import Packed
+from fzero.components.remote.digests import Digest, digest_of, is_close
+from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.check import alive
 from fzero.schedules.task import Schedule, Task
 
-ALL = Letter("all", 0, 0)  # what a rank says to all others at the end of a call
+ALL = MessageId("all", 0, 0)  # what a rank says to all others at the end of a call
 AHEAD = 4  # messages that are received before their turn
-
-
-class Failure(NamedTuple):
-    """What is sent in the place of a value after an error: who failed, the kind of error and its words."""
-
-    rank: int
-    kind: str
-    text: str
+Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 
 class Line:
@@ -44,54 +40,50 @@ class Line:
         identity: what tells this pipeline from others over the same ranks.
 
     Attributes:
+        count: the number of the call that is running.
+        places: how many there are.
         shares: how many of the smallest shares of a batch this rank has.
     """
 
     def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat], identity: str) -> None:
         self.rank, self.seats = backend.rank_in(group), seats
-        self.place = seats[self.rank].place
-        self._mail, self._schedule = Mail(group), schedule
+        self.place, self.places = seats[self.rank].place, len(schedule.places)
+        self._messages, self._schedule = Messages(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
-        self._gone: set[tuple[int, Letter]] = set()  # what was sent in this call
+        self._gone: set[tuple[int, MessageId]] = set()  # what was sent in this call
         self._noted: Noted = []  # of values that go to places with other numbers of copies
-        self._count, self._verb, self._identity = 0, "", identity
+        self.count, self._verb, self._identity = 0, "", identity
         self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
 
     def begin_call(self, verb: str) -> None:
         """Every message says which call it is of: ranks that make different ones are told, and take nothing else."""
-        self._count, self._verb, self._noted = self._count + 1, verb, []
-
-    @property
-    def call(self) -> int:
-        """The number of the call that is running."""
-        return self._count
+        self.count, self._verb, self._noted = self.count + 1, verb, []
 
     @functools.cached_property
     def most_alive(self) -> int:
         """The most pullbacks that the schedule has alive at once at one place."""
         return max(alive(tasks) for tasks in self._schedule.places)
 
-    @property
-    def places(self) -> int:
-        return len(self._schedule.places)
+    def _packed(self, content: object) -> Packed:
+        return Packed((self._identity, self.count, self._verb, content))
 
-    def _packed(self, content: object) -> Parcel:
-        return Parcel((self._identity, self._count, self._verb, content))
+    def _told(self, error: BaseException) -> Failure:
+        return failure_of(error, "pipeline", self.rank)
 
-    def _send(self, rank: int, letter: Letter, parcel: Parcel) -> None:
-        self._gone.add((rank, letter))
-        self._mail.send(rank, letter, parcel)
+    def _send(self, rank: int, ident: MessageId, packed: Packed) -> None:
+        self._gone.add((rank, ident))
+        self._messages.send(rank, ident, packed)
 
-    def _received(self, rank: int, letter: Letter) -> Any:
-        message: Any = self._mail.receive(rank, letter)
+    def _received(self, rank: int, ident: MessageId) -> Any:
+        message: Any = self._messages.receive(rank, ident)
         identity, count, verb, content = message
-        if (identity, count, verb) != (self._identity, self._count, self._verb):
+        if (identity, count, verb) != (self._identity, self.count, self._verb):
             for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
                 if other != self.rank and (other, ALL) not in self._gone:
                     self._send(other, ALL, self._packed(None))
-            self._mail.hurry(1.0)
+            self._messages.hurry(1.0)
             raise Lost(
-                f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self._count}, of "
+                f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self.count}, of "
                 f"{self._verb}, and rank {rank} call {count}, of {verb}, of pipeline [{identity[:4]}]; expected the "
                 "same calls in the same order on all ranks. Start the ranks anew: messages of both calls are under way."
             )
@@ -104,39 +96,39 @@ class Line:
             self._routes[pair] = routes(self.seats, *pair)
         return self._routes[pair]
 
-    def _letter(self, task: Task) -> Letter:
+    def _ident(self, task: Task) -> MessageId:
         """What a message is known by, seen from the stage that gives it."""
         assert task.peer is not None
         sends = task.kind.value == "S"
         source, target = (task.stage, task.peer) if sends else (task.peer, task.stage)
         stages, count = self._schedule.stages, self._schedule.microbatches
         number = (source * stages + target) * count + task.microbatch
-        return Letter((source, target), task.microbatch, 1 + number)
+        return MessageId((source, target), task.microbatch, 1 + number)
 
-    def send(self, task: Task, values: Sequence[object], said: object, rows: int | None) -> None:
+    def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
         """Sends values to every rank that takes some of them.
 
         Args:
-            said: of them, to everyone.
             rows: how many examples this rank has in them, where that is known.
         """
         assert task.peer is not None
-        letter, what = self._letter(task), f"what stage {task.stage} gives to stage {task.peer}"
+        ident, what = self._ident(task), f"what stage {task.stage} gives to stage {task.peer}"
         here, there = (self._seat_of(stage).copies for stage in (task.stage, task.peer))
         if here != there and here > 1:
-            self._noted.append((f"{what} in microbatch {task.microbatch}", prints_of(values)))
+            own = [(x.shape, digest_of(x)) for x in pytree.leaves(values) if isinstance(x, torch.Tensor)]
+            self._noted.append((f"{what} in microbatch {task.microbatch}", own))
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 own = [cut(value, route, what, rows) for value in values]
-                self._send(route.target, letter, self._packed((own, said)))
+                self._send(route.target, ident, self._packed(own))
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
         assert task.peer is not None
-        letter = self._letter(task)
+        ident = self._ident(task)
         for route in self.routes(task.stage, task.peer):
-            if route.source == self.rank and (route.target, letter) not in self._gone:
-                self._send(route.target, letter, self._packed(failure_of(error, self.rank)))
+            if route.source == self.rank and (route.target, ident) not in self._gone:
+                self._send(route.target, ident, self._packed(self._told(error)))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -174,21 +166,20 @@ class Line:
         assert task.peer is not None
         for route in self.routes(task.peer, task.stage):
             if route.target == self.rank:
-                self._mail.begin(route.source, self._letter(task))
+                self._messages.begin(route.source, self._ident(task))
 
-    def receive(self, task: Task) -> Any:
-        """(The values that another stage gives to this one, what it says of them), or a failure."""
+    def receive(self, task: Task) -> Sequence[object]:
+        """The values that another stage gives to this one; raises `Failed` if that could not make them."""
         assert task.peer is not None
-        letter, parts = self._letter(task), list[Any]()
+        ident, parts = self._ident(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
             if route.target == self.rank:
-                parts.append(self._received(route.source, letter))
+                parts.append(self._received(route.source, ident))
         failed = next((part for part in parts if isinstance(part, Failure)), None)
         if failed is not None:
-            return failed
+            raise Failed(failed)
         what = f"what stage {task.peer} gives to stage {task.stage}"
-        values, said = zip(*parts, strict=True)
-        return tuple(joined(own, what) for own in zip(*values, strict=True)), said[0]
+        return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
     def exchange(self, own: object, error: BaseException | None) -> list[Any]:
         """What every rank says, in rank order; raises on all of them if one has failed.
@@ -196,66 +187,89 @@ class Line:
         Args:
             own: a small tree.
         """
+        failed = self._told(error) if error is not None else None
         try:
-            failed = failure_of(error, self.rank) if error is not None else None
-            parcel = self._packed((failed, own, self._noted))
+            packed = self._packed((failed, own, self._noted))
         except Exception as caught:  # of what cannot be sent
             error, own = error or caught, None
-            parcel = self._packed((failure_of(error, self.rank), None, []))
-        failed = failure_of(error, self.rank) if error is not None else None
-        letter, ranks = ALL, len(self.seats)
+            failed = self._told(error)
+            packed = self._packed((failed, None, []))
+        ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         for rank in others:
-            self._send(rank, letter, parcel)
+            self._send(rank, ALL, packed)
         for rank in others:
-            self._mail.begin(rank, letter)
-        said = {rank: self._received(rank, letter) for rank in others}
+            self._messages.begin(rank, ALL)
+        said = {rank: self._received(rank, ALL) for rank in others}
         said[self.rank] = failed, own, self._noted
-        self._mail.end_call()
+        self._messages.end_call()
         self._gone.clear()
-        if error is not None and not isinstance(error, PlaceFailed):
+        if error is not None and not isinstance(error, Failed):
             raise error
         first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)
         if first is not None:
-            raise raised(first, self.seats[first.rank].place)
+            where = f"rank {first.rank} at place {self.seats[first.rank].place}"
+            raise error_of(first._replace(message=f"pipeline: {where} failed: {first.kind}: {first.message}"))
         need_alike(self.seats, [said[rank][2] for rank in range(ranks)])
         return [said[rank][1] for rank in range(ranks)]
 
 
-class PlaceFailed(Exception):
-    """Another rank's failure, on its way."""
+def need_alike(seats: Sequence[Seat], noted: Sequence[Noted]) -> None:
+    """Refuses what differs between ranks of a place that have the same examples, of what each rank has noted.
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-
-
-def failure_of(error: BaseException, rank: int) -> Failure:
-    if isinstance(error, PlaceFailed):
-        return error.failure
-    return Failure(rank, type(error).__name__, _words_of(error))
-
-
-def _words_of(error: BaseException) -> str:
-    try:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
-    except Exception as broken:  # as any error is to be told
-        return f"its words failed with {type(broken).__name__}"
+    Where it goes to a place with fewer of them, one's alone is taken.
+    """
+    for rank, seat in enumerate(seats):
+        first = next(i for i, other in enumerate(seats) if (other.place, other.data) == (seat.place, seat.data))
+        for (what, own), (_, other) in zip(noted[rank], noted[first], strict=True):
+            like = [a == b and is_close(x, y) for (a, x), (b, y) in zip(own, other, strict=False)]
+            if len(own) != len(other) or not all(like):
+                raise ValueError(
+                    f"pipeline: {what} differs between ranks {first} and {rank} of its group, which have the same "
+                    "examples, and it goes to a place with another number of such ranks, where one's alone would be "
+                    "taken; expected the same on all. Put the ranks' slices together in the stage (fz.parallel.gather "
+                    "or sum; in front of what each computes with its own slice, fz.parallel.copy), or give both places "
+                    "as many ranks of the axis that leaves are cut over."
+                )
 
 
-def raised(failure: Failure, place: int) -> BaseException:
-    """The error that a rank raises which is told of another one's."""
-    kind = getattr(builtins, failure.kind, None)
-    known = isinstance(kind, type) and issubclass(kind, (ValueError, TypeError, ArithmeticError, LookupError))
-    text = f"pipeline: rank {failure.rank} at place {place} failed: {failure.kind}: {failure.text}"
-    return kind(text) if isinstance(kind, type) and known else RuntimeError(text)
+@contextlib.contextmanager
+def refusing_cut_sequences(line: Line | None, stage: int) -> Iterator[None]:
+    """Around a stage's function: where places are of other numbers of ranks, values go between them by examples.
 
+    A function that also goes over the axis along dim 0 changes between sequences and examples by itself.
 
-def placeholder(leaf: object) -> object:
-    """What stands for a tensor that lies in another place: its shape and dtype on torch's device "meta"."""
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+    Raises:
+        ValueError: it cuts sequences over ranks whose parts other places would take for examples.
+    """
+    counts = sorted({seat.datas for seat in line.seats}) if line is not None else []
+    if len(counts) < 2:
+        yield
+        return
+    cut: dict[tuple[int, ...], tuple[str, str]] = {}
+    by_examples: set[tuple[int, ...]] = set()
+
+    def noted(ax: Axis, who: str, dim: int) -> None:
+        if dim:
+            cut.setdefault(ax.members, (who, ax.name))
+        else:
+            by_examples.add(ax.members)
+
+    with during(over_means, noted):
+        yield
+    for members, (who, name) in cut.items():
+        if members not in by_examples:
+            raise ValueError(
+                f"pipeline: stage {stage} calls fz.parallel.{who} over axis {name!r}, ranks {list(members)}, each of "
+                "which has a part of the same sequences there, and its step takes means over them. The places have "
+                f"{counts} ranks that means are over: values between them are cut by examples, the rows of dim 0; "
+                "expected examples of each rank's own at the ends of the function. Say x = fz.parallel.all_to_all(x, "
+                "ax, split=1, concat=0) at its beginning and x = fz.parallel.all_to_all(x, ax, split=0, concat=1) at "
+                "its end, or give the places as many ranks."
+            )
 
 
 def shapes_of(tree: object) -> object:
     """A tree without its tensors' memory, but for 0-d ones, which are small: what the other places are told."""
-    return pytree.map_leaves(lambda x: placeholder(x) if isinstance(x, torch.Tensor) and x.ndim else x, tree)
+    small = lambda x: torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) and x.ndim else x
+    return pytree.map_leaves(small, tree)

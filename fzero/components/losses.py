@@ -57,14 +57,10 @@ class Losses:
                 need_structure(cotangent, pytree.flatten(output)[1])
             if cotangent is None:
                 cotangent = torch.ones_like(mean_of([output]) if several else output)  # type: ignore[arg-type]
-            likely = self._likely(output, microbatch)
+            likely = self._micro.parts_like(known_parts(output), self._counts.sizes, microbatch)
             pieces, self.times = self._micro.split_cotangent(cotangent, likely, self._counts.factors)
             self._pieces = dict(enumerate(pieces))
         return None
-
-    def _likely(self, output: object, microbatch: int) -> list[list[Part]]:
-        """The parts of all microbatches, by those of one."""
-        return self._micro.parts_like(known_parts(output), self._counts.sizes, microbatch)
 
     def piece(self, microbatch: int) -> object:
         """The cotangent of a microbatch's outputs."""
@@ -99,8 +95,5 @@ class Losses:
 
 def known_parts(output: object) -> list[Part]:
     """`parts_of` outputs, of which handles are waited for."""
-    return parts_of(pytree.map_leaves(lambda x: _form(x) if isinstance(x, Value) else x, output))
-
-
-def _form(value: Value) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    form = lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Value) else x
+    return parts_of(pytree.map_leaves(form, output))

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.components.places import AllPlaces, tried
 from fzero.components.remote.component import fetch
-from fzero.components.remote.handle import squares_of
+from fzero.components.remote.handle import squares_on
 from fzero.components.saved import save_parts
 from fzero.state.gather import measured
 from fzero.state.train_state import TrainState
-
-
-class Places(Protocol):
-    """Where the components of a pipeline are, as what is made of them needs it."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the one that speaks for all places."""
-        ...
-
-    def all_well(self, error: BaseException | None) -> None:
-        """Raises on all ranks if one has failed."""
-        ...
-
-    def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
-        """The small trees of every component, of which each place gives its own; raises on all ranks if one failed."""
-        ...
 
 
 class PerStage:
@@ -44,7 +28,7 @@ class PerStage:
 
     __slots__ = ("parts", "places")
 
-    def __init__(self, parts: Sequence[Any], places: Places) -> None:
+    def __init__(self, parts: Sequence[Any], places: AllPlaces) -> None:
         self.parts, self.places = tuple(parts), places
 
     def __getitem__(self, component: int) -> Any:
@@ -58,15 +42,8 @@ class PerStage:
 
     def squares_by_leaf(self) -> list[torch.Tensor]:
         """The sum of squares of every leaf, stage by stage, over all places: 0-d float64 tensors."""
-        own: dict[int, torch.Tensor] = {}
-        error: BaseException | None = None
-        try:
-            for c, tree in enumerate(self.parts):
-                if tree is not None:
-                    (own[c],) = map(fetch, measured([tree], squares_of))
-        except Exception as caught:
-            error = caught
-        every = self.places.of_all(own, error)
+        here = {c: tree for c, tree in enumerate(self.parts) if tree is not None}
+        every = self.places.of_all(*tried(lambda: {c: fetch(next(measured([x], squares_on))) for c, x in here.items()}))
         return [square for c in sorted(every) for square in every[c].unbind()]
 
     def __repr__(self) -> str:
@@ -121,11 +98,7 @@ class PipelineState(PerStage):
 
     def save_to(self, path: str, extra: object) -> None:
         """Writes a checkpoint of all components. Use `fz.save(path, state)`."""
-
-        def agree(error: BaseException | None) -> None:
-            self.places.all_well(error)
-
-        save_parts(path, self.parts, extra, self.places.leads, agree)
+        save_parts(path, self.parts, extra, self.places)
 
 
 def _flatten(node: PerStage) -> tuple[tuple[object, ...], tuple[tuple[bool, ...], pytree.Unseen]]:

@@ -5,26 +5,37 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.components.line import Line
 from fzero.components.routes import Seat
 from fzero.components.wiring import Wiring
 from fzero.schedules.task import Schedule
 from fzero.table.spec import Spec
 
+T = TypeVar("T")
+
+
+def tried(make: Callable[[], T]) -> tuple[T | Any, Exception | None]:
+    """What `make` gives, or the error that it has raised."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
 
 class AllPlaces:
-    """All places of a pipeline, of which a line is one; without a line there is but one."""
+    """All places of a pipeline, of which a line is one; without a line there is but one.
+
+    Attributes:
+        leads: whether this rank is the one that speaks for all places.
+    """
 
     def __init__(self, line: Line | None, home: Mapping[int, int]) -> None:
-        self.line, self._home = line, home
-
-    @property
-    def leads(self) -> bool:
-        return self.line is None or self.line.rank == 0
+        self.line, self._home, self.leads = line, home, line is None or line.rank == 0
 
     def __deepcopy__(self, memo: object) -> AllPlaces:
         return self  # the same ranks
@@ -36,16 +47,24 @@ class AllPlaces:
             )
         return AllPlaces, (None, self._home)
 
+    def agree(self, make: Callable[[], T]) -> T:
+        """What `make` gives here; raises on all ranks if it fails on one."""
+        made, error = tried(make)
+        self.all_well(error)
+        return made
+
     def all_well(self, error: BaseException | None) -> None:
+        """Raises on all ranks if one has failed."""
         self.of_all({}, error)
 
-    def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
+    def of_all(self, own: Mapping[int, Any] | None, error: BaseException | None) -> dict[int, Any]:
+        """The small trees of every component, of which each place gives its own; raises on all ranks if one failed."""
         if self.line is None:
             if error is not None:
                 raise error
-            return dict(own)
+            return dict(own or {})
         self.line.begin_call("what all places know")
-        said = self.line.exchange(dict(own), error)
+        said = self.line.exchange(dict(own or {}), error)
         return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
 
 
@@ -89,46 +108,39 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             "torch.distributed.init_process_group('gloo') under torchrun, or leave groups out: all stages run here."
         )
     if isinstance(groups, backend.Mesh):
-        group = groups.get_group()
-        _need_messages(group)
-        seats = [Seat(place, 0, 1, 0, 1) for place in range(len(schedule.places))]
-        own = backend.rank_in(group)
-        identity = _agreed(group, schedule, wires)
-        members = backend.members(group)
-
-        def checked() -> str:
-            _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
-            _need_all_axes(groups, steps, schedule, wires, own)
-            return ""
-
-        _heard(group, checked)
-        return Line(group, schedule, seats, identity)
-    assert isinstance(groups, (list, tuple))
-    group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
-    assert group is not None
-    if sorted(places) != list(range(backend.size_of(group))):
-        raise ValueError(
-            f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a place."
-        )
+        group, by_place = groups.get_group(), [[rank] for rank in backend.members(groups.get_group())]
+    else:
+        assert isinstance(groups, (list, tuple))
+        group, by_place = backend.world(), groups
+        assert group is not None
+        if sorted(rank for ranks in groups for rank in ranks) != list(range(backend.size_of(group))):
+            raise ValueError(
+                f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a "
+                "place."
+            )
     _need_messages(group)
     identity = _agreed(group, schedule, wires)
-    place = places[backend.rank_in(group)]
+    own = backend.members(group)[backend.rank_in(group)]
+    place = next(place for place, ranks in enumerate(by_place) if own in ranks)
 
     def seat() -> str:
-        _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
+        here = {c: steps[c].axis() for c, stage in wires.home.items() if schedule.place_of(stage) == place}
+        _need_apart(here, place, {*by_place[place]}, {rank for ranks in by_place for rank in ranks})
+        if isinstance(groups, backend.Mesh):
+            _need_all_axes(groups, here)
+            return f"{place} 0 1 0 1"
         stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
-        _need_alike(steps, schedule, wires, place, stage)
-        own = steps[stage].axis()
-        return " ".join(map(str, (place, own.data_rank, own.ranks, *own.place_on_tensor)))
+        _need_alike(here, place, stage)
+        first = here[stage]
+        return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
 
-    heard = _heard(group, seat)
-    seats = [Seat(*map(int, text.split())) for text in heard]
-    for place, ranks in enumerate(groups):
-        seat = seats[ranks[0]]
-        if seat.datas * seat.copies != len(ranks):
+    seats = [Seat(*map(int, text.split())) for text in _heard(group, seat)]
+    for place, ranks in enumerate(by_place):
+        seat_of = next(seat for seat in seats if seat.place == place)
+        if seat_of.datas * seat_of.copies != len(ranks):
             raise ValueError(
                 f"pipeline: got ranks {list(ranks)} for place {place}, whose first stage is on "
-                f"{seat.datas * seat.copies} ranks by its table; expected a step that is sharded over all ranks "
+                f"{seat_of.datas * seat_of.copies} ranks by its table; expected a step that is sharded over all ranks "
                 "of its place (fz.shard_zero1, 2 or 3 with a mesh of them)."
             )
     if wires.shared and len({seat.datas for seat in seats}) > 1:
@@ -141,12 +153,10 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
 
 def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
     """What each rank says, in rank order; where one cannot, all raise."""
-    own, error = "", None
-    try:
-        own = "." + say()
-    except Exception as caught:
-        error = caught
-        own = f"!rank {backend.rank_in(group)} failed: {type(caught).__name__}: {caught}"
+    said, error = tried(say)
+    own = f".{said}"
+    if error is not None:
+        own = f"!rank {backend.rank_in(group)} failed: {type(error).__name__}: {error}"
     heard = backend.gather_strings(own, group)
     if error is not None:
         raise error
@@ -155,18 +165,15 @@ def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
     return [text[1:] for text in heard]
 
 
-def _need_alike(steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, first: int) -> None:
+def _need_alike(axes: Mapping[int, Axis], place: int, first: int) -> None:
     """Refuses a component of a place that is over other ranks of it than its first stage."""
-    for component, stage in wires.home.items():
-        if schedule.place_of(stage) != place:
-            continue
-        own, other = steps[component].axis(), steps[first].axis()
-        pair = [(axis.ranks, axis.place_on_tensor[1]) for axis in (own, other)]
-        if pair[0] != pair[1]:
+    over = {component: (axis.ranks, axis.place_on_tensor[1]) for component, axis in axes.items()}
+    for component, pair in over.items():
+        if pair != over[first]:
             raise ValueError(
-                f"pipeline: component {component} at place {place} takes means over {pair[0][0]} ranks and is cut over "
-                f"{pair[0][1]}, stage {first} there over {pair[1][0]} and {pair[1][1]}; expected all components of a "
-                "place to be sharded over all of its ranks, or the same examples would count differently."
+                f"pipeline: component {component} at place {place} takes means over {pair[0]} ranks and is cut over "
+                f"{pair[1]}, stage {first} there over {over[first][0]} and {over[first][1]}; expected all components "
+                "of a place to be sharded over all of its ranks, or the same examples would count differently."
             )
 
 
@@ -182,13 +189,10 @@ def _need_messages(group: backend.Group) -> None:
         )
 
 
-def _need_all_axes(mesh: backend.Mesh, steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int) -> None:
+def _need_all_axes(mesh: backend.Mesh, axes: Mapping[int, Axis]) -> None:
     """Refuses a component that is not sharded over the mesh's other axes, as its copies would drift apart."""
     around = backend.ranks_around(mesh) // mesh.size()
-    for component, stage in wires.home.items():
-        if schedule.place_of(stage) != place:
-            continue
-        axis = steps[component].axis()
+    for component, axis in axes.items():
         ranks = axis.ranks * axis.place_on_tensor[1]
         if ranks != around:
             raise ValueError(
@@ -212,14 +216,9 @@ def _agreed(group: backend.Group, schedule: Schedule, wires: Wiring) -> str:
     return heard[0][1]
 
 
-def _need_apart(
-    steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, own: set[int], every: set[int]
-) -> None:
+def _need_apart(axes: Mapping[int, Axis], place: int, own: set[int], every: set[int]) -> None:
     """Refuses a component that goes over ranks of other places, which never call it."""
-    for component, stage in wires.home.items():
-        if schedule.place_of(stage) != place:
-            continue
-        axis = steps[component].axis()
+    for component, axis in axes.items():
         ranks = {*axis.members, *axis.others, *(axis.tensor.members if axis.tensor is not None else ())}
         if others := sorted((ranks & every) - own):
             raise ValueError(

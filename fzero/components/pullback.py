@@ -23,8 +23,8 @@ class PipelinePullback:
     def __init__(self, call: Call, inputs: Sequence[object]) -> None:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
-        self._number = call.line.call if call.line is not None else 0
-        self._others = call.others()
+        self._number = call.line.count if call.line is not None else 0
+        self._plan = call.plan
         found = call.flow.outputs
         self._counts = call.counts
         self._parts = [known_parts(found[i]) for i in sorted(found)]
@@ -47,9 +47,8 @@ class PipelinePullback:
             The grads of every component, and one cotangent per input, `None` where it was not differentiated.
         """
         verb = f"the pullback of call {self._number}"
-        call, cotangent = told(
-            self._others, verb, _goes_back, lambda: self._checked(cotangent, retain_graph, create_graph)
-        )
+        checked = lambda: self._checked(cotangent, retain_graph, create_graph)
+        call, cotangent = told(self._plan, verb, _goes_back, checked)
         self._call = None
         pieces: list[object] = []
         times = [1.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fzero.checkpoint.everyone import Everyone
@@ -14,57 +14,51 @@ from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.save import as_json, save
 from fzero.checkpoint.together import NAME, read_together, together
+from fzero.components.places import AllPlaces
 from fzero.state.beyond import Loadable
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
 SLOTS = ("a", "b")  # the subfolder that the next save goes to is the one that the last did not
-Agree = Callable[[BaseException | None], None]
 
 
-def save_parts(path: str, states: Sequence[TrainState | None], extra: object, leads: bool, agree: Agree) -> None:
+def save_parts(path: str, states: Sequence[TrainState | None], extra: object, places: AllPlaces) -> None:
     """Writes the states that are here; what lay there before is whole until all are written, and then goes.
 
     Args:
         states: of every component, None of those that other places write.
-        leads: whether this rank, in its line of places, writes the file that says what belongs together.
-        agree: raises on every rank where one has failed.
     """
-    error: BaseException | None = None
-    slot, folder = "", path_of(path, "save")
-    try:
-        text = as_json(extra, "fz.save: extra")
+    folder = path_of(path, "save")
+
+    def begin() -> tuple[str, object]:
+        known = json.loads(as_json(extra, "fz.save: extra"))
         if NAME_OF_ONE in folder_at(folder).names():
             raise FileExistsError(
                 f"{folder}: got a folder with a checkpoint of one step, expected one of a pipeline, or none. Save into "
                 "a folder of its own."
             )
         before = read_together(folder)
-        slot = SLOTS[1 if before is not None and before.slot == SLOTS[0] else 0]
-    except Exception as caught:
-        error = caught
-    agree(error)
-    error = None
-    try:
+        return SLOTS[1 if before is not None and before.slot == SLOTS[0] else 0], known
+
+    slot, known = places.agree(begin)
+
+    def write() -> None:
         for c, state in enumerate(states):
             if state is not None:
                 save(f"{folder}/{slot}/{c}", state)
-    except Exception as caught:
-        error = caught
-    agree(error)
-    error = None
-    try:
+
+    def end() -> None:
         # of several lines of places the one that leads in its components
-        if leads and all(Everyone(state.params.axis).leads for state in states if isinstance(state, TrainState)):
+        if places.leads and all(Everyone(own.params.axis).leads for own in states if isinstance(own, TrainState)):
             tokens = [read_manifest(f"{folder}/{slot}/{c}").token for c in range(len(states))]
             there = folder_at(folder)
-            there.replace(NAME, together(slot, tokens, json.loads(text)))
+            there.replace(NAME, together(slot, tokens, known))
             if (old := next(own for own in SLOTS if own != slot)) in there.folders():
                 there.discard(old)
             there.tidy()
-    except Exception as caught:
-        error = caught
-    agree(error)
+
+    places.agree(write)
+    places.agree(end)
     for state in states:  # of other lines of places, too
         if isinstance(state, TrainState):
             Everyone(state.params.axis).exchange("whole", "save")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base.arguments import wrong
+from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
-from fzero.components.flow import Passes as StagePasses
+from fzero.components.parts import PipelineState
 from fzero.components.remote.component import RemoteComponent, fetch
-from fzero.components.remote.handle import RemoteState, RemoteTree, Value
+from fzero.components.remote.handle import RemoteState, RemoteTree, Value, squares_on
+from fzero.components.remote.pullback import RemotePasses
 from fzero.engine.carry import refuse_carry
 from fzero.engine.passes import Passes
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
 from fzero.state.check_state import check_grads, check_optimizer, check_same_optimizer, check_state
-from fzero.state.checks import can_follow_here, refuse_captured
+from fzero.state.checks import can_follow_here, constants, goes_on, refuse_captured
 from fzero.state.squares import over_ranks, squares_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.spec import Spec
@@ -51,32 +53,6 @@ class Weighed(NamedTuple):
     metrics: Mapping[str, object]  # of its update that are known before it: "lr", the loss scale
 
 
-class Stage(Protocol):
-    """A component of a pipeline."""
-
-    has_aux: bool
-    distant: bool  # whether it is on ranks of its own, and returns handles
-
-    def init(self, params: object, seed: int, sync: bool) -> State: ...
-    def check(self, state: State, who: str) -> None: ...
-    def check_step(self, state: State) -> None: ...
-    def check_captured(self, who: str) -> None: ...
-    def follows(self, state: State, trees: object) -> bool: ...
-    def check_grads(self, state: State, grads: object, argument: str) -> None: ...
-    def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses: ...
-    def weighed(self, state: State, grads: Grads) -> Weighed: ...
-    def update(self, state: State, weighed: Weighed, norm: object) -> Updated: ...
-    def add_grads(self, state: State, grads: Grads) -> State: ...
-    def spans(self, stage: int) -> list[tuple[Task, float, float]] | None: ...
-
-
-class Initialised(Protocol):
-    """The verbs of a step that are not functions of its data alone."""
-
-    def init(self, params: object, seed: int, sync: bool) -> State: ...
-    def add_grads(self, state: State, grads: Grads) -> State: ...
-
-
 class _Fetching(Passes):
     """Those of a step in this process that handles may be given to: it waits for them."""
 
@@ -97,24 +73,23 @@ class _Fetching(Passes):
 
 
 class LocalStage:
-    """A step in this process.
+    """A step in this process, with what a pipeline asks of a stage.
 
     Args:
-        step: its data.
-        verbs: the same step.
+        step: an `fz.Step`.
         beside: whether other stages are on ranks of their own.
         micro: the microbatches of the pipeline.
     """
 
     distant = False
 
-    def __init__(self, step: Spec, verbs: Initialised, beside: bool, micro: Microbatches) -> None:
+    def __init__(self, step: Any, beside: bool, micro: Microbatches) -> None:
         self._in_parts = dataclasses.replace(step, microbatches=micro)
-        self.step, self._verbs, self.has_aux = step, verbs, step.has_aux
+        self.step, self.has_aux = step, step.has_aux
         self._passes = _Fetching if beside else Passes
 
     def init(self, params: object, seed: int, sync: bool) -> State:
-        return self._verbs.init(params, seed, sync)
+        return self.step.init(params, seed, sync)
 
     def check(self, state: State, who: str) -> None:
         check_state(self.step, state, who)
@@ -132,7 +107,7 @@ class LocalStage:
     def check_grads(self, state: State, grads: object, argument: str) -> None:
         check_grads(self.step, state, grads, argument)
 
-    def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses:
+    def passes(self, state: State, count: int, rng: int, at_once: bool) -> Passes:
         return self._passes(self._in_parts, state, count, rng, at_once)
 
     def weighed(self, state: State, grads: Grads) -> Weighed:
@@ -145,7 +120,7 @@ class LocalStage:
         return apply_update(self.step, state, weighed.grads, known, (weighed.by_leaf.sum(), weighed.own))
 
     def add_grads(self, state: State, grads: Grads) -> State:
-        return self._verbs.add_grads(state, grads)
+        return self.step.add_grads(state, grads)
 
     def spans(self, stage: int) -> None:
         return None  # whoever runs it notes when
@@ -182,11 +157,11 @@ class DistantStage:
     def check_grads(self, state: RemoteState, grads: object, argument: str) -> None:
         self.component._need_grads(grads, argument)
 
-    def passes(self, state: RemoteState, count: int, rng: int, at_once: bool) -> StagePasses:
+    def passes(self, state: RemoteState, count: int, rng: int, at_once: bool) -> RemotePasses:
         return self.component.passes(state, count, rng, at_once)
 
     def weighed(self, state: RemoteState, grads: RemoteTree) -> Weighed:
-        return Weighed(grads, self.component.square_of(grads, state), {}, {})
+        return Weighed(grads, squares_on(grads, state), {}, {})
 
     def update(self, state: RemoteState, weighed: Weighed, norm: object) -> Updated:
         return self.component.update(state, weighed.grads, norm)
@@ -204,11 +179,13 @@ class DistantStage:
         return out
 
 
+Stage = LocalStage | DistantStage
+
+
 def stages_of(steps: Sequence[Spec | RemoteComponent], micro: Microbatches) -> list[Stage]:
     """The components of a pipeline."""
     beside = any(isinstance(step, RemoteComponent) for step in steps)
-    local = lambda step: LocalStage(step, step, beside, micro)
-    return [DistantStage(step) if isinstance(step, RemoteComponent) else local(step) for step in steps]
+    return [DistantStage(own) if isinstance(own, RemoteComponent) else LocalStage(own, beside, micro) for own in steps]
 
 
 def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Timeline:
@@ -274,3 +251,39 @@ def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool, weig
                 f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
                 f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
             )
+
+
+def _may_follow(stages: Mapping[int, Stage], state: PipelineState, trees: object) -> bool:
+    return all(stage.follows(state[c], trees) for c, stage in stages.items())
+
+
+def goes_on_through(
+    stages: Mapping[int, Stage], steps: Sequence[object], state: PipelineState, trees: Sequence[object]
+) -> bool:
+    """Tells whether a transform goes on through components, by their state, some trees, or their optimizers.
+
+    Args:
+        stages: component -> stage, all of them in this process.
+        steps: the components.
+    """
+    held = [tensors_held(step.optimizer) for step in steps if isinstance(step, Spec)]
+    return _may_follow(stages, state, trees) and goes_on(state, held, *trees)
+
+
+def constants_of(
+    stages: Mapping[int, Stage], alone: bool, who: str, state: PipelineState, arguments: Mapping[str, object]
+) -> list[Any]:
+    """State and arguments: as they are where a transform may go on through all components, otherwise as constants.
+
+    Args:
+        alone: whether all components run in this place.
+
+    Raises:
+        TypeError: a transform goes on through what has to be a constant.
+    """
+    if alone and _may_follow(stages, state, tuple(arguments.values())):
+        return [state, *arguments.values()]
+    own = constants(who, state=state, **arguments)
+    for stage in stages.values():
+        stage.check_captured(who)
+    return own

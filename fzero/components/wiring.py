@@ -19,9 +19,6 @@ class Wire(NamedTuple):
     source: int
     item: Hashable | None = None
 
-    def __repr__(self) -> str:
-        return f"the output of stage {self.source}" + ("" if self.item is None else f" at {self.item!r}")
-
 
 class Input(NamedTuple):
     """One of the pipeline's own inputs, by its number."""

@@ -211,38 +211,6 @@ def test_hooks_on_nodes(sharded: bool) -> None:
         fz.testing.assert_trees_close(torch.stack(found), want.expand(3), rtol=1e-12, atol=0)
 
 
-def both(p: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    h = x @ p["w"]
-    return {"next": h, "skips": h}
-
-
-def takes_both(p: Any, h: torch.Tensor, skipped: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (h @ p["w"] - y + skipped).square().mean()
-
-
-def skipping(rank: int, groups: Any) -> None:
-    begun: list[bool] = []
-
-    def second(p: Any, h: Any) -> torch.Tensor:
-        h = h["next"] if isinstance(h, dict) else h
-        return (torch.relu_(h) if begun else torch.relu(h)) @ p["w"]
-
-    fns = (both, second, takes_both)
-    pipe = pipe_of(fz.schedules.gpipe(3, 2), groups, fns, skips={(0, "skips"): 2})
-    state = pipe.init(PARAMS)
-    for call in (pipe.forward, pipe.vjp, pipe):
-        begun.clear()
-        call(state, X, Y)
-        begun.append(True)
-        with pytest.raises(ValueError, match=r"stage 1 writes in place to what|writes in place to one of its params"):
-            call(state, X, Y)
-
-
-def test_a_stage_that_begins_to_write_to_what_others_take_is_refused() -> None:
-    skipping(0, None)
-    run_ranks(functools.partial(skipping, groups=[[0], [1], [2]]), 3, backend="processes")
-
-
 def test_no_steps_at_all() -> None:
     with pytest.raises(TypeError, match=r"pipeline: got steps=an empty list, expected a list of steps"):
         fz.pipeline([], fz.schedules.gpipe(1, 1))

@@ -110,6 +110,18 @@ def test_here_and_elsewhere() -> None:
             fz.pipeline([steps[0], component, steps[2]], schedule, **WIRES, weights=len)
 
 
+def test_it_is_pulled_back_again() -> None:
+    whole = local(fz.schedules.gpipe(3, 2))
+    _, pullback = whole.vjp(whole.init([params(stage) for stage in range(3)]), X, Y)
+    norm = fz.global_norm(pullback(torch.ones((), dtype=torch.float64))[0])
+    with fz.remote(functools.partial(build, stage=0, ranks=1), on="threads") as first:
+        pipe = fz.pipeline([first, *[fz.train_step(fn, OPTIMIZER) for fn in FNS[1:]]], whole.schedule, **WIRES)
+        _, pullback = pipe.vjp(pipe.init([None, params(1), params(2)]), X, Y)
+        for retained in (True, True, False):
+            grads, _ = pullback(torch.ones((), dtype=torch.float64), retain_graph=retained)
+            assert float(fz.global_norm(grads)) == pytest.approx(float(norm), rel=1e-12)
+
+
 def meaned(rank: int) -> Any:
     fn = lambda p, h: fz.parallel.weighted_mean((h @ p["w"]).square(), torch.ones_like(h), None)
     return fz.train_step(fn, OPTIMIZER), params(1)

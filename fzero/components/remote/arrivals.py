@@ -15,7 +15,7 @@ from fzero.components.remote.part import Operands, Pulled
 from fzero.components.remote.pull import Leaf, Puller, whole
 from fzero.components.remote.specs import Dims
 from fzero.components.remote.values import Box, cut_to
-from fzero.components.remote.wire import Skeleton, unpacked
+from fzero.components.remote.wire import Skeleton, Slot, slots_of, unpacked
 
 
 def bring_inputs(
@@ -93,13 +93,6 @@ def _need_term(shape: Sequence[int], other: Sequence[int], number: int, who: str
         )
 
 
-class _Leaf:
-    """A cotangent's leaf that is not here yet."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf = leaf
-
-
 def brought_cotangent(
     pulled: Pulled, skeleton: Skeleton, leaves: Sequence[Leaf], place: Place, puller: Puller, identity: str
 ) -> object:
@@ -108,13 +101,8 @@ def brought_cotangent(
     Args:
         identity: of the component.
     """
-    flat, spec = pytree.flatten(unpacked(skeleton, [_Leaf(leaf) for leaf in leaves]))
-    if spec != pulled.spec:
-        raise ValueError(
-            f"cotangent: got the structure {spec}, expected that of the outputs, {pulled.spec}. Give one cotangent "
-            "per output, in the same containers; None counts as zero."
-        )
-    numbers = [number for number, leaf in enumerate(flat) if isinstance(leaf, _Leaf)]
+    flat, spec = pytree.flatten(slots_of(skeleton))
+    numbers = [number for number, leaf in enumerate(flat) if isinstance(leaf, Slot)]
     missing = [number for number in numbers if pulled.names[number] is not None and number not in pulled.layouts]
     if missing:
         names = [name for number in missing if (name := pulled.names[number]) is not None]
@@ -122,7 +110,8 @@ def brought_cotangent(
     wanted = []
     for number in numbers:
         expected = pulled.layouts.get(number)
-        wanted.append((_own_block(flat[number].leaf, expected, place, number), _asked(expected, place, number)))
+        leaf = leaves[int(flat[number].number)]
+        wanted.append((_own_block(leaf, expected, place, number), _asked(expected, place, number)))
     for number, tensor in zip(numbers, puller.pulled(wanted), strict=True):
         factor = pulled.factors[number]
         flat[number] = tensor if tensor is None or factor == 1.0 else tensor * factor

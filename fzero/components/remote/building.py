@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import checked_collectives
 from fzero.components.remote.link import Place, Settings
-from fzero.components.remote.own_slices import OwnSlices, lies_over
 from fzero.components.remote.part import Part
-from fzero.components.remote.specs import need_axes
+from fzero.components.remote.specs import axes_of, dims_by_leaf, need_axes
 from fzero.components.remote.streams import device_of
 from fzero.engine.carry import refuse_carry
+from fzero.table.placements import Cut, Mark, noting
 from fzero.table.spec import Spec
+
+
+def join_group(settings: Settings, rank: int, store: backend.Store) -> None:
+    """Joins the process group of a component's ranks."""
+    kind = "gloo" if settings.backend == "gloo" else f"cpu:gloo,cuda:{settings.backend}"
+    seconds = datetime.timedelta(seconds=settings.timeout)
+    backend.dist.init_process_group(kind, store=store, rank=rank, world_size=settings.ranks, timeout=seconds)
 
 
 def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> Part:
@@ -60,9 +70,32 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
     known = [name for name, _, _ in place.axes]
     need_axes(settings.in_specs, known, cuts, "in_specs")
     need_axes(settings.out_specs, known, cuts, "out_specs")
-    if tensor and lies_over(settings.in_specs, tensor):
+    if tensor and any(tensor in axes_of(spec.dims) for spec in pytree.leaves(settings.in_specs)):
         step = dataclasses.replace(step, fn=OwnSlices(step.fn, settings.in_specs, tensor))
     return Part(step, params, place, settings.ranks, settings.out_specs)
+
+
+@dataclass(frozen=True)
+class OwnSlices:
+    """A function, some of whose inputs lie over the axis that leaves are cut over: they vary, as a column's outputs do.
+
+    Attributes:
+        in_specs: of its inputs.
+        axis: by name.
+    """
+
+    fn: Callable[..., object]
+    in_specs: object
+    axis: str
+
+    def __call__(self, params: object, *inputs: object) -> object:
+        known, leaves = noting(), pytree.flatten(inputs)[0]
+        dims = dims_by_leaf(self.in_specs, inputs, "in_specs", "inputs") if known is not None else ()
+        for x, own in zip(leaves, dims, strict=False):
+            place = next((place for place, names in enumerate(own) if self.axis in names), None)
+            if known is not None and place is not None and isinstance(x, torch.Tensor):
+                known.note(x, Mark(f"an input over {self.axis!r}", Cut(place - x.ndim, None, known.axis.rank)))
+        return self.fn(params, *inputs)
 
 
 def _on_axis(axis: Axis, means: Axis, rank: int) -> Place:
@@ -95,10 +128,3 @@ def _on_mesh(mesh: backend.Mesh, step: Spec, means: Axis, rank: int) -> Place:
             "sharded over."
         )
     return place
-
-
-@contextlib.contextmanager
-def calls_run_in(settings: Settings) -> Iterator[None]:
-    """What every call runs in."""
-    with checked_collectives(settings.checked, counted=True):
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,15 +12,11 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
-from fzero.checkpoint.save import as_json
-from fzero.components.remote.failure import Failed
 from fzero.components.remote.group import Group
-from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
+from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value, absolute
 from fzero.components.remote.kept import Kept
-from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments
-from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
-from fzero.components.remote.pull import whole
+from fzero.components.remote.operands import Given, inputs_for, is_value, norm_for
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
 from fzero.components.remote.verbs import HALVES, NAMES
 from fzero.components.remote.wire import Skeleton
@@ -122,14 +117,12 @@ class RemoteComponent:
             grads: what a pullback of this component returned.
             grad_norm: a norm to clip by, from `fz.global_norm` of several components' grads.
         """
-        arguments: Arguments = {}
-        held: list[Away] = []
+        given = None
         if grad_norm is not None:
             if not isinstance(grad_norm, Value):
                 need_norm(grad_norm, "update")
-            arguments["norm"], held = scalar_for(self.group, grad_norm, "update", "grad_norm")
-        objects = {"state": state, "grads": self._need_grads(grads, "update")}
-        made, skeletons = self.called("update", objects, {}, None, grad_norm is None, arguments, held)
+            given = norm_for(self.group, grad_norm, "update")
+        made, skeletons = self.called("update", {"state": state, "grads": self._need_grads(grads, "update")}, {}, given)
         return RemoteState(made, 0), _metrics(made, skeletons)
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
@@ -167,14 +160,7 @@ class RemoteComponent:
     # ---- calls
 
     def called(
-        self,
-        verb: str,
-        objects: Arguments,
-        options: Arguments,
-        given: Given | None,
-        kind: object = None,
-        further: Arguments | None = None,
-        held: Sequence[Away] = (),
+        self, verb: str, objects: Arguments, options: Arguments, given: Given | None, kind: object = None
     ) -> tuple[Made, Any]:
         """A call that returns trees: those of the first of its kind are waited for, later ones are taken for the same.
 
@@ -189,8 +175,7 @@ class RemoteComponent:
             kind_of = next(self._count), []
             self._kinds.put(about, kind_of)
         key, known = kind_of
-        arguments = {"objects": objects, "options": options, **(further or {})}
-        made = self.made(verb, arguments, given, held, key)
+        made = self.made(verb, {"objects": objects, "options": options}, given, key)
         if not known:
             try:
                 known.append(self.group.trees(made.call, first=True))
@@ -199,35 +184,17 @@ class RemoteComponent:
                 raise
         return made, known[0]
 
-    def made(
-        self,
-        verb: str,
-        arguments: Arguments,
-        given: Given | None = None,
-        held: Sequence[Away] = (),
-        key: int = -1,
-    ) -> Made:
+    def made(self, verb: str, arguments: Arguments, given: Given | None = None, key: int = -1) -> Made:
         """Sends a call."""
         objects: dict[str, Away] = arguments.get("objects", {})
         for away in objects.values():
             failure = self.group.failures.get(away.made.call)
             if failure is not None:
                 raise self.group.error(failure)
-        own: list[Arguments] = []
-        if given is not None:
-            what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
-            cuts = (given.cuts,) if what == "inputs" else ()
-            own = [{what: (given.skeleton, leaves, *cuts)} for leaves in given.by_rank]
-            held = [*held, *given.held]
-            if what == "cotangent":
-                arguments, own = {**arguments, **own[0]}, []
+        given = given or Given({}, (), [])
         names = {what: away.name for what, away in objects.items()}
-        arguments = {**arguments, "objects": names} if objects else arguments
-        return Made(self, self.group.call(verb, arguments, [*objects.values(), *held], own, key))
-
-    def _trees(self, made: Made) -> Any:
-        """What a call has returned, without the tensors, waited for; the ranks know the call until then."""
-        return self.group.trees(made.call)
+        arguments = {**arguments, **given.arguments, **({"objects": names} if objects else {})}
+        return Made(self, self.group.call(verb, arguments, [*objects.values(), *given.held], given.by_rank, key))
 
     def _need_state(self, state: object, who: str) -> RemoteState:
         if not isinstance(state, RemoteState):
@@ -249,51 +216,14 @@ class RemoteComponent:
             )
         return away
 
-    # ---- what handles ask
-
-    def layout_of(self, handle: Handle) -> Layout:
-        self.group.need_alive()
-        try:
-            return self.group.puller.layouts(self.group.settings.identity, [handle.name])[0]
-        except Failed as failed:
-            raise self.group.error(failed.failure) from None
-
-    def fetched(self, handle: Handle) -> torch.Tensor:
-        self.group.need_alive()
-        try:
-            (tensor,) = self.group.puller.pulled([(handle.leaf(), whole)])
-        except Failed as failed:
-            raise self.group.error(failed.failure) from None
-        assert tensor is not None
-        return tensor.clone()  # it may be the very value that lies there
-
-    def gathered(self, tree: RemoteTree, pattern: str | None) -> Any:
-        options = {"what": tree.what, "pattern": pattern}
-        made = self.made("gather", {"objects": {"tree": tree}, "options": options})
-        (skeleton,) = self._trees(made)
-        return fetch(handles(made, (skeleton,))[0])
-
-    def looked_at(self, state: RemoteState) -> dict[str, int]:
-        made = self.made("look", {"objects": {"state": state}})
-        return dict(self._trees(made))
-
-    def saved(self, state: RemoteState, path: str, extra: object) -> None:
-        options = {"path": path if "://" in path else os.path.abspath(path), "extra": as_json(extra, "fz.save: extra")}
-        self._trees(self.made("save", {"objects": {"state": state}, "options": options}))
-
     def load_from(self, path: str, options: Mapping[str, Any]) -> RemoteState:
         """The state of a checkpoint. Use `fz.load(path, component)`."""
         if options.get("like") is not None:
             raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
         own = {name: value for name, value in options.items() if name != "like"}
-        made = self.made("load", {"options": {**own, "path": path if "://" in path else os.path.abspath(path)}})
-        self._trees(made)
+        made = self.made("load", {"options": {**own, "path": absolute(path)}})
+        made.trees()
         return RemoteState(made, 0)
-
-    def square_of(self, tree: RemoteTree, state: RemoteState | None = None) -> Handle:
-        """The sums of squares of the leaves of grads, and of those that a state keeps with them, as a handle."""
-        objects = {"tree": tree, **({"state": state} if state is not None else {})}
-        return Handle(self.made("squares", {"objects": objects, "options": {"what": tree.what}}), 1)
 
 
 def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:
@@ -314,7 +244,7 @@ def fetch(tree: Any) -> Any:
         if isinstance(leaf, Value):
             return leaf.fetched()
         if isinstance(leaf, (RemoteState, RemoteTree)):
-            leaf.component.group.trees(leaf.made.call)
+            leaf.made.trees()
         return leaf
 
     return pytree.map(waited, tree)

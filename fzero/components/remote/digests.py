@@ -7,6 +7,7 @@ has another one. Ranks that compute the same have the same bits, but for roundin
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Iterable, Iterator
 
 import torch
@@ -55,12 +56,15 @@ def apart(digests: Iterable[tuple[Hashable, Digest]]) -> tuple[Hashable, list[fl
         found.setdefault(name, []).append(digest)
     for name, own in found.items():
         first = own[0]
-        for total, norm, near in own[1:]:
-            wild = _is_wild(total), _is_wild(first[0])
-            close = all(wild) or (not any(wild) and abs(total - first[0]) <= near * max(norm, first[1]))
-            if not close:
-                return name, [each[0] for each in own]
+        if not all(is_close(each, first) for each in own[1:]):
+            return name, [each[0] for each in own]
     return None
+
+
+def is_close(one: Digest, other: Digest) -> bool:
+    """Tells whether two tensors of one shape are the same but for rounding, by their digests."""
+    wild = [not math.isfinite(total) for total, *_ in (one, other)]
+    return all(wild) or (not any(wild) and abs(one[0] - other[0]) <= one[2] * max(one[1], other[1]))
 
 
 def unlike(component: str, what: object, sums: list[float]) -> str:
@@ -72,10 +76,6 @@ def unlike(component: str, what: object, sums: list[float]) -> str:
         "fz.parallel.copy; or split batches over these ranks, too, say in out_specs= that each of them has its own "
         "piece, and in fz.shard_tensor which leaves are cut."
     )
-
-
-def _is_wild(total: float) -> bool:
-    return total != total or total in (float("inf"), float("-inf"))
 
 
 def digests_of(value: object) -> Iterator[tuple[str, Digest]]:

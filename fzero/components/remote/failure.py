@@ -56,11 +56,16 @@ class Failure(NamedTuple):
 
 
 class Failed(Exception):
-    """Raised on a rank by what needs a value that could not be made."""
+    """Raised by what needs a value that another rank could not make."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+def refused(message: str, component: str, rank: int = 0) -> Failed:
+    """What is wrong with the values of several ranks."""
+    return Failed(Failure("ValueError", message, component, rank))
 
 
 _BROKEN = (

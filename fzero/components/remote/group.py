@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import itertools
 import os
 import queue
@@ -11,15 +12,19 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from fzero.base.interrupts import kept_back
 from fzero.components.remote.alone import Failing, Standing
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
+from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
-from fzero.components.remote.pull import Puller, Table
+from fzero.components.remote.pull import Leaf, Puller, Table, whole
 from fzero.components.remote.share import Rows, words_of
+from fzero.components.remote.values import Name
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
 NOTICED = 1.0  # seconds in which the end of a process is noticed
@@ -62,13 +67,14 @@ class Group:
         """Starts the ranks, and waits until all have built their step."""
         settings = self.settings
         self.links = starts(self.heard)
+        is_up = lambda: bool(self._broken) or self.died is not None or len(self._ready) == settings.ranks
         try:
             with self._news:
-                arrived = self._news.wait_for(self._is_up, settings.timeout)
+                arrived = self._news.wait_for(is_up, settings.timeout)
                 if self._broken:
                     raise error_of(first_of(self._broken))
                 if self.died is not None:
-                    raise self._as_died(self.died)
+                    raise copy.copy(self.died)
                 if not arrived:
                     missing = sorted({*range(settings.ranks)} - self._ready)
                     raise TimeoutError(
@@ -85,9 +91,6 @@ class Group:
             link.send(("table", settings.identity, self.table(link)))
         arguments = (self._frees, self.links)
         threading.Thread(target=_carry, args=arguments, name=f"fzero-free-{settings.component}", daemon=True).start()
-
-    def _is_up(self) -> bool:
-        return bool(self._broken) or self.died is not None or len(self._ready) == self.settings.ranks
 
     def _need_grid(self) -> None:
         """Refuses ranks of which some piece of a tensor would have no owner, or more of them than others have."""
@@ -156,9 +159,6 @@ class Group:
         with self._news:
             self._news.notify_all()
 
-    def _as_died(self, died: ComponentDied) -> ComponentDied:
-        return ComponentDied(died.component, died.rank, died.cause, died.last_words)
-
     # ---- messages
 
     def call(
@@ -225,7 +225,7 @@ class Group:
             with self._news:
                 self._news.wait_for(lambda: self.died is not None or self.closed, 2 * NOTICED)
         if self.died is not None:
-            raise self._as_died(self.died)
+            raise copy.copy(self.died)
         if self.closed:
             raise RuntimeError(f"Component {self.settings.component!r} was closed; expected one that is open.")
 
@@ -311,13 +311,11 @@ class Group:
         self.need_alive()
         found: list[Any] = []
         failures: list[Failure] = []
-        try:
+        with self._told():
             for source in self.puller.tables[self.settings.identity].sources:
                 told = source.trees(number)
                 failures += [told] if isinstance(told, Failure) else []
                 found.append(told)
-        except Failed as failed:
-            raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
         trees, places, rows = zip(*found, strict=True)
@@ -329,23 +327,43 @@ class Group:
         if first:
             for words in words_of([[Rows(*each) for each in own] for own in rows]):
                 warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
-            try:
+            with self._told():
                 self.puller.layouts(self.settings.identity, [(number, place) for place in places[0]])
-            except Failed as failed:
-                raise self.error(failed.failure) from None
         return trees[0]
+
+    def layout_of(self, name: Name) -> Layout:
+        """The layout of a value, waited for."""
+        self.need_alive()
+        with self._told():
+            return self.puller.layouts(self.settings.identity, [name])[0]
+
+    def fetched(self, leaf: Leaf) -> torch.Tensor:
+        """The whole of a value, waited for: a new tensor."""
+        self.need_alive()
+        with self._told():
+            (tensor,) = self.puller.pulled([(leaf, whole)])
+        assert tensor is not None
+        return tensor.clone()  # it may be the very value that lies there
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What a rank could not make is raised as its error."""
+        try:
+            yield
+        except Failed as failed:
+            raise self.error(failed.failure) from None
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
         if self.died is not None:  # perhaps of this failure
-            return self._as_died(self.died)
+            return copy.copy(self.died)
         if failure.kind == "ComponentDied" or failure.broken:
             group = _groups.get(failure.lost)
             if group is not None:
                 with group._news:
                     group._news.wait_for(lambda: group.died is not None or group.closed, 2 * NOTICED)
                 if group.died is not None:
-                    return self._as_died(group.died)
+                    return copy.copy(group.died)
         return error_of(failure)
 
 

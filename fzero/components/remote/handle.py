@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
@@ -11,30 +12,27 @@ from typing import Any, Protocol, Self
 import torch
 
 from fzero.base.arguments import named
+from fzero.checkpoint.save import as_json
 from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Arguments
 from fzero.components.remote.pull import Leaf, norm_by
+from fzero.components.remote.wire import places_of, unpacked
 from fzero.state.beyond import Distant, Elsewhere
 from fzero.state.gather import measured
 
 
 class Owner(Protocol):
-    """What handles ask of their component."""
+    """A component, as what it has made asks it: see `RemoteComponent`."""
 
     name: str
     group: Group
 
-    def layout_of(self, handle: Handle) -> Layout: ...
+    def made(self, verb: str, arguments: Arguments, given: Any = None) -> Made: ...
 
-    def fetched(self, handle: Handle) -> torch.Tensor: ...
-
-    def gathered(self, tree: RemoteTree, pattern: str | None) -> Any: ...
-
-    def looked_at(self, state: RemoteState) -> dict[str, int]: ...
-
-    def saved(self, state: RemoteState, path: str, extra: object) -> None: ...
-
-    def square_of(self, tree: RemoteTree) -> Handle: ...
+    def called(
+        self, verb: str, objects: Arguments, options: Arguments, given: Any, kind: object = None
+    ) -> tuple[Made, Any]: ...
 
 
 class Made:
@@ -43,6 +41,10 @@ class Made:
     def __init__(self, component: Owner, call: int) -> None:
         self.component, self.call = component, call
         weakref.finalize(self, component.group.forget, call, -1).atexit = False
+
+    def trees(self) -> Any:
+        """What the call has returned, without the tensors, waited for."""
+        return self.component.group.trees(self.call)
 
 
 class Away:
@@ -190,11 +192,11 @@ class Handle(Value, Away):
 
     def layout(self) -> Layout:
         if self._layout is None:
-            self._layout = self.component.layout_of(self)
+            self._layout = self.component.group.layout_of(self.name)
         return self._layout
 
     def fetched(self) -> torch.Tensor:
-        return self.component.fetched(self)
+        return self.component.group.fetched(self.leaf())
 
     def __repr__(self) -> str:
         return f"Handle({self.component.name!r}, call {self.made.call}, tensor {self.place})"
@@ -333,19 +335,28 @@ class RemoteTree(Away):
         self.what, self._state = what, state
 
     def gathered(self, pattern: str | None) -> Any:
-        return self.component.gathered(self, pattern)
+        options = {"what": self.what, "pattern": pattern}
+        made = self.component.made("gather", {"objects": {"tree": self}, "options": options})
+        (skeleton,) = made.trees()
+        return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, places_of(skeleton) + 1)])
 
     def norm_with(self, trees: Sequence[object]) -> Any:
-        return Norm([*measured(trees, squares_of)])
+        return Norm([*measured(trees, squares_on)])
 
     def __repr__(self) -> str:
         return f"RemoteTree({self.what or 'grads'} of {self.component.name!r}, call {self.made.call})"
 
 
-def squares_of(node: Distant) -> Any:
-    """The sums of squares of the leaves of what lies on ranks of its own, as a handle."""
+def absolute(path: str) -> str:
+    """A path for ranks that have other working folders."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def squares_on(node: Distant, state: RemoteState | None = None) -> Handle:
+    """The sums of squares of the leaves of grads, and of those that a state keeps with them, as a handle."""
     assert isinstance(node, RemoteTree)
-    return node.component.square_of(node)
+    objects = {"tree": node, **({"state": state} if state is not None else {})}
+    return Handle(node.component.made("squares", {"objects": objects, "options": {"what": node.what}}), 1)
 
 
 class RemoteState(Away):
@@ -369,15 +380,19 @@ class RemoteState(Away):
     @property
     def step(self) -> int:
         """How many updates were applied; waited for."""
-        return self.component.looked_at(self)["step"]
+        return self._looked_at()["step"]
 
     @property
     def seed(self) -> int:
         """Of everything random in the run; waited for."""
-        return self.component.looked_at(self)["seed"]
+        return self._looked_at()["seed"]
+
+    def _looked_at(self) -> dict[str, int]:
+        return dict(self.component.made("look", {"objects": {"state": self}}).trees())
 
     def save_to(self, path: str, extra: object) -> None:
-        self.component.saved(self, path, extra)
+        options = {"path": absolute(path), "extra": as_json(extra, "fz.save: extra")}
+        self.component.made("save", {"objects": {"state": self}, "options": options}).trees()
 
     def __repr__(self) -> str:
         return f"RemoteState({self.component.name!r}, call {self.made.call})"

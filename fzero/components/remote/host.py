@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.comm.divergence import checked_collectives
 from fzero.comm.waits import Waits, shown_by
 from fzero.components.remote import verbs
-from fzero.components.remote.alone import Standing, tell
+from fzero.components.remote.alone import tell
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
+from fzero.components.remote.building import built_by
 from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.kept import Kept
-from fzero.components.remote.link import Arguments, Message, Place
-from fzero.components.remote.order import Order
+from fzero.components.remote.link import Arguments, Message, Place, Settings
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.pull import Arrived, Puller, Source, whole
+from fzero.components.remote.pull import Arrived, Puller, whole
 from fzero.components.remote.streams import Bringing, device_of, used_here
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
@@ -36,32 +37,50 @@ class _Call(NamedTuple):
     record: Record
 
 
+class Order:
+    """What ranks on threads have begun: whoever is to end does the same as the others, or these would wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = -1
+        self._last: int | None = None
+
+    def close(self) -> None:
+        """No rank begins a call that none has begun yet."""
+        with self._lock:
+            self._last = self._begun if self._last is None else self._last
+
+    def begins(self, call: int) -> bool:
+        """Notes that a rank is about to run a call; False where it must not any more."""
+        with self._lock:
+            if self._last is not None and call > self._last:
+                return False
+            self._begun = max(self._begun, call)
+            return True
+
+    def is_over(self, call: int) -> bool:
+        """Tells whether a call will not be run any more."""
+        with self._lock:
+            return self._last is not None and call > self._last
+
+
 class Host:
     """A rank of a component, as its link and other ranks see it.
 
     Args:
-        identity: of the component.
+        settings: of the component.
         report: sends a message to the controlling process.
-        patience: seconds that one call may take.
-        around: what a call runs in.
         order: of this rank and the others in this process.
     """
 
     def __init__(
-        self,
-        component: str,
-        identity: str,
-        rank: int,
-        report: Callable[[tuple[object, ...]], object],
-        patience: float,
-        around: Callable[[], Any],
-        order: Order | None = None,
+        self, settings: Settings, rank: int, report: Callable[[Message], object], order: Order | None = None
     ) -> None:
-        self.component, self.identity, self.rank = component, identity, rank
-        self._send, self.patience, self.around = report, patience, around
-        self.values, self.waits = Values(component, rank, patience), Waits()
+        self.settings, self.component, self.identity = settings, settings.component, settings.identity
+        self.rank, self._send, self.patience = rank, report, settings.timeout
+        self.values, self.waits = Values(self.component, rank, self.patience), Waits()
         self.puller, self._bringing = Puller(rank), Bringing()
-        self.peers: Sequence[Source] = ()
+        self.peers: Sequence[Any] = ()
         self._arrived: dict[int, Failure | Arrived] = {}
         self._arrival = threading.Condition()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -93,16 +112,14 @@ class Host:
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
         elif kind == "failing":
-            telling = (self.waits, lambda: self.values.runs(message[1]), self._says(message[1]), self.patience)
+            says = lambda standing: self.report(("stands", message[1], tuple(standing)))
+            telling = (self.waits, lambda: self.values.runs(message[1]), says, self.patience)
             threading.Thread(target=tell, args=telling, name=f"fzero-tell-{self.rank}", daemon=True).start()
         elif kind == "gone":
             self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
-
-    def _says(self, call: int) -> Callable[[Standing], None]:
-        return lambda standing: self.report(("stands", call, tuple(standing)))
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""
@@ -212,7 +229,7 @@ class Host:
     def _operands(self, call: _Call) -> Operands:
         given = call.arguments
         objects = {what: self.values.get(name) for what, name in given.get("objects", {}).items()}
-        out = Operands(objects, given.get("options", {}))
+        out = Operands(call.number, objects, given.get("options", {}))
         if "inputs" in given:
             bring_inputs(out, given["inputs"], self.place, self.puller, call.verb)
         if given.get("cotangent") is not None:
@@ -230,10 +247,16 @@ class Host:
     part: Part
     place: Place
 
-    def has_built(self, part: Part) -> None:
-        """Takes what calls work with, before the first of them."""
-        self.part, self.place = part, part.place
-        self.puller.device = device_of(part.params)
+    def builds(self, build: Callable[[], Callable[[int], object]]) -> bool:
+        """Makes what calls work with, by the user's function, and reports it, or why it cannot be made."""
+        try:
+            part = built_by(build(), self.rank, self.settings)
+        except Exception as error:
+            self.report(("broken", tuple(failure_of(error, self.component, self.rank))))
+            return False
+        self.part, self.place, self.puller.device = part, part.place, device_of(part.params)
+        self.report(("ready", tuple(part.place)))
+        return True
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
@@ -270,8 +293,8 @@ class Host:
         if isinstance(operands, Operands):
             try:
                 used_here((operands.inputs, operands.cotangent, operands.options))
-                with self.around(), shown_by(self.waits):
-                    results = verbs.RUN[call.verb](self.part, operands, call.number)
+                with checked_collectives(self.settings.checked, counted=True), shown_by(self.waits):
+                    results = verbs.RUN[call.verb](self.part, operands)
                 values, trees = results.values, results.trees
                 if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
                     call.record.digests = [*digests_of(values.get(0))]

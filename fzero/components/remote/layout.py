@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.components.remote.digests import apart, unlike
-from fzero.components.remote.failure import Failed, Failure, first_of
+from fzero.components.remote.failure import Failed, Failure, first_of, refused
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of
 from fzero.components.remote.values import Box, Meta
@@ -82,7 +82,7 @@ def layout_of(metas: Sequence[Meta | Failure], places: Sequence[Place], componen
             size = part.shape[dim]
             fits &= own.setdefault(place.piece(part.dims[dim])[0], size) == size
         if not fits:
-            raise Failed(_apart(part, place, first, places[0], component))
+            raise _apart(part, place, first, places[0], component)
         if not sized:
             weights[place.piece(axes_of(part.dims))[0]] = part.weight
     _need_alike(parts, places, component)
@@ -101,14 +101,13 @@ def _need_alike(parts: Sequence[Meta], places: Sequence[Place], component: str) 
     differs = apart(own)
     if differs is not None:
         what = f"a tensor of shape {parts[0].shape} and dtype {parts[0].dtype}"
-        raise Failed(Failure("ValueError", unlike(component, what, differs[1]), component, 0))
+        raise refused(unlike(component, what, differs[1]), component)
 
 
-def _apart(part: Meta, place: Place, first: Meta, other: Place, component: str) -> Failure:
+def _apart(part: Meta, place: Place, first: Meta, other: Place, component: str) -> Failed:
     """What is told of pieces that are none of one tensor."""
     where, there = ({name: rank for name, rank, _ in each.axes} for each in (place, other))
-    return Failure(
-        "ValueError",
+    return refused(
         f"component {component!r}: a tensor has shape {part.shape} and dtype {part.dtype} at {where}, and "
         f"{first.shape} and {first.dtype} at {there}; expected the same but for the dims along which pieces are "
         f"joined, {part.dims}, and there the same of all that share a piece. Let fn return what depends on what is cut "
@@ -192,14 +191,11 @@ def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 def _alike(parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:
     for rank, part in enumerate(parts):
         if not bool(((part == parts[0]) | ((part != part) & (parts[0] != parts[0]))).all()):
-            raise Failed(
-                Failure(
-                    "ValueError",
-                    f"component {component!r}: an output without dims that is no floating number is {part.item()} on "
-                    f"data rank {rank}, and {parts[0].item()} on data rank 0; expected the same on all, as it is not "
-                    "averaged. Return it with a dim of examples, or as a floating tensor.",
-                    component,
-                    rank,
-                )
+            raise refused(
+                f"component {component!r}: an output without dims that is no floating number is {part.item()} on data "
+                f"rank {rank}, and {parts[0].item()} on data rank 0; expected the same on all, as it is not averaged. "
+                "Return it with a dim of examples, or as a floating tensor.",
+                component,
+                rank,
             )
     return parts[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from fzero.channels import Address, Listener
 from fzero.components.remote.link import Link, Message, Settings, Way
-from fzero.components.remote.server import IDLE, RemoteSource, sent_source
+from fzero.components.remote.server import IDLE, RemoteSource
 
 NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Heard = Callable[[int, Message], object]
@@ -37,7 +37,7 @@ class ChannelLink(Link):
         """The rank has come: from now on what it reports is heard, and that it has gone."""
         self._connection = connection
         own = self.settings
-        self._where = sent_source(address, token, own.component, own.identity, self.rank, self.actor)
+        self._where = address, token, own.component, own.identity, self.rank, self.actor
         self._source = RemoteSource(self._where, self.settings.timeout, self.silent)
         threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
 

@@ -86,7 +86,7 @@ class Mailbox:
         """Takes a message of the controlling process, which numbers them."""
         try:
             message = as_received(sent)
-        except ChannelError:
+        except Exception:
             self.close()
             raise
         with self._taking:

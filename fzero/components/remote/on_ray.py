@@ -185,11 +185,8 @@ def name_of(settings: Settings, rank: int) -> str:
     return f"fzero-{settings.identity}-{rank}"
 
 
-class _Rank:
+class _Rank(Mailbox):
     """An actor that is one rank."""
-
-    def __init__(self) -> None:
-        self.mailbox = Mailbox()
 
     def store(self) -> tuple[str, int]:
         """Begins the store of the process group, on the first rank: ranks of one component reach one another."""
@@ -212,23 +209,9 @@ class _Rank:
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
         try:
-            serve(build, settings, rank, address, token, store, ray.util.get_node_ip_address(), self.mailbox)
+            serve(build, settings, rank, address, token, store, ray.util.get_node_ip_address(), self)
         except Exception:
             raise
         except BaseException:  # after which Ray would go on with the actor, and nobody would run its calls
             traceback.print_exc()
             os._exit(1)
-
-    # ---- where no connection comes about
-
-    def why(self, seconds: float) -> bytes:
-        return self.mailbox.why(seconds)
-
-    def tell(self, number: int, sent: object) -> object:
-        return self.mailbox.tell(number, sent)
-
-    def report(self, seconds: float) -> object:
-        return self.mailbox.report(seconds)
-
-    def ask(self, sent: object) -> object:
-        return self.mailbox.ask(sent)

@@ -9,13 +9,13 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
-from fzero.components.remote.around import need_alike
 from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
+from fzero.components.remote.link import Arguments, Settings
 from fzero.components.remote.pull import Leaf
 from fzero.components.remote.values import Box, cut_to
-from fzero.components.remote.wire import Skeleton, packed
+from fzero.components.remote.wire import LEAF, Skeleton, packed
 from fzero.state.checks import constants
 
 
@@ -23,17 +23,17 @@ class Given(NamedTuple):
     """Operands.
 
     Attributes:
-        by_rank: the leaves for each rank; of a cotangent the same for all.
-        cuts: how each leaf is cut, of inputs.
-        shapes: of the tensors among the leaves; None of a handle.
+        arguments: of the call, on all ranks.
+        by_rank: further ones of each.
         held: what must lie where it does until all ranks have their operands.
+        shapes: of the tensors among the leaves; None of a handle.
     """
 
-    skeleton: Skeleton
-    by_rank: list[list[Leaf]]
-    cuts: list[tuple[object, ...]]
-    shapes: tuple[object, ...]
+    arguments: Arguments
+    by_rank: Sequence[Arguments]
     held: list[Away]
+    skeleton: Skeleton = LEAF
+    shapes: tuple[object, ...] = ()
 
 
 def is_value(node: object) -> bool:
@@ -42,7 +42,7 @@ def is_value(node: object) -> bool:
 
 def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
     """Inputs: each rank is sent its pieces of tensors, and the names of handles, to bring its pieces of these."""
-    need_alike(group.settings, who)
+    _need_plain_surroundings(group.settings, who)
     (inputs,) = constants(who, inputs=tuple(inputs))
     skeleton, leaves = packed(inputs, is_value, f"{who}: inputs")
     places, totals = group.places, Totals(who)
@@ -70,7 +70,9 @@ def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
             sent = _pieces(own, boxes, group.links[0].local)
         for leaf, rank in zip(sent, by_rank, strict=True):
             rank.append(leaf)
-    return Given(skeleton, by_rank, [tuple(cut) for cut in cuts], tuple(map(_shape, leaves)), _held(leaves))
+    sent_cuts = [tuple(cut) for cut in cuts]
+    own_inputs = [{"inputs": (skeleton, own, sent_cuts)} for own in by_rank]
+    return Given({}, own_inputs, _held(leaves), skeleton, tuple(map(_shape, leaves)))
 
 
 def _pieces(x: torch.Tensor, boxes: Sequence[Box | None], local: bool) -> list[Leaf]:
@@ -106,16 +108,15 @@ def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Give
         )
     skeleton, leaves = packed(cotangent, is_value, "cotangent")
     own = [_sent(group, x) if isinstance(x, Value) else ("tensor", _own(group, x, "pullback")) for x in leaves]
-    return Given(skeleton, [own], [], tuple(map(_shape, leaves)), _held(leaves))
+    return Given({"cotangent": (skeleton, own)}, (), _held(leaves))
 
 
-def scalar_for(group: Group, value: object, who: str, argument: str) -> tuple[Leaf, list[Away]]:
-    """A number, a 0-d tensor or a handle of one."""
+def norm_for(group: Group, value: object, who: str) -> Given:
+    """A norm: a number, a 0-d tensor or a handle of one."""
     if isinstance(value, Value):
-        return _sent(group, value), _held([value])
-    if isinstance(value, torch.Tensor):
-        return ("tensor", _own(group, value, who)), []
-    return ("constant", value), []
+        return Given({"norm": _sent(group, value)}, (), _held([value]))
+    leaf = ("tensor", _own(group, value, who)) if isinstance(value, torch.Tensor) else ("constant", value)
+    return Given({"norm": leaf}, (), [])
 
 
 def _own(group: Group, x: torch.Tensor, who: str) -> torch.Tensor:
@@ -145,3 +146,24 @@ def _held(leaves: Sequence[object]) -> list[Away]:
 
 def _shape(x: object) -> object:
     return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x) is Handle
+
+
+def _need_plain_surroundings(settings: Settings, who: str) -> None:
+    """Refuses what a rank does not see, and the same function in this process would.
+
+    Raises:
+        ValueError: autocast is on, or the default dtype is another one than when the component was started.
+    """
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"{who}: got a call of component {settings.component!r} inside torch.autocast({device!r}), expected "
+                "one outside: it holds for this thread alone, and the function runs on others. Let build return "
+                "fz.autocast(step, dtype), or open torch.autocast in the function."
+            )
+    if torch.get_default_dtype() != settings.dtype:
+        raise ValueError(
+            f"{who}: got a call of component {settings.component!r} with the default dtype "
+            f"{torch.get_default_dtype()}, expected {settings.dtype}, that of its start, which its ranks have. Call "
+            "torch.set_default_dtype before fz.remote, or say dtype= where the function makes tensors."
+        )

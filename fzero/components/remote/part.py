@@ -34,12 +34,14 @@ class Operands:
     """What a call works on, on one rank.
 
     Attributes:
+        call: its number.
         objects: states, grads and pullbacks, by what they are for.
         dims: of the tensors of the inputs in order, the axes that each dim lies over.
         shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
         rows: that outputs have here.
     """
 
+    call: int
     objects: dict[str, Any]
     options: dict[str, Any]
     inputs: tuple[object, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import axes_of
-from fzero.components.remote.values import Box, Meta, Name
+from fzero.components.remote.values import Box, Name
 from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
@@ -24,26 +24,12 @@ Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those th
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
-class Source(Protocol):
-    """One rank, as others ask it."""
-
-    def left(self) -> None:
-        """Nothing more will be asked."""
-        ...
-
-    def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
-
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: torch.device) -> list[torch.Tensor]:
-        """Values, wherever they lie; those of another process on the device where it can."""
-        ...
-
-    def trees(self, call: int) -> object: ...
-
-    def arrived(self, call: int) -> Failure | Arrived: ...
-
-
 class Table:
-    """A component's ranks: where each is, and how it is asked."""
+    """A component's ranks: where each is, and how it is asked.
+
+    Args:
+        sources: of each rank its `Host`, in this process, or a `RemoteSource`.
+    """
 
     def __init__(self, name: str, places: Sequence[Place], sources: Sequence[Any]) -> None:
         self.name, self.places, self.sources = name, places, sources
@@ -61,15 +47,6 @@ class Table:
 
 def whole(_: Layout) -> None:
     """All of a tensor."""
-
-
-class _Plan(NamedTuple):
-    """What is read of one value, and for what."""
-
-    leaf: Leaf
-    layout: Layout
-    box: Box | None
-    reads: list[list[Read]]
 
 
 class Puller:
@@ -132,18 +109,19 @@ class Puller:
         away = [(leaf, box_of) for leaf, box_of in parts if leaf[0] in ("value", "fill")]
         layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}
-        plans: list[_Plan] = []
+        plans: list[tuple[Leaf, Layout, Box | None, list[list[Read]]]] = []
         for leaf, box_of in away:
             layout = layouts[leaf[1], leaf[2]]
             box = box_of(layout)
             groups = self.table(leaf[1]).groups(layout.axes) if leaf[0] == "value" else []
-            plans.append(_Plan(leaf, layout, box, reads_of(layout, groups, box, self.choice) if groups else []))
-            for read in itertools.chain(*plans[-1].reads):
+            blocks = reads_of(layout, groups, box, self.choice) if groups else []
+            plans.append((leaf, layout, box, blocks))
+            for read in itertools.chain(*blocks):
                 reads.setdefault((leaf[1], read.rank), {})[leaf[2], read.box] = None
         for (component, rank), own in reads.items():
             found = self.table(component).sources[rank].blocks([*own], self.device)
             own.update(zip([*own], [x.to(self.device) for x in found], strict=True))
-        tensors = iter([self._made(plan, reads) for plan in plans])
+        tensors = iter([self._made(*plan, reads) for plan in plans])
         return [self._computed(leaf, tensors) for leaf, _ in wanted]
 
     def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
@@ -157,12 +135,13 @@ class Puller:
                 found[component, name] = layout
         return found
 
-    def _made(self, plan: _Plan, reads: Reads) -> torch.Tensor:
-        leaf, layout, box, own = plan
+    def _made(
+        self, leaf: Leaf, layout: Layout, box: Box | None, blocks: list[list[Read]], reads: Reads
+    ) -> torch.Tensor:
         if leaf[0] == "fill":
             shape = layout.shape if box is None else [stop - start for start, stop in box]
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device=self.device)
-        parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in own]
+        parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in blocks]
         made = joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
         return made.to(self.device)  # also where it has no elements, which nobody sent
 

@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
-from fzero.components.remote.group import Group
-from fzero.components.remote.handle import Away, Handle, Made, RemoteTree
+from fzero.components.remote.handle import Away, Handle, Made, Owner, RemoteTree
 from fzero.components.remote.link import Arguments
-from fzero.components.remote.operands import Given, cotangent_for, inputs_for
+from fzero.components.remote.operands import cotangent_for, inputs_for
 from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
 from fzero.engine.pullback import used_up
 from fzero.table.counting import Counts
-
-
-class Calling(Protocol):
-    """What sends calls to a component's ranks."""
-
-    group: Group
-
-    def made(
-        self, verb: str, arguments: Arguments, given: Given | None = None, held: Sequence[Away] = (), key: int = -1
-    ) -> Made: ...
-
-    def called(
-        self,
-        verb: str,
-        objects: Arguments,
-        options: Arguments,
-        given: Given | None,
-        kind: object = None,
-        further: Arguments | None = None,
-        held: Sequence[Away] = (),
-    ) -> tuple[Made, Any]: ...
 
 
 def handles(made: Made, skeletons: Sequence[Skeleton]) -> list[Any]:
@@ -52,7 +30,7 @@ class RemotePullback(Away):
     """
 
     def __init__(
-        self, component: Calling, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
+        self, component: Owner, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
     ) -> None:
         super().__init__(made, 0)
         self._component, self._inputs, self._wanted, self.alone = component, inputs, wanted, alone
@@ -115,7 +93,7 @@ class RemotePasses:
     An error of a microbatch is raised where the grads are used.
     """
 
-    def __init__(self, component: Calling, state: Away, count: int, rng: int, at_once: bool) -> None:
+    def __init__(self, component: Owner, state: Away, count: int, rng: int, at_once: bool) -> None:
         self._component, self.count, self.counts = component, count, Counts()
         options = {"count": count, "rng": rng, "at_once": at_once}
         self._passes = Away(component.made("passes", {"objects": {"state": state}, "options": options}), 0)

@@ -6,33 +6,22 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fzero.channels import Address, Connection, Listener, TimedOut
 from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.host import Host
 from fzero.components.remote.link import Way
-from fzero.components.remote.pull import Arrived, Source, lost
+from fzero.components.remote.pull import Arrived, lost
 from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
 _CPU = torch.device("cpu")
 _log = logging.getLogger("fzero.components")
-
-
-class Served(Protocol):
-    """What a server asks for its readers; `alive` is called now and then while they wait."""
-
-    def metas(self, names: Sequence[Name], alive: Callable[[], None]) -> list[Meta | Failure]: ...
-
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]: ...
-
-    def trees(self, call: int, alive: Callable[[], None]) -> object: ...
-
-    def arrived(self, call: int, alive: Callable[[], None]) -> Failure | Arrived: ...
 
 
 class Server:
@@ -42,7 +31,7 @@ class Server:
         host: as of `fzero.channels.Listener`.
     """
 
-    def __init__(self, served: Served, token: bytes, name: str, host: str | None = None) -> None:
+    def __init__(self, served: Host, token: bytes, name: str, host: str | None = None) -> None:
         self._served = served
         self._listener = Listener(token, host, name)
         self.address: Address = self._listener.address
@@ -84,42 +73,38 @@ class Server:
             owner.close()
 
 
-def answered(served: Served, request: object, alive: Callable[[], None]) -> tuple[str, object]:
-    """What a reader is answered, whatever way it came."""
+def answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+    """What a reader is answered, whatever way it came.
+
+    Args:
+        alive: called now and then while it waits.
+    """
+    kind, asked = request
     try:
-        return "answer", _answer(served, request, alive)
+        if kind == "metas":
+            return "answer", [_as_sent(meta) for meta in served.metas(asked, alive)]
+        if kind == "blocks":
+            return "answer", served.blocks(asked[0])
+        assert kind in ("trees", "arrived"), kind
+        return "answer", _as_sent(getattr(served, kind)(asked, alive))
     except Failed as failed:
         return "failed", tuple(failed.failure)
 
 
-def _answer(served: Served, request: Any, alive: Callable[[], None]) -> object:
-    kind, asked = request
-    if kind == "metas":
-        return [_as_sent(meta) for meta in served.metas(asked, alive)]
-    if kind == "blocks":
-        return served.blocks(asked[0])
-    if kind == "trees":
-        trees = served.trees(asked, alive)
-        return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
-    assert kind == "arrived", kind
-    told = served.arrived(asked, alive)
-    return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
-
-
-def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
-    return (type(told).__name__, *told)
+def _as_sent(told: object) -> tuple[object, ...]:
+    return (type(told).__name__, *told) if isinstance(told, (Meta, Failure)) else ("value", told)
 
 
 def _as_told(sent: Any) -> Any:
-    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure}
+    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure, "value": lambda told: told}
     return kinds[sent[0]](*sent[1:])
 
 
-class RemoteSource(Source):
+class RemoteSource:
     """A rank in another process, as readers here ask it: each with a connection of its own.
 
     Args:
-        where: as `sent_source` says it.
+        where: its address and token, its component by name and by identity, the rank, the name of its actor or "".
         patience: seconds without a sign of life.
         silent: as of `Reach`, shared by the sources of a component.
     """
@@ -145,12 +130,10 @@ class RemoteSource(Source):
         return self._ask("blocks", (list(wanted), gpus.name_of(device)), device)
 
     def trees(self, call: int) -> object:
-        sent = self._ask("trees", call)
-        return sent[1] if sent[0] == "trees" else _as_told(sent)
+        return _as_told(self._ask("trees", call))
 
     def arrived(self, call: int) -> Failure | Arrived:
-        sent = self._ask("arrived", call)
-        return sent[1] if sent[0] == "arrived" else _as_told(sent)
+        return _as_told(self._ask("arrived", call))
 
     def _ask(self, kind: str, asked: object, device: torch.device = _CPU) -> Any:
         connection, reader = None, gpus.Reader()
@@ -167,18 +150,14 @@ class RemoteSource(Source):
             if reply[0] == "offer":
                 taken = reader.take(gpus.Offer(*reply[1]), device, connection.send, hear)
                 reply = hear() if taken is None else ("answer", taken)
-        except TimedOut as error:
+        except BaseException as error:  # also an interrupt, with an answer on its way
             if connection is not None:
                 _close(connection, reader)
-            message = f"rank {self._rank} of component {self._component!r} gave no sign of life: {error}"
-            raise Failed(Failure("TimeoutError", message, self._component, self._rank)) from None
-        except OSError as error:
-            if connection is not None:
-                _close(connection, reader)
-            raise lost(self._identity, self._component, self._rank, f"cannot be reached ({error})") from None
-        except BaseException:  # an interrupt, with an answer on its way
-            if connection is not None:
-                _close(connection, reader)
+            if isinstance(error, TimedOut):
+                message = f"rank {self._rank} of component {self._component!r} gave no sign of life: {error}"
+                raise Failed(Failure("TimeoutError", message, self._component, self._rank)) from None
+            if isinstance(error, OSError):
+                raise lost(self._identity, self._component, self._rank, f"cannot be reached ({error})") from None
             raise
         self._idle.append((connection, reader))
         if self._left:
@@ -191,10 +170,3 @@ class RemoteSource(Source):
 def _close(connection: Way, reader: gpus.Reader) -> None:
     reader.close()
     connection.close()
-
-
-def sent_source(
-    address: Address, token: bytes, component: str, identity: str, rank: int, actor: str = ""
-) -> tuple[object, ...]:
-    """Where a rank answers, as it is told to readers; by the name of its actor also where no connection comes about."""
-    return address, token, component, identity, rank, actor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +11,7 @@ import torch
 
 from fzero.channels import Address, connect
 from fzero.comm import backend
-from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import failure_of
+from fzero.components.remote.building import join_group
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Place, Settings, Way
 from fzero.components.remote.mailbox import Mailbox
@@ -48,32 +45,17 @@ def serve(
         connection = connect(address, token, settings.timeout, name)
     else:
         connection = mailbox.way(address, token, settings.timeout, name)
-    around = functools.partial(calls_run_in, settings)
-    host = Host(settings.component, settings.identity, rank, connection.send, settings.timeout, around)
+    host = Host(settings, rank, connection.send)
     server = Server(host, token, name, reachable)
     if mailbox is not None:
         mailbox.serves(host)
     connection.send((rank, server.address))
     threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
     shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
-    backend.dist.init_process_group(
-        "gloo" if settings.backend == "gloo" else f"cpu:gloo,cuda:{settings.backend}",
-        store=shared,
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=datetime.timedelta(seconds=settings.timeout),
-    )
-    try:
-        built = built_by(build(), rank, settings)
-    except Exception as error:
-        connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
-        connection.close()
-        return
-    host.has_built(built)
-    del built
-    connection.send(("ready", tuple(host.part.place)))
-    host.run()
-    server.close()
+    join_group(settings, rank, shared)
+    if host.builds(build):
+        host.run()
+        server.close()
     connection.close()
 
 

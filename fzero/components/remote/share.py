@@ -51,7 +51,7 @@ def _numbers(skeleton: Skeleton) -> Iterator[object]:
     kind = skeleton[0]
     if kind == "float":
         yield float.fromhex(skeleton[1])
-    elif kind == "size":
+    elif kind == "Size":
         yield torch.Size(skeleton[1])
     elif kind == "constant" and isinstance(skeleton[1], int):
         yield skeleton[1]

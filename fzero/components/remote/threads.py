@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import functools
 import os
 import secrets
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 
 from fzero.base import thread_state
 from fzero.comm import backend, worlds
-from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
-from fzero.components.remote.host import Host
+from fzero.components.remote.building import join_group
+from fzero.components.remote.failure import Failure, said_of, trace_of
+from fzero.components.remote.host import Host, Order
 from fzero.components.remote.link import Link, Message, Settings
-from fzero.components.remote.order import Order
-from fzero.components.remote.server import Server, sent_source
+from fzero.components.remote.linked import weakly
+from fzero.components.remote.server import Server
 
 
 class ThreadLink(Link):
@@ -46,7 +45,7 @@ class ThreadLink(Link):
             token = secrets.token_bytes(32)
             self._server = Server(host, token, f"rank {host.rank} of {host.component!r}"), token
         server, token = self._server
-        return sent_source(server.address, token, host.component, host.identity, host.rank)
+        return server.address, token, host.component, host.identity, host.rank, ""
 
     def end(self) -> None:
         host, server = self.host, self._server
@@ -78,66 +77,30 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
     """
     store = backend.dist.HashStore()
     thread_state.prepare_for_fakes()
-    worlds.install()
-    alive = [settings.ranks]
-    lock = threading.Lock()
+    for _ in range(settings.ranks):
+        worlds.install()  # until the last of them has ended
     links: list[ThreadLink] = []
-
-    def over() -> None:
-        with lock:
-            alive[0] -= 1
-            last = not alive[0]
-        if last:
-            worlds.uninstall()
-
     order = Order()
     for rank in range(settings.ranks):
-        host = Host(
-            settings.component,
-            settings.identity,
-            rank,
-            _report_to(heard, rank),
-            settings.timeout,
-            lambda: calls_run_in(settings),
-            order,
-        )
+        host = Host(settings, rank, functools.partial(weakly(heard), rank), order)
         link = ThreadLink(host)
         links.append(link)
-        arguments = (build, settings, host, store, over)
+        arguments = (build, settings, host, store)
         name = f"fzero-{settings.component}-{rank}"
         link.thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
         link.thread.start()
     return links
 
 
-def _report_to(heard: Callable[..., object], rank: int) -> Callable[[tuple[object, ...]], object]:
-    owner = weakref.WeakMethod(heard)  # type: ignore[arg-type]
-
-    def report(message: tuple[object, ...]) -> None:
-        method = owner()
-        if method is not None:
-            method(rank, message)
-
-    return report
-
-
-def _run(
-    build: Callable[[int], object], settings: Settings, host: Host, store: backend.Store, over: Callable[[], None]
-) -> None:
+def _run(build: Callable[[int], object], settings: Settings, host: Host, store: backend.Store) -> None:
     hook = sys.excepthook
     try:
         torch.set_num_threads(settings.threads)
         with worlds.own_world():
             try:
-                backend.dist.init_process_group(
-                    "gloo",
-                    store=store,
-                    rank=host.rank,
-                    world_size=settings.ranks,
-                    timeout=datetime.timedelta(seconds=settings.timeout),
-                )
+                join_group(settings, host.rank, store)
                 sys.excepthook = hook  # each group that begins wraps it once more
-                if _has_built(build, settings, host):
+                if host.builds(lambda: build):
                     host.run()
             except BaseException as left:
                 host.report(("died", f"has left by {said_of(left)}", trace_of(left)))
@@ -147,15 +110,4 @@ def _run(
                         backend.dist.destroy_process_group()
     finally:
         host.let_go()
-        over()
-
-
-def _has_built(build: Callable[[int], object], settings: Settings, host: Host) -> bool:
-    try:
-        built = built_by(build, host.rank, settings)
-    except Exception as error:
-        host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
-        return False
-    host.has_built(built)
-    host.report(("ready", tuple(built.place)))
-    return True
+        worlds.uninstall()

@@ -1,23 +1,22 @@
 """Messages to a rank by calls of its Ray actor, for who can open no connection to it.
 
-Ray carries bytes, and flat arrays of bytes for large tensors; what they say is read by `fzero.channels`, as what comes
-by a connection is. Such an array lies in Ray's object store, from which it is copied: the store has little room, and is
+Ray carries bytes, and a flat array of bytes for each tensor; what they say is read by `fzero.channels`, as what comes
+by a connection is. A large array lies in Ray's object store, from which it is copied: the store has little room, and is
 gone with Ray, while a value may be kept.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
 import importlib
 import sys
 import threading
 from typing import Any
 
-import numpy as np
 import torch
 
-from fzero.channels import BadMessage, Closed, TimedOut, carried
+from fzero.base import private
+from fzero.channels import Closed, TimedOut, tensors, vocabulary
 from fzero.channels.connection import SEND_SECONDS
 from fzero.channels.deadline import Deadline
 
@@ -42,29 +41,27 @@ def is_here() -> bool:
     return module is not None and module.is_initialized()
 
 
-def as_sent(message: object) -> object:
-    """A message as Ray carries it: bytes, or a tuple of these and arrays."""
-    data, beside = carried.pack(message)
-    return (data, *[value.numpy() for value in beside]) if beside else data
+def as_sent(message: object) -> tuple[bytes, bytes, list[Any]]:
+    """A message as Ray carries it: its bytes, the table of its tensors, and the bytes of each as a flat array."""
+    data, values = vocabulary.encode(message)
+    rows = [tensors.Row(x.dtype, tuple(x.shape)) for x in values]
+    with private.below_transforms(), torch.no_grad():
+        arrays = [_flat(tensors.as_contiguous(x, row)) for x, row in zip(values, rows, strict=True)]
+    return data, tensors.pack(rows), arrays
 
 
-def as_received(sent: object) -> Any:
-    """The message again.
-
-    Raises:
-        BadMessage: it is none.
-    """
-    data, *arrays = sent if isinstance(sent, tuple) else (sent,)
-    if type(data) is not bytes:
-        raise BadMessage(f"a value of type {type(data).__name__} in place of bytes")
-    return carried.unpack(data, [_memory(array) for array in arrays])
+def as_received(sent: Any) -> Any:
+    """The message again, its tensors in memory of their own."""
+    data, table, arrays = sent
+    values = [tensors.empty(row) for row in tensors.unpack(memoryview(table), sum(x.size for x in arrays))]
+    for value, array in zip(values, arrays, strict=True):
+        _flat(value)[:] = array
+    return vocabulary.decode(memoryview(data), values)
 
 
-def _memory(array: object) -> torch.Tensor:
-    """An array, which may not be written to, as a tensor that nobody writes to; it lives as long as the array."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise BadMessage(f"a value of type {type(array).__name__} in place of an array of bytes")
-    return torch.frombuffer((ctypes.c_char * array.size).from_address(array.ctypes.data), dtype=torch.uint8)
+def _flat(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as an array of bytes."""
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _got(reference: object, seconds: float, peer: str) -> Any:

@@ -34,7 +34,6 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
     dims: Dims = ()
     weight: float = 1.0
-    version: int = 0
     digest: Digest | None = None
 
 
@@ -50,11 +49,6 @@ def cut_to(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return out if rows else out.contiguous()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to, as far as torch counts that."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class Meta(NamedTuple):
     """What is told of a piece ahead of its values."""
 
@@ -65,10 +59,6 @@ class Meta(NamedTuple):
     dims: Dims
     weight: float
     digest: Digest | None = None
-
-
-def _kept(value: object) -> object:
-    return value._replace(version=version_of(value.tensor)) if isinstance(value, Piece) else value
 
 
 def _meta(piece: Piece) -> Meta:
@@ -97,8 +87,7 @@ class Record:
         with self._lock:
             self.failure = failure
             self.metas = {place: _meta(value) for place, value in values.items() if isinstance(value, Piece)}
-            kept = [(place, value) for place, value in values.items() if place not in self._freed]
-            self._values = {place: _kept(value) for place, value in kept}
+            self._values = {place: value for place, value in values.items() if place not in self._freed}
         self.done.set()
 
     def free(self, place: int) -> object:
@@ -231,11 +220,5 @@ class Values:
         record = self._ended(name[0], lambda: None)
         piece = record.value(name[1])
         assert isinstance(piece, Piece)
-        if version_of(piece.tensor) != piece.version:
-            message = (
-                f"component {self.component!r}: tensor {name[1]} of call {name[0]} was written to in place, by a "
-                "function that was given it; expected values to stay as they are. Let functions compute new tensors."
-            )
-            raise Failed(Failure("RuntimeError", message, self.component, self.rank))
         wait_for(piece.tensor, record.ready)
         return piece.tensor if box is None else cut_to(piece.tensor, box)

@@ -58,17 +58,13 @@ def _returned(
     return values, tuple(skeletons)
 
 
-def _init(part: Part, operands: Operands, number: int) -> Results:
-    return Results({0: part.step.init(part.params, **operands.options)})
-
-
-def _vjp(part: Part, operands: Operands, number: int) -> Results:
+def _vjp(part: Part, operands: Operands) -> Results:
     argnums = operands.options["argnums"]
     part.need_microbatches(operands)
     own = part.step.vjp(operands.objects["state"], *operands.inputs, argnums=argnums, rng=operands.options["rng"])
     outputs, pullback, *aux = own
     values, skeletons = _returned(part, operands, outputs, *aux)
-    pulled = _pulled(part, operands, number, outputs, pullback, values)
+    pulled = _pulled(part, operands, outputs, pullback, values)
     wanted = _differentiated(operands, range(len(operands.inputs)) if argnums is None else argnums)
     alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
     return Results({0: pulled, **values}, (skeletons, wanted, alone))
@@ -82,12 +78,10 @@ def _differentiated(operands: Operands, chosen: Container[int]) -> tuple[bool, .
     return tuple(wanted)
 
 
-def _pulled(
-    part: Part, operands: Operands, number: int, outputs: object, pullback: object, values: dict[int, object]
-) -> Pulled:
+def _pulled(part: Part, operands: Operands, outputs: object, pullback: object, values: dict[int, object]) -> Pulled:
     own = packed(outputs, _is_tensor, "outputs")
     flat, spec = pytree.flatten(slots_of(own.skeleton))
-    names: list[Name | None] = [(number, x.number + 1) if isinstance(x, Slot) else None for x in flat]
+    names: list[Name | None] = [(operands.call, x.number + 1) if isinstance(x, Slot) else None for x in flat]
     pieces = [values[name[1]] if name else None for name in names]
     factors = [part.factor(piece) if isinstance(piece, Piece) else 1.0 for piece in pieces]
     flat_inputs = [pytree.flatten(tree)[0] for tree in slots_of(operands.skeleton)]
@@ -112,7 +106,7 @@ def _grads(part: Part, grads: Sharded, lacking: bool) -> Sharded:
     return part.grads(grads)
 
 
-def _pull(part: Part, operands: Operands, number: int) -> Results:
+def _pull(part: Part, operands: Operands) -> Results:
     pulled: Pulled = operands.objects["pullback"]
     halves, retain = operands.options["halves"], operands.options["retain_graph"]
     if halves == "params":
@@ -123,7 +117,7 @@ def _pull(part: Part, operands: Operands, number: int) -> Results:
     return Results({0: _grads(part, grads, pulled.lacking), **_input_pieces(part, pulled, cotangents)})
 
 
-def _forward(part: Part, operands: Operands, number: int) -> Results:
+def _forward(part: Part, operands: Operands) -> Results:
     part.need_microbatches(operands)
     out = part.step.forward(operands.objects["state"], *operands.inputs, rng=operands.options["rng"])
     return Results(*_returned(part, operands, *(out if part.step.has_aux else (out,))))
@@ -142,16 +136,12 @@ def _metrics(metrics: dict[str, Any], part: Part, operands: Operands) -> tuple[d
     return values, skeletons
 
 
-def _update(part: Part, operands: Operands, number: int) -> Results:
+def _update(part: Part, operands: Operands) -> Results:
     objects = operands.objects
     norm = operands.options.get("grad_norm")
     state, metrics = part.step.update(objects["state"], objects["grads"], grad_norm=norm)
     values, skeletons = _metrics(metrics, part, operands)
     return Results({0: state, **values}, skeletons)
-
-
-def _add_grads(part: Part, operands: Operands, number: int) -> Results:
-    return Results({0: part.step.add_grads(operands.objects["state"], operands.objects["grads"])})
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,7 @@ class _Weighted:
         return (loss, *rest) if self.has_aux else loss
 
 
-def _step(part: Part, operands: Operands, number: int) -> Results:
+def _step(part: Part, operands: Operands) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
     part.need_microbatches(operands)
@@ -192,53 +182,48 @@ class _Stage:
     lacking: bool = False  # whether some ranks had no example of a microbatch
 
 
-def _passes(part: Part, operands: Operands, number: int) -> Results:
+def _passes(part: Part, operands: Operands) -> Results:
     step = dataclasses.replace(part.step, microbatches=Microbatches(operands.options["count"]))
     return Results({0: _Stage(Passes(step, operands.objects["state"], **operands.options))})
 
 
-def _pass_forward(part: Part, operands: Operands, number: int) -> Results:
+def _pass_forward(part: Part, operands: Operands) -> Results:
     own, chosen = operands.options, operands.options["wanted"]
     outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
-    pulled = _pulled(part, operands, number, outputs, None, values)
+    pulled = _pulled(part, operands, outputs, None, values)
     operands.objects["passes"].lacking |= pulled.lacking
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
 
 
-def _pass_outputs(part: Part, operands: Operands, number: int) -> Results:
+def _pass_outputs(part: Part, operands: Operands) -> Results:
     made = operands.objects["passes"].passes.outputs(operands.options["microbatch"], operands.inputs)
     return Results(*_returned(part, operands, *made))
 
 
-def _pass_pull(part: Part, operands: Operands, number: int) -> Results:
+def _pass_pull(part: Part, operands: Operands) -> Results:
     own, passes = operands.options, operands.objects["passes"].passes
     pull = passes.backward if own["halves"] == "both" else passes.inputs
     cotangents = pull(own["microbatch"], operands.cotangent, own["retain_graph"])
     return Results({0: None, **_input_pieces(part, operands.objects["pullback"], cotangents)})
 
 
-def _pass_params(part: Part, operands: Operands, number: int) -> Results:
-    operands.objects["passes"].passes.params(operands.options["microbatch"])
-    return Results({0: None})
+def _passes_do(name: str) -> Callable[[Part, Operands], Results]:
+    """A verb that changes passes, and makes nothing."""
+
+    def run(part: Part, operands: Operands) -> Results:
+        getattr(operands.objects["passes"].passes, name)(**operands.options)
+        return Results({0: None})
+
+    return run
 
 
-def _pass_begin(part: Part, operands: Operands, number: int) -> Results:
-    operands.objects["passes"].passes.begin()
-    return Results({})
-
-
-def _pass_reduce(part: Part, operands: Operands, number: int) -> Results:
-    operands.objects["passes"].passes.reduce()
-    return Results({0: None})
-
-
-def _pass_grads(part: Part, operands: Operands, number: int) -> Results:
+def _pass_grads(part: Part, operands: Operands) -> Results:
     stage: _Stage = operands.objects["passes"]
     return Results({0: _grads(part, stage.passes.grads(operands.options["times"]), stage.lacking)})
 
 
-def _gather(part: Part, operands: Operands, number: int) -> Results:
+def _gather(part: Part, operands: Operands) -> Results:
     skeleton, leaves = packed(gather(_tree(operands), operands.options["pattern"]), _is_tensor, "gather")
     return Results({place: whole(x) for place, x in enumerate(leaves, 1)}, (skeleton,))
 
@@ -249,7 +234,7 @@ def _tree(operands: Operands) -> Any:
     return getattr(tree, what) if what else tree
 
 
-def _squares(part: Part, operands: Operands, number: int) -> Results:
+def _squares(part: Part, operands: Operands) -> Results:
     tree = _tree(operands)
     if "state" in operands.objects:
         tree = with_kept(operands.objects["state"], tree)
@@ -257,46 +242,37 @@ def _squares(part: Part, operands: Operands, number: int) -> Results:
     return Results({1: whole(squares)})
 
 
-def _spans(part: Part, operands: Operands, number: int) -> Results:
-    return Results({1: whole(part.spans())})
-
-
-def _look(part: Part, operands: Operands, number: int) -> Results:
-    state = operands.objects["state"]
-    return Results({}, (("step", state.step), ("seed", state.seed)))
-
-
-def _save(part: Part, operands: Operands, number: int) -> Results:
+def _save(part: Part, operands: Operands) -> Results:
     save(operands.options["path"], operands.objects["state"], json.loads(operands.options["extra"]))
     return Results({})
 
 
-def _load(part: Part, operands: Operands, number: int) -> Results:
+def _load(part: Part, operands: Operands) -> Results:
     own = operands.options
     options = {name: own[name] for name in own if name != "path"}
     return Results({0: load(own["path"], part.step, like=part.params, **options)})
 
 
-RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
-    "init": _init,
+RUN: dict[str, Callable[[Part, Operands], Results]] = {
+    "init": lambda part, own: Results({0: part.step.init(part.params, **own.options)}),
     "vjp": _vjp,
     "pull": _pull,
     "forward": _forward,
     "update": _update,
-    "add_grads": _add_grads,
+    "add_grads": lambda part, own: Results({0: part.step.add_grads(own.objects["state"], own.objects["grads"])}),
     "step": _step,
     "passes": _passes,
     "pass_forward": _pass_forward,
     "pass_outputs": _pass_outputs,
     "pass_pull": _pass_pull,
-    "pass_params": _pass_params,
-    "pass_reduce": _pass_reduce,
-    "pass_begin": _pass_begin,
+    "pass_params": _passes_do("params"),
+    "pass_reduce": _passes_do("reduce"),
+    "pass_begin": _passes_do("begin"),
     "pass_grads": _pass_grads,
     "gather": _gather,
     "squares": _squares,
-    "look": _look,
-    "spans": _spans,
+    "look": lambda part, own: Results({}, [(what, getattr(own.objects["state"], what)) for what in ("step", "seed")]),
+    "spans": lambda part, own: Results({1: whole(part.spans())}),
     "save": _save,
     "load": _load,
 }

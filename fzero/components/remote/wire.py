@@ -19,7 +19,13 @@ from fzero.table.module_params import ModuleParams
 Skeleton = tuple[Any, ...]  # of a container, a constant or a leaf: its kind first
 LEAF: Skeleton = ("leaf",)
 _CONSTANTS = (int, str, bytes, type(None), torch.dtype)
-_ALONE = ("constant", "bool", "float", "size", "count")  # kinds without children
+_CODES: dict[Any, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    bool: (str, lambda said: said == "True"),  # True is equal to 1
+    float: (float.hex, float.fromhex),  # a nan is equal to itself, and -0.0 is not to 0.0
+    pytree.Count: (lambda count: count.said, pytree.Count.of),
+    torch.Size: (tuple, torch.Size),
+}
+_DECODE = {"constant": lambda x: x, **{kind.__name__: decode for kind, (_, decode) in _CODES.items()}}
 _KEYS = (str, int, bool, type(None))
 
 
@@ -48,16 +54,10 @@ def _skeleton(node: Any, is_leaf: Callable[[object], bool], what: str, leaves: l
         leaves.append(node)
         return LEAF
     kind: Any = type(node)
-    if kind is bool:
-        return ("bool", str(node))  # True is equal to 1
     if kind in _CONSTANTS:
         return ("constant", node)
-    if kind is float:
-        return ("float", node.hex())  # a nan is equal to itself, and -0.0 is not to 0.0
-    if kind is pytree.Count:
-        return ("count", node.said)
-    if kind is torch.Size:
-        return ("size", tuple(node))
+    if kind in _CODES:
+        return (kind.__name__, _CODES[kind][0](node))
     if kind in (list, tuple):
         return (kind.__name__, tuple([_skeleton(x, is_leaf, f"{what}[{i}]", leaves) for i, x in enumerate(node)]))
     if kind in (dict, OrderedDict, ModuleParams) and all(type(key) in _KEYS for key in node):
@@ -104,16 +104,8 @@ def _tree(skeleton: Skeleton, leaves: Iterator[object]) -> Any:
     kind = skeleton[0]
     if kind == "leaf":
         return next(leaves)
-    if kind == "constant":
-        return skeleton[1]
-    if kind == "bool":
-        return skeleton[1] == "True"
-    if kind == "float":
-        return float.fromhex(skeleton[1])
-    if kind == "count":
-        return pytree.Count.of(skeleton[1])
-    if kind == "size":
-        return torch.Size(skeleton[1])
+    if kind in _DECODE:
+        return _DECODE[kind](skeleton[1])
     if kind in ("list", "tuple"):
         items = [_tree(child, leaves) for child in skeleton[1]]
         return items if kind == "list" else tuple(items)
@@ -142,8 +134,12 @@ def _class(module: str, name: str) -> Any:
 
 def children_of(skeleton: Skeleton) -> tuple[Skeleton, ...]:
     """Those of a container; of a leaf or a constant none."""
-    place = {"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)
-    return skeleton[place] if skeleton[0] not in (*_ALONE, "leaf") else ()
+    return () if skeleton[0] == "leaf" or skeleton[0] in _DECODE else skeleton[_place(skeleton[0])]
+
+
+def _place(kind: str) -> int:
+    """Where the children are in the skeleton of a container."""
+    return {"list": 1, "tuple": 1, "namedtuple": 3}.get(kind, 2)
 
 
 def places_of(skeleton: Skeleton) -> int:
@@ -156,8 +152,8 @@ def pruned(skeleton: Skeleton, keeps: Iterator[bool]) -> Skeleton:
     kind = skeleton[0]
     if kind == "leaf":
         return LEAF if next(keeps) else ("constant", None)
-    if kind in _ALONE:
+    if kind in _DECODE:
         return ("constant", None)
-    place = {"list": 1, "tuple": 1, "namedtuple": 3}.get(kind, 2)
+    place = _place(kind)
     children = tuple([pruned(child, keeps) for child in skeleton[place]])
     return (*skeleton[:place], children, *skeleton[place + 1 :])

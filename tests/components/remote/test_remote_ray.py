@@ -21,7 +21,6 @@ from nightly import at_length
 
 import fzero as fz
 from fzero.components.remote import linked, on_ray, reach, through_ray
-from fzero.components.remote.server import sent_source
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own
@@ -114,8 +113,9 @@ def _port_of_nobody(host: str) -> int:
 def blocks(monkeypatch: pytest.MonkeyPatch, host: str, port: int) -> None:
     """Whoever reads from an actor's rank, here and elsewhere, tries to connect to that port instead."""
     nowhere = ("", "", host, port)
-    where = lambda address, *rest: sent_source(nowhere if rest[-1] else address, *rest)
-    monkeypatch.setattr(linked, "sent_source", where)
+    connected = linked.ChannelLink.connected
+    there = lambda link, way, address, *rest: connected(link, way, nowhere if link.actor else address, *rest)
+    monkeypatch.setattr(linked.ChannelLink, "connected", there)
 
 
 @pytest.fixture

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import pytree
-from fzero.table.handle import storage_of
 
 ALIGN = 64  # bytes, at which tensors begin, so that they can be viewed where they arrived
 HEAD = 16  # bytes: how many there are in all, and how many of them the header has
 
 
-class Parcel:
+class Packed:
     """A tree on its way: its header, its tensors, and how many bytes they take.
 
     The header is pickled: it goes between ranks of one program, which run the same code.
@@ -28,10 +26,10 @@ class Parcel:
         leaves, spec = pytree.flatten(tree)
         self.tensors: list[tuple[int, torch.Tensor]] = []
         kept: list[object] = []
-        sizes, storages = 0, dict[int, int]()
+        sizes = 0
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
-                kept.append(tuple(_Sent(-1, leaf.dtype, tuple(leaf.shape), tuple(range(leaf.ndim)), -1)))
+                kept.append(tuple(_Sent(-1, leaf.dtype, tuple(leaf.shape), tuple(range(leaf.ndim)))))
             elif isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
                 raise TypeError(
                     f"pipeline: got a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, expected a dense "
@@ -41,9 +39,8 @@ class Parcel:
                 # in the order in which it lies in memory: sums over it are then formed in the same order there
                 order = _order(leaf)
                 own = leaf.detach().permute(order).contiguous()
-                storage = storages.setdefault(storage_of(leaf) or id(leaf), sizes)
                 self.tensors.append((sizes, own))
-                kept.append(tuple(_Sent(sizes, own.dtype, tuple(own.shape), order, storage)))
+                kept.append(tuple(_Sent(sizes, own.dtype, tuple(own.shape), order)))
                 sizes += _aligned(own.numel() * own.element_size())
             else:
                 kept.append((leaf,))
@@ -70,22 +67,17 @@ class Parcel:
 
 
 def total_of(buffer: torch.Tensor) -> int:
-    """The bytes of the parcel whose first ones these are."""
+    """The bytes of the packed whose first ones these are."""
     return int(buffer[:8].view(torch.int64))
 
 
 def opened(buffer: torch.Tensor) -> Any:
-    """The tree, in the buffer's memory: tensors that had one storage have one again, others each have their own."""
+    """The tree, in the buffer's memory: each tensor begins a storage of its own."""
     length = int(buffer[8:HEAD].view(torch.int64))
     spec, kept = pickle.loads(buffer[HEAD : HEAD + length].numpy().tobytes())
     start = _aligned(HEAD + length)
     entries = [entry[0] if len(entry) == 1 else _Sent(*entry) for entry in kept]
-    ends: dict[int, int] = {}
-    for entry in entries:
-        if isinstance(entry, _Sent):
-            ends[entry.storage] = max(ends.get(entry.storage, 0), entry.place + entry.size)
-    own = {begin: _storage(buffer, start + begin, end - begin) for begin, end in ends.items() if end > begin >= 0}
-    return pytree.unflatten(spec, [x.of(own) if isinstance(x, _Sent) else x for x in entries])
+    return pytree.unflatten(spec, [x.within(buffer, start) if isinstance(x, _Sent) else x for x in entries])
 
 
 class _Sent(NamedTuple):
@@ -94,31 +86,21 @@ class _Sent(NamedTuple):
     Attributes:
         place: in bytes; negative for one without memory.
         order: its dims as they lie in memory.
-        storage: the place of the first tensor of its storage.
     """
 
     place: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    storage: int
 
-    @property
-    def size(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-    def of(self, storages: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def within(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         if 0 in self.shape or self.place < 0:
             device = "meta" if self.place < 0 else "cpu"
             return torch.empty(self.shape, dtype=self.dtype, device=device).permute(back)
-        place = self.place - self.storage
-        own = storages[self.storage][place : place + self.size]
+        size = self.dtype.itemsize * torch.Size(self.shape).numel()
+        own = torch.frombuffer(buffer.numpy(), dtype=torch.uint8, offset=start + self.place, count=size)
         return own.view(self.dtype).view(self.shape).permute(back)
-
-
-def _storage(buffer: torch.Tensor, begin: int, size: int) -> torch.Tensor:
-    return torch.frombuffer(buffer.numpy(), dtype=torch.uint8, offset=begin, count=size)
 
 
 def _order(x: torch.Tensor) -> tuple[int, ...]:
