@@ -32,7 +32,6 @@ import torch
 import fzero as fz
 from fzero.channels import Listener
 from fzero.components.remote import linked, on_ray
-from fzero.components.remote.server import sent_source
 
 
 def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -68,10 +67,15 @@ def placed(on: str) -> Iterator[str]:
             super().__init__(token, host, name)
             self.address = nowhere
 
-    where = lambda address, *rest: sent_source(nowhere, *rest)
+    connected = linked.ChannelLink.connected
+
+    def unreachable(link: linked.ChannelLink, connection: Any, _: object, *rest: Any) -> None:
+        connected(link, connection, nowhere, *rest)
+
     if on == "store":
-        with mock.patch.object(on_ray, "Listener", Unreachable), mock.patch.object(linked, "sent_source", where):
-            yield "ray"
+        with mock.patch.object(on_ray, "Listener", Unreachable):
+            with mock.patch.object(linked.ChannelLink, "connected", unreachable):
+                yield "ray"
     else:
         yield on
 
