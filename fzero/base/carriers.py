@@ -18,6 +18,7 @@ T = TypeVar("T")
 _NAMESPACE = "fzero"
 _changing: set[type] = set()  # types whose content a unit may change
 _known: set[type] = {torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+_known.add(torch.Size)  # which torch makes again as a tuple, once its compiler is imported
 
 
 def register_carrier(

@@ -146,7 +146,7 @@ class Look:
             if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
                 self._own.setdefault(memory_of(private.unwrapped(x)), True)
                 while private.is_wrapper(x):
-                    if not private.is_mapped(x):
+                    if not private.is_mapped(x) and private.level_of(x) > 0:  # or it has ended
                         with beside(), private.below_transforms(private.level_of(x)):
                             tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
                         if tangent is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,17 @@ def test_inference_mode_outside_of_units() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(TypeError, match=r"in torch.inference_mode outside of units \(in 'loss', .*torch.no_grad"):
         torch.func.grad(lambda x: step.forward(state, x))(x)
+
+
+def test_a_size_is_given_as_it_is() -> None:
+    importlib.import_module("torch._dynamo")  # which has torch make sizes again as tuples
+
+    def body(p: Any, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        assert type(size) is torch.Size
+        return (x @ p["w"]).reshape(size.numel())
+
+    unit = fz.unit(body)
+    step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x, x.shape).sum(), fz.sgd(0.1)))
+    x = torch.ones(2, 3)
+    _, metrics = step(step.init({"blocks": [{"w": torch.ones(3, 3)}]}), x)
+    assert metrics["loss"] == 18.0
