@@ -5,7 +5,6 @@ Cases as in `written`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -39,16 +38,16 @@ def packed_sequences() -> Case:
 
 
 class Adapted(nn.Module):
-    """As adapters of low rank are put in: two params in one function's defaults, in a tuple, in a partial."""
+    """As adapters of low rank are put in: two params in one function's closure, in a tuple, in a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: Any = filled(nn.ModuleList(Block() for _ in range(3)))
         self.a, self.b = nn.Parameter(torch.ones(4, 2, dtype=F64)), nn.Parameter(torch.ones(2, 4, dtype=F64) / 8)
-        self.pair = (self.a, self.b)
-        self.low: Any = functools.partial(torch.linalg.multi_dot, (self.a, self.b))
+        self.pair, self.low = (self.a, self.b), [self.a, self.b]
+        a, b = self.pair
 
-        def hook(block: Any, given: Any, out: torch.Tensor, a: Any = self.a, b: Any = self.b) -> torch.Tensor:
+        def hook(block: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
             return out + given[0] @ a @ b
 
         self.blocks[1].register_forward_hook(hook)
@@ -56,7 +55,7 @@ class Adapted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return (x @ self.pair[0] @ self.pair[1] + x @ self.low()).square().mean()
+        return (x @ self.pair[0] @ self.pair[1] + x @ torch.linalg.multi_dot(self.low)).square().mean()
 
 
 def two_params_in_one_place() -> Case:
