@@ -17,8 +17,9 @@ from fzero.base.refusals import noted
 T = TypeVar("T")
 _NAMESPACE = "fzero"
 _changing: set[type] = set()  # types whose content a unit may change
-_known: set[type] = {torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
-_known.add(torch.Size)  # which torch makes again as a tuple, once its compiler is imported
+# leaves that are no tensors; of a Size torch makes a tuple, once its compiler is imported
+VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_known: set[type] = {torch.Tensor, *VALUES}
 
 
 def register_carrier(

@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 
 from fzero.base import collecting, pytree, refusals, texts
-from fzero.base.carriers import changing, flatten, flatten_first, map_changing
+from fzero.base.carriers import VALUES, changing, flatten, flatten_first, map_changing
 from fzero.base.context import during, in_function
 from fzero.base.places import definition_of
 from fzero.base.quick_node import QuickOp
 from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
-from fzero.engine.signature import VALUES, Signature
+from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
 from fzero.purity.look import Impure, refusal
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes

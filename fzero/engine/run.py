@@ -172,11 +172,10 @@ class Run(Outcome):
         finally:
             traversal.delivery = None
         if delivery is None:
-            for key, grad in grads.items():
-                use, group = traversal.uses[key], traversal.layout.groups[key]
-                if grad is None:
-                    grad = torch.zeros(group.numel // use.axis.size, dtype=use.reduce, device=use.device)
-                found[key] = grad.to(grad.dtype if self.partial else use.grad).contiguous()
+            assert self._ends is not None
+            for key, primal in self._ends.primals.items():
+                grad = torch.zeros_like(primal) if (own := grads[key]) is None else own
+                found[key] = grad.to(grad.dtype if self.partial else traversal.uses[key].grad).contiguous()
         if not again and not create_graph:
             self.drop()
         return found, self._placed(wanted)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.carriers import VALUES
 from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
@@ -22,7 +23,6 @@ from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
 from fzero.table.rows import Row
 
-VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 KEPT = 8  # signatures of one call
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _HANDLE, _TENSOR, _VALUE = range(3)

@@ -138,8 +138,10 @@ class Traversal:
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
+        if self.delivery is None:
+            return True
         node = self.tokens[key].grad_fn
-        return self.delivery is None or node is None or private.will_run(node)
+        return node is None or private.will_run(node)
 
     def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.

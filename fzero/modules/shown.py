@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.carriers import flatten
+from fzero.base.carriers import VALUES, flatten
 from fzero.base.context import during
 from fzero.parallel.acting import helped
 from fzero.table.handle import Function
@@ -65,10 +65,9 @@ def _form(x: object, known: Notes | None) -> object:
     """What the code that a unit runs may depend on; what a tensor's values decide is not looked at."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype, known.of(x) if known is not None else None
-    return (type(x), x) if isinstance(x, _VALUES) else (type(x), id(x))
+    return (type(x), x) if isinstance(x, VALUES) else (type(x), id(x))
 
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def _noted(fast: Function, marks: list[Mark | None], *args: object) -> object:

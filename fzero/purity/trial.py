@@ -22,6 +22,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.ambient import functions_seen
+from fzero.base.carriers import VALUES
 from fzero.base.node import OWNER
 from fzero.base.places import Place
 from fzero.base.random import seeded
@@ -35,7 +36,6 @@ from fzero.table.handle import StandIn
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
 CLOSE = 1e-3  # of outputs where operators are not deterministic
 _WAITS = 0.0, 0.01, 0.05, 0.2, 0.5
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Trial:
@@ -88,7 +88,7 @@ class Trial:
                 raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
-            opaque = [x for x in out if not isinstance(x, (torch.Tensor, *_VALUES))]
+            opaque = [x for x in out if not isinstance(x, (torch.Tensor, *VALUES))]
             self.opaque = {type(x) for x in opaque}
             del out
             own.clear()
