@@ -10,10 +10,9 @@ A small transformer, cut into stages of equal numbers of blocks, on gloo ranks t
 same weights, batches and microbatches for both, the same schedule on both sides, in three regimes: float32, one
 sequence a microbatch, and bfloat16 autocast over float32 params. Contenders take turns as in step.py, but each has
 processes of its own, as what one asks of malloc decides how the other one's memory lies (with fzero's buffers beside it
-torch's step takes up to a tenth less). With --keep-memory malloc gives nothing back, for both: a matter of the
-environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_MAX_), which few set. A contender whose losses are others has no
-place in it. One line per schedule: the medians of a step in milliseconds, and the median of the ratios within each
-round.
+torch's step takes up to a tenth less). With --keep-memory both call `fz.keep_memory()` first, and malloc gives nothing
+back. A contender whose losses are others has no place in it. One line per schedule: the medians of a step in
+milliseconds, and the median of the ratios within each round.
 
 --alone: a third contender, the step without communication: plain PyTorch on each rank, its own stages' forwards and
 backwards in the schedule's order, on activations and cotangents that are at hand, and the same optimizer. Nobody waits

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 MARKED = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- end -->", re.S)
-SETTING = ("OMP_NUM_THREADS", "CXX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
+SETTING = ("OMP_NUM_THREADS", "CXX")
 # as the user gave it: scripts change it later
 ENVIRONMENT = [f"{name}={shlex.quote(os.environ[name])}" for name in SETTING if name in os.environ]
 Cell = str | float | None

@@ -58,7 +58,6 @@ import fzero as fz
 from fzero.comm import transport
 
 MB = 2**20
-KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's malloc: nothing goes back
 Series = dict[str, list[float]]  # by contender, one of each round or step
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -182,7 +181,11 @@ def memory(rank: int, args: argparse.Namespace, name: str) -> tuple[int, int, in
     return rest, peak, None if cuda else resident("VmHWM") - before
 
 
-def on_rank(rank: int, measure: Any, args: argparse.Namespace, what: Any, store: str, results: Any) -> None:
+def on_rank(
+    rank: int, measure: Any, args: argparse.Namespace, what: Any, store: str, results: Any, keeps: bool
+) -> None:
+    if keeps:
+        fz.keep_memory()
     start(rank, args.ranks, store, args.device)
     found = measure(rank, args, what)
     if rank == 0:
@@ -192,10 +195,10 @@ def on_rank(rank: int, measure: Any, args: argparse.Namespace, what: Any, store:
 
 
 def spawned(measure: Any, args: argparse.Namespace, what: Any, keeps: bool = False) -> Any:
-    """What `measure(rank, args, what)` finds on rank 0 of fresh processes; `keeps`, whose malloc keeps its memory."""
+    """What `measure(rank, args, what)` finds on rank 0 of fresh processes; `keeps`, after `fz.keep_memory()`."""
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder, environment(KEEPS if keeps else {}):
-        mp.spawn(on_rank, (measure, args, what, f"file://{folder}/store", results), nprocs=args.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (measure, args, what, f"file://{folder}/store", results, keeps), nprocs=args.ranks)
     return results.get()
 
 
@@ -208,10 +211,10 @@ def spawned_apart(
     """
     context = multiprocessing.get_context("spawn")
     results, turns = {name: context.SimpleQueue() for name in names}, context.Barrier(len(names) * args.ranks)
-    with tempfile.TemporaryDirectory() as folder, environment(KEEPS if keeps else {}):
+    with tempfile.TemporaryDirectory() as folder:
         running: list[Any] = []
         for number, name in enumerate(names):
-            own = (measure, args, (what, name, turns), f"file://{folder}/store{number}", results[name])
+            own = (measure, args, (what, name, turns), f"file://{folder}/store{number}", results[name], keeps)
             running.append(mp.spawn(on_rank, own, nprocs=args.ranks, join=False))
         for each in running:
             while not each.join():

@@ -3,6 +3,7 @@
 from fzero import compat, optim, parallel, schedules, testing, transforms
 from fzero.base.carriers import register_carrier
 from fzero.base.collecting import collect, collected
+from fzero.base.malloc import keep_memory
 from fzero.base.ragged import Ragged
 from fzero.checkpoint.kept import Checkpoints
 from fzero.checkpoint.load import load, load_extra
@@ -89,11 +90,11 @@ __all__ = [
     "adafactor", "adam", "adamw", "adaptive_clip", "autocast", "carry", "chain", "check_pure", "clip_by_block_norm",
     "clip_by_global_norm", "clip_by_value", "collect", "collected", "compat", "compile", "constant", "convert",
     "donate", "ema", "explain", "fetch", "fits", "freeze", "from_torch", "functional", "fuse_update", "gather",
-    "global_norm", "gradient_noise", "hvp", "lamb", "linear", "lion", "load", "load_extra", "load_safetensors",
-    "lookahead", "loop", "loss_scale", "measure_bandwidth", "muon", "name", "offload", "optim", "parallel", "partition",
-    "per_example_grads", "pipeline", "plan", "plot_plan", "plot_schedule", "register_carrier", "remat", "remote",
-    "save", "save_async", "save_safetensors", "scan", "scatter", "schedules", "sgd", "shard_tensor", "shard_zero1",
-    "shard_zero2", "shard_zero3", "stack", "sum_over", "tape", "testing", "train_step", "transforms", "unit", "unstack",
-    "warmup_cosine", "whole", "with_fn",
+    "global_norm", "gradient_noise", "hvp", "keep_memory", "lamb", "linear", "lion", "load", "load_extra",
+    "load_safetensors", "lookahead", "loop", "loss_scale", "measure_bandwidth", "muon", "name", "offload", "optim",
+    "parallel", "partition", "per_example_grads", "pipeline", "plan", "plot_plan", "plot_schedule", "register_carrier",
+    "remat", "remote", "save", "save_async", "save_safetensors", "scan", "scatter", "schedules", "sgd", "shard_tensor",
+    "shard_zero1", "shard_zero2", "shard_zero3", "stack", "sum_over", "tape", "testing", "train_step", "transforms",
+    "unit", "unstack", "warmup_cosine", "whole", "with_fn",
 ]
 __dir__ = [*__all__, "__version__"].copy  # without the modules that the names come from

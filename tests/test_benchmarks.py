@@ -67,6 +67,11 @@ def test_disk(tmp_path: Path) -> None:
     assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
 
 
+def test_resident(tmp_path: Path) -> None:
+    grown = [float(line.split()[-1]) for line in run("resident.py", str(tmp_path)).splitlines() if "after step" in line]
+    assert len(grown) == 3 and grown[-1] <= 0.25, "memory that is freed goes back"
+
+
 @at_length
 def test_offload(tmp_path: Path) -> None:
     out = run(

@@ -211,7 +211,7 @@ REFUSED: dict[str, Any] = {
 # what no tensor is given to; what compiles, which takes seconds, and is drawn with real ranks elsewhere
 OTHERS = frozenset(
     "measure_bandwidth load load_extra load_safetensors plan fits plot_plan plot_schedule remote fetch compile "
-    "register_carrier shard_tensor shard_zero1 shard_zero2 shard_zero3".split()
+    "keep_memory register_carrier shard_tensor shard_zero1 shard_zero2 shard_zero3".split()
 )
 
 DRAWS = frozenset({"gradient_noise"})  # right where a map says randomness=: in tests/optim/test_noise.py

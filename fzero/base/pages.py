@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import sys
 from collections.abc import Callable
 
@@ -18,11 +19,24 @@ from fzero.base import private
 
 PAGE = 1 << 21
 LEAST = 2 * PAGE  # bytes, from which one page is whole wherever the buffer begins
+MAPPED = 1 << 20  # bytes, from which memory may be mapped
 _HUGEPAGE = 14  # MADV_HUGEPAGE
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+
+# an operator, as modes look for new memory (fz.testing.LiveBytes), and fake tensors have none
+_library = torch.library.Library("fzero", "FRAGMENT")
+_library.define("mapped(int nbytes) -> Tensor")
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A flat tensor, not filled."""
+def empty(numel: int, dtype: torch.dtype, device: torch.device | str, mapped: bool = False) -> torch.Tensor:
+    """A flat tensor, not filled.
+
+    Args:
+        mapped: if it is large and on the host, take its memory straight from the system, which has all of it back when
+            the tensor dies: malloc keeps pieces of what is freed. It begins at a page, and cannot be resized.
+    """
+    if mapped and numel * dtype.itemsize >= MAPPED and torch.device(device).type == "cpu":
+        return _in_large_pages(torch.ops.fzero.mapped(numel * dtype.itemsize).view(dtype))
     return _in_large_pages(torch.empty(numel, dtype=dtype, device=device))
 
 
@@ -42,6 +56,14 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype == dtype or x.requires_grad or private.is_wrapped(x):
         return x.to(dtype)
     return copied(x, dtype)
+
+
+def _mapped(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
+
+
+_library.impl("mapped", _mapped, "BackendSelect")
+_library._register_fake("mapped", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
 
 
 def _in_large_pages(x: torch.Tensor) -> torch.Tensor:

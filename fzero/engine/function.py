@@ -101,6 +101,7 @@ def traversal_of(
             gather8=policy.gather is not None and not params.holds_values(key),
             held=held,
             whole=whole is not None,
+            mapped=row.reads_files and row.remat and not row.names.all,
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)

@@ -41,6 +41,7 @@ class Use(Wire):
         gathers: whether ranks exchange their shards for each use.
         fetches: whether the stored shard is brought to the device for each use.
         transient: whether the full buffer is made for each use, and need not outlive it.
+        mapped: whether its memory is the system's, and goes back to it: see `base.pages.empty`.
     """
 
     shard: Placed
@@ -52,6 +53,7 @@ class Use(Wire):
     whole: bool = False
     followed: bool = False
     mask: Mask | None = None
+    mapped: bool = False
     gathers: bool = field(init=False)
     fetches: bool = field(init=False)
     transient: bool = field(init=False)
@@ -76,7 +78,7 @@ class Use(Wire):
     def empty(self) -> torch.Tensor:
         """Memory for the full buffer in compute dtype."""
         numel = self.shard.numel() * (1 if self.whole else self.axis.size)
-        return pages.empty(numel, self.compute, self.device)
+        return pages.empty(numel, self.compute, self.device, mapped=self.mapped)
 
     @property
     def trivial(self) -> bool:

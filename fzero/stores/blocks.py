@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from fzero.base import pages
 from fzero.stores.handle import Handle
 
 BLOCK = 4096  # bytes, of which O_DIRECT wants multiples: in memory, in the file, and of the length
@@ -21,9 +22,9 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 def aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """An empty flat CPU tensor whose memory begins at a block, so that it travels without a copy in between.
-
-    It is a view into a storage that is a block larger.
     """
+    if numel * dtype.itemsize >= pages.MAPPED:
+        return pages.empty(numel, dtype, "cpu", mapped=True)
     whole = torch.empty(numel * dtype.itemsize + BLOCK, dtype=torch.uint8, device="cpu")
     return whole.narrow(0, -whole.data_ptr() % BLOCK, numel * dtype.itemsize).view(dtype)
 

@@ -16,7 +16,7 @@ from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
 from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
-from fzero.stores.put import DEVICE, Memory
+from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.names import NO_NAMES, Names
 from fzero.table.policy import ByPath, Policy
 from fzero.table.slices import AUTO, Cut, Hint, Said, Slices, Styles, TensorAxis, Use, slices_of
@@ -164,6 +164,11 @@ class Row:
     def fetched(self) -> bool:
         """True where the params are brought to the device for each use."""
         return self.params.memory != DEVICE
+
+    @property
+    def reads_files(self) -> bool:
+        """True where they come from files."""
+        return self.params.memory not in (DEVICE, HOST)
 
     @property
     def updates_on_host(self) -> bool:

@@ -172,6 +172,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "disk_read": (lambda v: fz.Bandwidth(1e9, 1e9, v), {"an int", "a float", "None"}),
         "disk_write": (lambda v: fz.Bandwidth(1e9, 1e9, 1e9, v), {"an int", "a float", "None"}),
     },
+    "keep_memory": {},
     "measure_bandwidth": {
         "disk": (lambda v: fz.measure_bandwidth(v, nbytes=8), {"a disk", "None"}),
         "device": (lambda v: fz.measure_bandwidth(device=v, nbytes=8), set()),
