@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fzero.base import program, pytree
-from fzero.base.arguments import wrong
+from fzero.base.arguments import need_bool, wrong
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Fn = TypeVar("Fn", bound=Callable[..., object])
 
 
-def unit(fn: Fn) -> Fn:
+def unit(fn: Fn, prove: bool = True) -> Fn:
     """Makes a function a unit: what params are gathered, freed and recomputed for. Usually a transformer block.
 
     In a step, call it with a subtree of the params: `block(params["blocks"][0], x)`. Its leaves are gathered for this
@@ -40,6 +40,8 @@ def unit(fn: Fn) -> Fn:
 
     Args:
         fn: `fn(params_subtree, *args, **kwargs)`, a pure function.
+        prove: `False` takes it out of the proof, and its first run runs it once: if it counts, prints or measures on
+            purpose. Its results must be right nevertheless. `fz.check_pure` lists such units.
 
     Returns:
         A function with the arguments and outputs of `fn`. In a step, its first call raises a ValueError if `fn` is not
@@ -51,10 +53,11 @@ def unit(fn: Fn) -> Fn:
         tensor([[0., 0.]])
     """
     need_function(fn, "unit")
+    need_bool(prove, "unit", "prove")
 
     @functools.wraps(fn)
     def call(*args: object, **kwargs: object) -> Any:
-        return call_unit(fn, args, kwargs)
+        return call_unit(fn, args, kwargs, prove=prove)
 
     return cast(Fn, call)
 

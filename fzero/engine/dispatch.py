@@ -43,6 +43,7 @@ def call_unit(
     seed: int | None = None,
     compilable: Callable[..., object] | None = None,
     around: Around | None = None,
+    prove: bool = True,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
@@ -50,6 +51,7 @@ def call_unit(
         seed: as in `plain_call`, where there are no handles.
         compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
+        prove: whether its first run proves that it is pure.
     """
     traversal = current.get()
     acts = traversal is not None and traversal.acts
@@ -64,9 +66,9 @@ def call_unit(
                 owner = x.owner
                 break
         if owner is not None or seed is not None:
-            return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around)
-    node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around)
-    return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs)
+            return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around, prove)
+    node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around, prove=prove)
+    return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs, prove=prove)
 
 
 def _as_node(
@@ -79,6 +81,7 @@ def _as_node(
     seed: int | None,
     compilable: Callable[..., object] | None,
     around: Around | None,
+    prove: bool,
 ) -> object:
     schedule, transformed, look = traversal.schedule, private.transforms(), looking.get()
     known: list[Signature] = schedule.signatures()  # type: ignore[assignment]
@@ -93,7 +96,7 @@ def _as_node(
             raise noted(TypeError(CHECKPOINTED))
         flat, spec = flatten_first((args, kwargs))
         need_read_again(flat)
-        signature = Signature(traversal, fn, flat, spec, transformed, bool(changing((args, kwargs))))
+        signature = Signature(traversal, fn, flat, spec, transformed, bool(changing((args, kwargs))), prove)
         need_made_again(signature.unit, fn, spec, flat)
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
@@ -139,6 +142,7 @@ def plain_call(
     kwargs: Mapping[str, object],
     leaves: Sequence[object] = (),
     undo: Callable[[], Callable[[], None]] | None = None,
+    prove: bool = True,
 ) -> object:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
@@ -149,6 +153,7 @@ def plain_call(
         of: the unit's function, or its module.
         leaves: those of a module, which are in their places.
         undo: notes the module's buffers, and returns what puts them back.
+        prove: as in `call_unit`.
     """
     traversal = current.get()
     if traversal is None:
@@ -169,12 +174,26 @@ def plain_call(
                 # within a checkpoint, which runs it again, the trial would count as a part of it
                 if look is None or not proves.get() or hooks.in_checkpoint():
                     return fn(*args, **kwargs)
+                if not prove:
+                    return _unproven(look, traversal, fn, args, kwargs)
                 return _proven(look, traversal, fn, args, kwargs, leaves, undo, seed)
         except (RuntimeError, KeyError) as error:
             if not texts.says(error, *texts.REFUSED):
                 raise
             record.as_nodes.add(code)
     return node(seed)
+
+
+def _unproven(
+    look: Look, traversal: Traversal, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """What a unit returns that is called plainly in a first run, and that nobody looks at."""
+    given = [x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    check.note(unit_of(traversal, given), None)
+    with beside():
+        result = fn(*args, **kwargs)
+    look.own(result)
+    return result
 
 
 def _proven(

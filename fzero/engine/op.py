@@ -200,7 +200,7 @@ class UnitOp(PulledOp):
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
         again = self.recompute and not signature.transformed and wanted and not signature.repeated
-        tries = self._first is None and (again or not signature.proven) and proves.get()
+        tries = self._first is None and (again or not signature.proven) and signature.proves and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
         one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
@@ -235,7 +235,7 @@ class UnitOp(PulledOp):
             signature.kept = self._saved.keeps_all
         elif signature.named:
             traversal.named.append(None)
-        if trial is not None:
+        if trial is not None or not (signature.proves or signature.proven):
             self._note_first(put, wanted)
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
@@ -301,6 +301,8 @@ class UnitOp(PulledOp):
 
     def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
         signature = self.signature
+        if not signature.proves:
+            check.note(self.unit, None)
         signature.proven = True
         if signature.compiles:  # whose graphs do not say
             signature.joint = dict.fromkeys(range(len(put)), frozenset(range(len(put))))

@@ -40,7 +40,8 @@ class Signature:
         transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
         surrounded: whether what surrounds a call may be another than what surrounds its second run.
-        proven: whether a run under it was proven to be pure.
+        proves: whether its first run proves that it is pure.
+        proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
         whole: whether its operations do not say all that it computes: nothing of it is kept by name.
@@ -55,6 +56,7 @@ class Signature:
         spec: pytree.Spec,
         transformed: bool,
         carriers: bool,
+        proves: bool,
     ) -> None:
         self.code = code_of(fn)
         keys = dict.fromkeys(x.key for x in flat if isinstance(x, Handle))
@@ -88,7 +90,7 @@ class Signature:
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
         self.named = self.names != NO_NAMES
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
-        self.carriers = carriers
+        self.carriers, self.proves = carriers, proves
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects, self.surrounded = False, True

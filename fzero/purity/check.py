@@ -21,11 +21,11 @@ class UnitProof(NamedTuple):
 
     Attributes:
         unit: its name, the unit of its leaves.
-        captured: how many tensors it closes over, which are constants.
+        captured: how many tensors it closes over, constants; None if it is not proven (`fz.unit(prove=False)`).
     """
 
     unit: str
-    captured: int
+    captured: int | None
 
 
 class Report:
@@ -39,8 +39,11 @@ class Report:
         self.units = tuple(units)
 
     def __repr__(self) -> str:
-        lines = [f"  {own.unit}: pure" + (f", {own.captured} constants" if own.captured else "") for own in self.units]
-        return "\n".join(["The function is pure, and so are its units:" if lines else "The function is pure.", *lines])
+        words = {None: "not proven (prove=False)", 0: "pure"}
+        lines = [f"  {own.unit}: {words.get(own.captured, f'pure, {own.captured} constants')}" for own in self.units]
+        pure = all(own.captured is not None for own in self.units)
+        says = f"The function is pure, and so are its units{'' if pure else ', as far as they are proven'}:"
+        return "\n".join([says if lines else "The function is pure.", *lines])
 
 
 # takes the proofs of units that run; None where none is proven
@@ -87,7 +90,7 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
     return Report(found)
 
 
-def note(unit: str, captured: int) -> None:
+def note(unit: str, captured: int | None) -> None:
     own = proofs.get()
     if own is not None:
         own.append(UnitProof(unit, captured))

@@ -248,7 +248,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "x": (lambda v: fz.name(v, "hidden"), {"a tensor", "a 0-d tensor"}),
         "name": (lambda v: fz.name(X, v), {"a string"}),
     },
-    "unit": {"fn": (fz.unit, {"a function", "a class"})},
+    "unit": {"fn": (fz.unit, {"a function", "a class"}), "prove": (lambda v: fz.unit(abs, v), {"a bool"})},
     "check_pure": {
         "step": (lambda v: fz.check_pure(v, STATE, X), {"a step"}),
         "state": (lambda v: fz.check_pure(STEP, v, X), {"a state"}),
