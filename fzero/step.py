@@ -29,6 +29,7 @@ from fzero.state.checks import (
     follows_step,
     goes_on,
     need_derivatives,
+    open_to_transforms,
     refuse_captured,
 )
 from fzero.state.init import init_state
@@ -296,10 +297,8 @@ class Step(Spec):
             (tensor([0.8000]), None)
         """
         given = taken_grads(self, state, grads, "step.add_grads")
-        if not (follows := goes_on(state, given)):
-            state, given = constants("step.add_grads", state=state, grads=given)
-        kept, layout = state.grads, state.layout
-        with as_found(), private.of_normal_tensors(), below_unless(follows):
+        with open_to_transforms("step.add_grads", state=state, grads=given) as (_, state, given):
+            kept, layout = state.grads, state.layout
             own: dict[Key, Buffer] = {}
             for key in given.groups:
                 new = given.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

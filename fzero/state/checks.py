@@ -6,7 +6,6 @@ Some cannot be transformed: what torch.func differentiates or maps, they would t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +14,8 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
-from fzero.base.follow import is_transformed
+from fzero.base.follow import below_unless, is_transformed
+from fzero.base.interrupts import as_found
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.stores.away import Away, Buffer
@@ -65,6 +65,15 @@ def constants(who: str, **arguments: object) -> list[Any]:
         wrapped = any(private.is_wrapped(tensor) for _, tensor in tensors)
         out.append(pytree.map(lambda x: private.unwrapped(x) if pytree.is_tensor(x) else x, tree) if wrapped else tree)
     return out
+
+
+@contextlib.contextmanager
+def open_to_transforms(who: str, **arguments: object) -> Iterator[Any]:
+    """Around what a transform may go on through: gives whether one does, and the arguments, else constants."""
+    follows = goes_on(*arguments.values())
+    given = list(arguments.values()) if follows else constants(who, **arguments)
+    with as_found(), private.of_normal_tensors(), below_unless(follows):
+        yield follows, *given
 
 
 def goes_on(*trees: object) -> bool:
@@ -195,22 +204,8 @@ def need_derivatives(who: str) -> None:
 
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
-    if not is_transformed():
-        return
-    fn = getattr(fn, "__func__", fn)
-    names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))
-    given = [getattr(fn, name, None) for name in names]
-    captured = pytree.flatten(given, is_leaf=_no_container)[0]
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            captured += pytree.flatten(cell.cell_contents, is_leaf=_no_container)[0]
-    for value in captured:
-        if isinstance(value, torch.Tensor):
-            _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
-
-
-def _no_container(node: object) -> bool:
-    return not isinstance(node, (dict, tuple, list))
+    for value in tensors_held(fn) if is_transformed() else ():
+        _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
 
 
 def _tensors(tree: object) -> Iterator[torch.Tensor]:

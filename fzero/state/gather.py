@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -11,8 +10,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
-from fzero.base.follow import below_unless, follows, root
-from fzero.base.interrupts import as_found
+from fzero.base.follow import follows, root
 from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
 from fzero.comm import backend
@@ -20,7 +18,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.comm.pieces import start_exchange, told
 from fzero.state.beyond import Distant, Measurable
-from fzero.state.checks import check_buffers, constants, goes_on
+from fzero.state.checks import check_buffers, open_to_transforms
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.squares import LeafSquares, over_ranks, square, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
@@ -89,11 +87,9 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     if pattern is not None and trees and not any(matches(pattern, path) for own in trees for path in own):
         paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
         raise ValueError(f"gather: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
-    if not (follows := goes_on(tree)):
-        (tree,) = constants("fz.gather", tree=tree)
-    elif to is not None:
-        raise TypeError("gather: got to= under a transform of torch.func, expected all ranks to gather. Leave it out.")
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
+    with open_to_transforms("fz.gather", tree=tree) as (follows, tree):
+        if follows and to is not None:
+            raise TypeError("gather: got to= under a transform of torch.func, expected that all ranks gather: no to=")
         own = functools.partial(_gather_one, pattern, to)
         out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
     return out if to is None or to == _own_rank() else None
@@ -239,17 +235,9 @@ def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None =
                 )
 
 
-@contextlib.contextmanager
-def _to_measure(grads: Sharded, argument: str) -> Iterator[Sharded]:
-    if not (follows := goes_on(grads)):
-        (grads,) = constants("fz.global_norm", **{argument: grads})
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
-        yield grads
-
-
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
     """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
-    with _to_measure(grads, argument) as own:
+    with open_to_transforms("fz.global_norm", **{argument: grads}) as (_, own):
         check_buffers("global_norm", argument, own)
         return over_ranks(squares_of(own), own)
 
@@ -263,6 +251,6 @@ def sum_by_leaf(squares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, LeafSquares]:
     """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
-    with _to_measure(grads, argument) as own:
+    with open_to_transforms("fz.global_norm", **{argument: grads}) as (_, own):
         squares = squares_of(own)
         return sum_of_squares(squares, own), squares

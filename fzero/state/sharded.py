@@ -63,16 +63,6 @@ class Sharded(Mapping[str, torch.Tensor]):
         """Drops the buffers. Later uses raise an error with the text `why`."""
         self._dead, self._buffers, self._held = why, {}, {}
 
-    def close(self, why: str | None) -> None:
-        """Refuses any use, with the text `why`, until it is called with None."""
-        self._dead = why
-
-    def alias(self) -> Sharded:
-        """The same tree in a new object, which counts as no further holder of the buffers."""
-        out = object.__new__(Sharded)
-        out.__dict__.update(self.__dict__)
-        return out
-
     def __copy__(self) -> Sharded:
         return self.replaced()
 
