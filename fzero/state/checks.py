@@ -12,13 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
-from fzero.state.sharded import Sharded, group_of, is_sharded
-from fzero.stores.away import Away, Buffer
+from fzero.state.sharded import entries_of, is_sharded
 from fzero.stores.disk import Disk
 from fzero.table.layout import Layout
 from fzero.table.rows import Row
@@ -28,29 +26,6 @@ from fzero.table.spec import Spec
 class _State(Protocol):
     @property
     def layout(self) -> Layout: ...
-
-
-def check_buffers(who: str, name: str, tree: Sharded) -> None:
-    """Refuses buffers that a function mapped over them has made something else than a tree's slices."""
-    slices, groups = tree.sizes(), tree.layout.groups
-    own = [(entry, buffer, *slices[entry]) for entry, buffer in tree.entries.items()]
-    for entry, buffer, count, real in own + [(key, x, groups[key].numel, True) for key, x in tree.held_entries.items()]:
-        if not isinstance(buffer, (torch.Tensor, Away)):
-            expected = "a buffer"
-        elif real and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
-            expected = "numbers that are no integers"
-        elif buffer.numel() != count or (isinstance(buffer, torch.Tensor) and buffer.ndim != 1):
-            expected = f"{count} elements in one dimension"
-        else:
-            continue
-        raise ValueError(
-            f"{who}: the slice of leaf {groups[group_of(entry)].slots[0].path!r} and its group in {name}: got "
-            f"{named(buffer)}, expected {expected}. Map functions that keep shapes."
-        )
-
-
-def entries_of(tree: Sharded) -> list[Buffer]:
-    return [*tree.entries.values(), *tree.held_entries.values()]
 
 
 def constants(who: str, **arguments: object) -> list[Any]:

@@ -16,10 +16,10 @@ from fzero.formats.formats import Companded, Format, Plain, decode, encode
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
-from fzero.state.checks import check_buffers, entries_of, open_to_transforms
+from fzero.state.checks import open_to_transforms
 from fzero.state.checksums import checksums
 from fzero.state.entered import held_of, slice_in
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, check_buffers, entries_of, is_sharded
 from fzero.state.whole import slice_of
 from fzero.stores.away import Away, Buffer
 from fzero.table.layout import Key
