@@ -300,17 +300,22 @@ class Following(TorchFunctionMode):
 
     def _follow(self, func: Function, given: Operands, kwargs: Named, out: object, mark: Mark) -> None:
         known, into = self._known, _written(func, given, kwargs)
-        if func is torch.autograd.grad and isinstance(out, tuple):  # those by what is the same on all ranks are so, too
-            inputs = (kwargs or {}).get("inputs", given[1] if len(given) > 1 else ())
-            for x, y in zip(out, inputs if isinstance(inputs, (tuple, list)) else (inputs,), strict=True):
-                if isinstance(x, torch.Tensor) and (own := known.of(y)) is not None:
-                    known.note(x, Mark(own.source))
+        by_place = _by_place(func, given, kwargs, out)
+        if by_place is not None:
+            for x, operands in by_place:
+                own = known.among(operands)
+                if own and isinstance(x, torch.Tensor):
+                    known.note(x, Mark(max(each.source for each in own)))
             return
         results = [out] if isinstance(out, torch.Tensor) else pytree.leaves(out)
         for x in results:
             if isinstance(x, torch.Tensor) and (x is into or not any(x is each for each in given)):
                 known.note(x, mark)
         if into is not None:
+            others = [x for x in given if x is not into]
+            if _is_overwritten(func, others) and not known.among(others):
+                known.forget(into)
+                return
             known.note(into, mark)
             if into._is_view() and into._base is not None:
                 known.note(into._base, mark)
@@ -323,3 +328,32 @@ def _written(func: Function, given: Operands, kwargs: Named) -> torch.Tensor | N
     into = (kwargs or {}).get("out")
     into = given[0] if into is None and given else into
     return into if isinstance(into, torch.Tensor) else None
+
+
+def _is_overwritten(func: Function, others: Sequence[object]) -> bool:
+    """Tells whether nothing stays of what was in a tensor."""
+    name = getattr(func, "__name__", "")
+    if func == torch.Tensor.__setitem__:
+        index = others[0] if isinstance(others[0], tuple) else (others[0],)
+        return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in index)
+    return name in ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_")
+
+
+def _by_place(
+    func: Function, given: Operands, kwargs: Named, out: object
+) -> list[tuple[object, tuple[object, ...]]] | None:
+    """Results of a function of several tensors one by one, each with the operands that it comes of; None of others."""
+    name = getattr(func, "__name__", "")
+    if not isinstance(out, (tuple, list)):
+        return None
+    if func is torch.autograd.grad:  # those by what is the same on all ranks are so, too
+        inputs = (kwargs or {}).get("inputs", given[1] if len(given) > 1 else ())
+        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        return [(x, (y,)) for x, y in zip(out, inputs, strict=True)]
+    if name.startswith("_foreach_"):
+        lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
+        return [(x, tuple(own)) for x, *own in zip(out, *lists, strict=True)]
+    if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
+        tensors = given[0] if isinstance(given[0], (tuple, list)) else [x for x in given if isinstance(x, torch.Tensor)]
+        return [(x, (y,)) for x, y in zip(out, tensors, strict=True)]
+    return None
