@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,8 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.fill import agreed
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import PeerStopped, checked_in
+from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
 from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
@@ -72,7 +69,6 @@ def explain(
         TypeError: no step or no state; a transform of `torch.func` around it; or the function uses, outside of units,
             what `step.vjp` refuses: an autograd Function without setup_context, saved-tensor hooks,
             `torch.utils.checkpoint`, NumPy on values that depend on params. Put it into a unit.
-        Exception: what the function raises on any rank, on all of them.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x / p["w"]).mean(), fz.sgd(0.1))
@@ -90,8 +86,8 @@ def explain(
     need_derivatives("fz.explain")
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
-    with as_found(), private.of_normal_tensors(), torch.no_grad():
-        return _by_all(state.params.axis, lambda: _explained(step, state, inputs, cotangent, rng, dtype))
+    with as_found(), failing("fz.explain"), private.of_normal_tensors(), torch.no_grad():
+        return _explained(step, state, inputs, cotangent, rng, dtype)
 
 
 def _need_step(step: object) -> None:
@@ -276,31 +272,6 @@ def _numbers(norms: Norms) -> dict[str, float]:
 
 
 # ---- between ranks
-
-
-def _by_all(axis: Axis, replay: Callable[[], Explanation]) -> Explanation:
-    """What a replay finds; where it fails on one rank, every rank raises at once, also one that waits for that rank.
-
-    A rank that is interrupted (Ctrl-C) does not come to agree with the others, who wait for it there and are told so.
-    """
-    everyone = Everyone(axis)
-    if everyone.count == 1 or axis.fake:
-        return replay()
-    name, followed = everyone.exchange(uuid.uuid4().hex, "fz.explain")[0], list[PeerStopped]()
-
-    def own() -> Explanation | None:
-        try:
-            with checked_in(f"fz.explain {name}"):
-                return replay()
-        except PeerStopped as error:
-            followed.append(error)
-            return None
-
-    with checked_in(f"fz.explain {name}, agreeing"):
-        found = agreed(axis, own)
-    if found is None:
-        raise followed.pop()
-    return found
 
 
 class _Told(NamedTuple):
