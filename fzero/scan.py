@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
@@ -184,22 +182,6 @@ def _hidden(x: torch.Tensor) -> ValueError:
     )
 
 
-class _Watch(TorchFunctionMode):
-    """Refuses what a transform around the node that runs inside wraps, and is no operand: it would be a constant there.
-
-    As far as it is seen: not within a derivative of the step's own.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        known: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
-        for x in pytree.tensors_in(*args, *known.values()):
-            if private.below(x) and not private.is_mapped(x):
-                raise _hidden(x)
-        return func(*args, **known)
-
-
 class _Steps(Op):
     """Some steps, from the tensors of the first state to those of the last one and of the metrics.
 
@@ -231,7 +213,6 @@ class _Steps(Op):
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
-        self._ran = set[int]()  # the steps that have run here
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> Metrics:
         assert self._metrics is not None
@@ -251,7 +232,6 @@ class _Steps(Op):
         state = torch_pytree.tree_unflatten(leaves, spec)
         state, metrics = step(state, *self._batches[number].join(batch))
         flat, self._metrics = pytree.flatten(pytree.map(_as_tensor, metrics))
-        self._ran.add(number)
         return (*torch_pytree.tree_flatten(state), flat)
 
     def _states(self, tensors: Tensors) -> list[_Kept]:
@@ -267,8 +247,7 @@ class _Steps(Op):
         step = self._made(tensors[self._count : self._bounds[0][0]])
         leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
         for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
-            with contextlib.nullcontext() if number in self._ran else _Watch():
-                leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
+            leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
             found.append(metrics)
         self.spec = spec
         return (*leaves, *[torch.stack(each) for each in zip(*found, strict=True)])
