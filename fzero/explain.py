@@ -114,8 +114,8 @@ def _explained(
     trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
-    told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
-    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
+    reports = _from_all_ranks(axis, _RankReport(replay.faults(norms["grads"]), replay.overflows()))
+    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(reports) for each in other.faults]
     came = [*_in_state(state, norms), *_in_extras(step, state)]
     faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
@@ -126,7 +126,7 @@ def _explained(
     return Explanation(
         fault=faults[0] if faults else None,
         faults=tuple(faults),
-        overflows=_joined(told),
+        overflows=_joined(reports),
         dtype=dtype,
         norms=norms,
         loss=None if replay.loss is None else float(replay.loss),
@@ -274,34 +274,34 @@ def _numbers(norms: Norms) -> dict[str, float]:
 # ---- between ranks
 
 
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     """What a rank has found."""
 
     faults: list[Fault]
     overflows: list[Overflow]
 
 
-def _everyones(axis: Axis, own: _Told) -> list[_Told]:
+def _from_all_ranks(axis: Axis, own: _RankReport) -> list[_RankReport]:
     """What all ranks have found, in their order: those of a tensor axis beside each other."""
     text = json.dumps([[dataclasses.asdict(each) for each in found] for found in own])
     every = axis.exchange(text, "fz.explain")
     if axis.tensor is not None:
         every = [each for texts in axis.tensor.exchange(json.dumps(every), "fz.explain") for each in json.loads(texts)]
     return [
-        _Told([_fault_again(x) for x in faults], [Overflow(**x) for x in large])
+        _RankReport([_fault_from_json(x) for x in faults], [Overflow(**x) for x in large])
         for faults, large in map(json.loads, every)
     ]
 
 
-def _fault_again(said: dict[str, object]) -> Fault:
+def _fault_from_json(said: dict[str, object]) -> Fault:
     """A fault that JSON has brought, which has lists for tuples."""
     return Fault(**{name: tuple(x) if isinstance(x, list) else x for name, x in said.items()})  # type: ignore[arg-type]
 
 
-def _joined(told: Sequence[_Told]) -> tuple[Overflow, ...]:
+def _joined(reports: Sequence[_RankReport]) -> tuple[Overflow, ...]:
     """Of each unit and phase the largest of all ranks."""
     largest: dict[tuple[str, str], Overflow] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         for one in each.overflows:
             known = largest.get((one.unit, one.phase))
             if known is None or one.largest > known.largest:

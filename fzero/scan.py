@@ -72,7 +72,7 @@ def scan(
     found: list[Metrics] = []
     if is_transformed():
         state = with_values(state)  # codes have no derivatives
-        _look_at(step, state, split)
+        _refuse_hidden(step, state, split)
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])
         split, found = split[1:], [first]
@@ -138,7 +138,7 @@ def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[Trai
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
 
 
-def _look_at(step: Step, state: TrainState, batches: Sequence[Batch]) -> None:
+def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> None:
     """Refuses a step that comes to tensors which a transform goes on through in ways that another run would not see.
 
     One run in the open, where that transform is: what each step computes with is seen there, and what it has put where
