@@ -35,7 +35,6 @@ from fzero.state.checks import (
 from fzero.state.init import init_state
 from fzero.state.metrics import Metrics
 from fzero.state.placing import settle
-from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
@@ -107,7 +106,6 @@ class Step(Spec):
             state = init_state(self, params, seed, sync)
             check_same_optimizer("step.init", self.optimizer, state.params)
             need_own_counts("step.init", self.optimizer, state.moments, state.layout)
-            warn_where_slow(state)
             return state
 
     def vjp(

@@ -89,7 +89,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:fz.offload to 'host'", "ignore:Slow in torch")
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_with_every_transform(name: str) -> None:
     for fault in ("division", "masked_root", "dropped"):
@@ -247,7 +247,6 @@ def half_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (x.float() ** 2).sum()
 
 
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_a_loss_scale_that_is_too_large() -> None:
     step = fz.autocast(fz.train_step(half_loss, fz.sgd(0.1)), torch.float16)
     params, x = {"blocks": [{"w": torch.eye(8)} for _ in range(2)]}, torch.ones(4, 8)
