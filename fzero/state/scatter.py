@@ -21,7 +21,8 @@ from fzero.state.checksums import checksums
 from fzero.state.entered import held_of, slice_in
 from fzero.state.sharded import Sharded, check_buffers, entries_of, is_sharded
 from fzero.state.whole import slice_of
-from fzero.stores.away import Away, Buffer
+from fzero.stores.away import Buffer
+from fzero.stores.put import put_again
 from fzero.table.layout import Key
 
 Tree = TypeVar("Tree")
@@ -249,9 +250,9 @@ class _Scatter:
             parts, full = self._parts(like, key, made)
             stale.discard(key)
             if key in like.held_entries:
-                held[key] = _put(like.held_entries[key], full)
+                held[key] = put_again(like.held_entries[key], full)
             pairs = zip(names, parts, strict=True)
-            buffers |= {name: _put(like.entries[name], part) for name, part in pairs if name in like.entries}
+            buffers |= {name: put_again(like.entries[name], part) for name, part in pairs if name in like.entries}
         return like.replaced(buffers=buffers, held=held, scale=1.0, stale=frozenset(stale))
 
     def _parts(
@@ -333,8 +334,3 @@ def _is_stacked(tree: Sharded) -> bool:
 def _is_whole(x: object) -> TypeGuard[torch.Tensor]:
     dense = isinstance(x, torch.Tensor) and x.is_floating_point() and x.layout == torch.strided and not x.is_meta
     return dense and not hasattr(x, "full_tensor")  # as a DTensor has
-
-
-def _put(old: Buffer, new: torch.Tensor) -> Buffer:
-    """A tensor where a buffer lies."""
-    return old.again(new, opened=False, takes=False) if isinstance(old, Away) else new
