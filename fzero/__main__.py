@@ -15,6 +15,7 @@ import torch
 
 import fzero as fz
 from fzero.kernels import build, cache
+from fzero.state.speed import slowdown
 
 # extra -> what wants it, and the packages that it brings
 EXTRAS = {
@@ -33,6 +34,8 @@ def main() -> None:
     print(f"versions: Python {platform.python_version()}, {', '.join(map(_version, ('torch', 'optree', 'numpy')))}")
     cpu = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
     print(f"CPU: {cpu}, {torch.get_num_threads()} threads")
+    times = ", ".join([f"{str(dtype)[6:]} {slowdown(dtype):.1f}" for dtype in (torch.bfloat16, torch.float16)])
+    print(f"a matmul on the CPU takes, as many times as in float32: {times}")
     print(f"devices: {_devices(tries)}")
     print(f"C++ compiler: {_compiler(tries)}")
     print(f"kernels: {_kernels(tries)}")

@@ -16,12 +16,12 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.optim._late import need_own_counts
 from fzero.state.check_state import check_same_optimizer
-from fzero.state.checks import check_buffers, constants
+from fzero.state.checks import constants
 from fzero.state.checksums import checksum
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.source import Source
 from fzero.state.straight import with_codes

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,8 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.fill import agreed
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import PeerStopped, checked_in
+from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
 from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
@@ -72,7 +69,6 @@ def explain(
         TypeError: no step or no state; a transform of `torch.func` around it; or the function uses, outside of units,
             what `step.vjp` refuses: an autograd Function without setup_context, saved-tensor hooks,
             `torch.utils.checkpoint`, NumPy on values that depend on params. Put it into a unit.
-        Exception: what the function raises on any rank, on all of them.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (x / p["w"]).mean(), fz.sgd(0.1))
@@ -90,8 +86,8 @@ def explain(
     need_derivatives("fz.explain")
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
-    with as_found(), private.of_normal_tensors(), torch.no_grad():
-        return _by_all(state.params.axis, lambda: _explained(step, state, inputs, cotangent, rng, dtype))
+    with as_found(), failing("fz.explain"), private.of_normal_tensors(), torch.no_grad():
+        return _explained(step, state, inputs, cotangent, rng, dtype)
 
 
 def _need_step(step: object) -> None:
@@ -118,8 +114,8 @@ def _explained(
     trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
-    told = _everyones(axis, _Told(replay.faults(norms["grads"]), replay.overflows()))
-    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(told) for each in other.faults]
+    reports = _from_all_ranks(axis, _RankReport(replay.faults(norms["grads"]), replay.overflows()))
+    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(reports) for each in other.faults]
     came = [*_in_state(state, norms), *_in_extras(step, state)]
     faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
@@ -130,7 +126,7 @@ def _explained(
     return Explanation(
         fault=faults[0] if faults else None,
         faults=tuple(faults),
-        overflows=_joined(told),
+        overflows=_joined(reports),
         dtype=dtype,
         norms=norms,
         loss=None if replay.loss is None else float(replay.loss),
@@ -278,59 +274,34 @@ def _numbers(norms: Norms) -> dict[str, float]:
 # ---- between ranks
 
 
-def _by_all(axis: Axis, replay: Callable[[], Explanation]) -> Explanation:
-    """What a replay finds; where it fails on one rank, every rank raises at once, also one that waits for that rank.
-
-    A rank that is interrupted (Ctrl-C) does not come to agree with the others, who wait for it there and are told so.
-    """
-    everyone = Everyone(axis)
-    if everyone.count == 1 or axis.fake:
-        return replay()
-    name, followed = everyone.exchange(uuid.uuid4().hex, "fz.explain")[0], list[PeerStopped]()
-
-    def own() -> Explanation | None:
-        try:
-            with checked_in(f"fz.explain {name}"):
-                return replay()
-        except PeerStopped as error:
-            followed.append(error)
-            return None
-
-    with checked_in(f"fz.explain {name}, agreeing"):
-        found = agreed(axis, own)
-    if found is None:
-        raise followed.pop()
-    return found
-
-
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     """What a rank has found."""
 
     faults: list[Fault]
     overflows: list[Overflow]
 
 
-def _everyones(axis: Axis, own: _Told) -> list[_Told]:
+def _from_all_ranks(axis: Axis, own: _RankReport) -> list[_RankReport]:
     """What all ranks have found, in their order: those of a tensor axis beside each other."""
     text = json.dumps([[dataclasses.asdict(each) for each in found] for found in own])
     every = axis.exchange(text, "fz.explain")
     if axis.tensor is not None:
         every = [each for texts in axis.tensor.exchange(json.dumps(every), "fz.explain") for each in json.loads(texts)]
     return [
-        _Told([_fault_again(x) for x in faults], [Overflow(**x) for x in large])
+        _RankReport([_fault_from_json(x) for x in faults], [Overflow(**x) for x in large])
         for faults, large in map(json.loads, every)
     ]
 
 
-def _fault_again(said: dict[str, object]) -> Fault:
+def _fault_from_json(said: dict[str, object]) -> Fault:
     """A fault that JSON has brought, which has lists for tuples."""
     return Fault(**{name: tuple(x) if isinstance(x, list) else x for name, x in said.items()})  # type: ignore[arg-type]
 
 
-def _joined(told: Sequence[_Told]) -> tuple[Overflow, ...]:
+def _joined(reports: Sequence[_RankReport]) -> tuple[Overflow, ...]:
     """Of each unit and phase the largest of all ranks."""
     largest: dict[tuple[str, str], Overflow] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         for one in each.overflows:
             known = largest.get((one.unit, one.phase))
             if known is None or one.largest > known.largest:

@@ -166,7 +166,7 @@ class Loop(Generic[S, M]):
         self._record, self._evaluation, self._saves = record, evaluation, saves
         self._signals = Asked() if stop is None else None
         self._stop = stop or self._signals
-        self._batches = self._signals.taking(batches) if self._signals is not None else batches
+        self._batches = batches
         self._ranks: Ranks | None = None  # once it has begun
         self._process = 0  # that it has begun in
         self._unread: Mapping[str, object] | None = None  # metrics of the newest step, as long as no row has them

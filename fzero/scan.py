@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
@@ -39,6 +37,7 @@ def scan(
     It is `state, metrics = step(state, *batch)` for each batch. `torch.func` differentiates it by the state, the
     batches, and tensors that the optimizer or the function was made with. Reverse mode keeps the batches and each
     `remat_every`-th state. The states between are computed again. So n steps keep about 2 √n states, and run once more.
+    Under a transform each step runs several times, so its function must be pure: a counter of its own would go on.
 
     Args:
         step: any step that has a derivative.
@@ -71,16 +70,15 @@ def scan(
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[Metrics] = []
-    seen = list[list[torch.Tensor]]()
     if is_transformed():
         state = with_values(state)  # codes have no derivatives
-        seen = _look_at(step, state, split)
+        _refuse_hidden(step, state, split)
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])
-        split, found, seen = split[1:], [first], seen[1:]
+        split, found = split[1:], [first]
     for begin in range(0, len(split), every):
-        part, own = split[begin : begin + every], seen[begin : begin + every]
-        state, metrics = _part(step, state, part, own) if is_transformed() else _run(step, state, part)
+        part = split[begin : begin + every]
+        state, metrics = _part(step, state, part) if is_transformed() else _run(step, state, part)
         found.append(metrics)
     return state, _joined(found, torch.cat)
 
@@ -122,14 +120,8 @@ def _joined(parts: Sequence[Metrics], join: Callable[..., torch.Tensor]) -> Metr
 # ---- a part, between two kept states
 
 
-def _part(
-    step: Step, state: TrainState, batches: Sequence[Batch], seen: Sequence[list[torch.Tensor]]
-) -> tuple[TrainState, Metrics]:
-    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else.
-
-    Args:
-        seen: the metrics that each step must find.
-    """
+def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
     leaves, spec = torch_pytree.tree_flatten(state)
     own = (step.optimizer, step.fn, step.extras)
     held = {id(x): x for x in tensors_held(own) if follows(x)}
@@ -140,20 +132,17 @@ def _part(
             "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
-    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state), seen)
+    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
 
 
-def _look_at(step: Step, state: TrainState, batches: Sequence[Batch]) -> list[list[torch.Tensor]]:
+def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> None:
     """Refuses a step that comes to tensors which a transform goes on through in ways that another run would not see.
 
     One run in the open, where that transform is: what each step computes with is seen there, and what it has put where
     its next run finds it. Of its derivatives nothing is kept.
-
-    Returns:
-        The metrics of each step, as it must find them in a node, too.
     """
     own = (step.optimizer, step.fn, step.extras)
     held = {id(x): x for x in tensors_held(own) if follows(x)}
@@ -165,15 +154,14 @@ def _look_at(step: Step, state: TrainState, batches: Sequence[Batch]) -> list[li
     # what the step is given are others than those that it may come to as well
     held = {key: x.view_as(x) for key, x in held.items()}
     optimizer, fn, extras = rebound(own, lambda x: held.get(id(x), x))
-    step, seen = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras), list[list[torch.Tensor]]()
+    step = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras)
     for batch in batches:
         split = pytree.Split(batch, pytree.is_tensor)
         inputs = split.join([x.view_as(x) if follows(x) else x for x in split.leaves[0]])
         state = torch_pytree.tree_map(lambda x: x.detach() if follows(x) else x, state)
         with during(looking, _hidden):
             state, metrics = step(state, *inputs)
-        seen.append(pytree.leaves(pytree.map(_as_tensor, metrics)))
-        seen[-1] = [x.detach() for x in seen[-1]]
+        pytree.map(_as_tensor, metrics)
     for x in tensors_reached(step.fn):
         if id(x) not in before and id(x) not in set(map(id, held.values())):
             if private.is_differentiated(x) or private.is_mapped(x):
@@ -183,7 +171,6 @@ def _look_at(step: Step, state: TrainState, batches: Sequence[Batch]) -> list[li
                     "be lost; expected a function that computes it in each call. Take the cache out, or pass the "
                     "tensor as an input."
                 )
-    return seen
 
 
 def _hidden(x: torch.Tensor) -> ValueError:
@@ -195,37 +182,6 @@ def _hidden(x: torch.Tensor) -> ValueError:
     )
 
 
-class _Watch(TorchFunctionMode):
-    """Refuses what a transform around the node that runs inside wraps, and is no operand: it would be a constant there.
-
-    As far as it is seen: not within a derivative of the step's own.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        known: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
-        for x in pytree.tensors_in(*args, *known.values()):
-            if private.below(x) and not private.is_mapped(x):
-                raise _hidden(x)
-        return func(*args, **known)
-
-
-_NEAR = {8: (1e-9, 1e-12), 4: (1e-4, 1e-6), 2: (2e-2, 1e-3)}  # relative and absolute, by the bytes of a number
-
-
-def _near(state: TrainState) -> tuple[float, float]:
-    """How far numbers may be apart that a step computes twice: in the least of its dtypes, with other kernels.
-
-    A last bit may decide how a value is rounded to few bits.
-    """
-    bytes_of = [2 if row.policy.straight_through else 8 for row in state.layout.rows]
-    for row in state.layout.rows:
-        own = row.policy
-        bytes_of += [x.itemsize for x in (own.param, own.grad, own.compute, own.moment) if isinstance(x, torch.dtype)]
-    return _NEAR[min(bytes_of)]
-
-
 class _Steps(Op):
     """Some steps, from the tensors of the first state to those of the last one and of the metrics.
 
@@ -235,8 +191,6 @@ class _Steps(Op):
         spec: of the first state, which has `count` tensors.
         held: the ids of what the step was made with, and a transform goes on through.
         batches: each without its tensors.
-        near: how far the numbers of a second run may be from those of the first, relative and absolute.
-        seen: the metrics that each step has found elsewhere.
 
     Attributes:
         spec: that of the last state, once it has run.
@@ -252,18 +206,13 @@ class _Steps(Op):
         held: Sequence[int],
         batches: Sequence[pytree.Split],
         device: str,
-        near: tuple[float, float],
-        seen: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         super().__init__(self._all, None, device)
-        self._near = near
         self._step, self._first, self._count, self._held, self._batches = step, spec, count, held, batches
         ends = itertools.accumulate([len(batch.places[0]) for batch in batches], initial=count + len(held))
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
-        self._seen = [self._numbers(each) for each in seen]  # the numbers of each step in the open
-        self._ran = set[int]()  # the steps that have run here
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> Metrics:
         assert self._metrics is not None
@@ -283,28 +232,7 @@ class _Steps(Op):
         state = torch_pytree.tree_unflatten(leaves, spec)
         state, metrics = step(state, *self._batches[number].join(batch))
         flat, self._metrics = pytree.flatten(pytree.map(_as_tensor, metrics))
-        self._compare(number, flat)
         return (*torch_pytree.tree_flatten(state), flat)
-
-    def _compare(self, number: int, metrics: Sequence[torch.Tensor]) -> None:
-        """Refuses a step that gives other numbers when it runs again than it gave at first."""
-        own, seen = self._numbers(metrics), self._seen[number]
-        self._ran.add(number)
-        with private.below_transforms(), torch.no_grad():
-            for new, old in zip(own, seen, strict=True):
-                if new.shape == old.shape and not torch.allclose(new, old, *self._near, equal_nan=True):
-                    raise ValueError(
-                        f"scan: step {number} of those behind a kept state gave {new.tolist()} when it ran again, "
-                        f"for a derivative, and {old.tolist()} at first (a loss, a norm, a metric); expected the "
-                        "same. What decides that must be the same then: no counter, no list that it fills, no random "
-                        "numbers of Python's or numpy's own. Take what changes as an input: fz.scan(step, state, "
-                        "(x, numbers))."
-                    )
-
-    @staticmethod
-    def _numbers(metrics: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with private.below_transforms(), torch.no_grad():
-            return [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
 
     def _states(self, tensors: Tensors) -> list[_Kept]:
         """The state before each step."""
@@ -319,8 +247,7 @@ class _Steps(Op):
         step = self._made(tensors[self._count : self._bounds[0][0]])
         leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
         for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
-            with contextlib.nullcontext() if number in self._ran else _Watch():
-                leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
+            leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
             found.append(metrics)
         self.spec = spec
         return (*leaves, *[torch.stack(each) for each in zip(*found, strict=True)])

@@ -29,12 +29,12 @@ from fzero.state.checks import (
     follows_step,
     goes_on,
     need_derivatives,
+    open_to_transforms,
     refuse_captured,
 )
 from fzero.state.init import init_state
 from fzero.state.metrics import Metrics
 from fzero.state.placing import settle
-from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
@@ -106,7 +106,6 @@ class Step(Spec):
             state = init_state(self, params, seed, sync)
             check_same_optimizer("step.init", self.optimizer, state.params)
             need_own_counts("step.init", self.optimizer, state.moments, state.layout)
-            warn_where_slow(state)
             return state
 
     def vjp(
@@ -296,10 +295,8 @@ class Step(Spec):
             (tensor([0.8000]), None)
         """
         given = taken_grads(self, state, grads, "step.add_grads")
-        if not (follows := goes_on(state, given)):
-            state, given = constants("step.add_grads", state=state, grads=given)
-        kept, layout = state.grads, state.layout
-        with as_found(), private.of_normal_tensors(), below_unless(follows):
+        with open_to_transforms("step.add_grads", state=state, grads=given) as (_, state, given):
+            kept, layout = state.grads, state.layout
             own: dict[Key, Buffer] = {}
             for key in given.groups:
                 new = given.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

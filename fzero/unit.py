@@ -15,6 +15,7 @@ from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
 from fzero.parallel import maps
 from fzero.state.sharded import is_sharded
+from fzero.state.sliced import in_order
 from fzero.table.handle import Handle
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
@@ -158,6 +159,4 @@ def _wholes(leaves: Sequence[torch.Tensor]) -> dict[int, Callable[[torch.Tensor]
 def _joined(slices: Slices, ax: Axis, own: torch.Tensor) -> torch.Tensor:
     """A whole leaf of the ranks' slices, the same on all of them."""
     full = maps.gather(own, ax, slices.dim, slices.sizes(ax.size))
-    pieces = [piece for ranges in slices.ranges(ax.size) for piece in ranges]
-    parts = full.split([size for _, size in pieces], slices.dim)
-    return torch.cat([parts[number] for number in sorted(range(len(parts)), key=pieces.__getitem__)], slices.dim)
+    return in_order(slices.ranges(ax.size), full, slices.dim)

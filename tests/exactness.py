@@ -1,18 +1,17 @@
-"""A training of some steps in any composition of transforms, against the plain float64 step: what every one owes."""
+"""A training of some steps in any composition of transforms, against the plain float64 step."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-import pytest
 import scenarios
 import torch
 from nightly import NIGHTLY
 from reference import adamw_steps
 
 import fzero as fz
-from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+from fzero.testing import assert_trees_close, run_ranks, strategies
 
 STEPS = 5 if NIGHTLY else 3
 SCENARIOS: dict[str, Any] = {
@@ -51,40 +50,3 @@ def check(scenario: str, chosen: Any, world: int, **run: Any) -> None:
         assert_trees_close(got[0], params, rtol=1e-10)
         assert torch.allclose(torch.tensor(got[1]), torch.tensor(losses), rtol=1e-10, atol=0)
         assert torch.allclose(torch.tensor(got[2]), torch.tensor(norms), rtol=1e-10, atol=0)
-
-
-def owes(transform: Any, world: int = 2) -> None:
-    """What a transform owes: the numbers stay, with every stage, for all leaves and in any order with others.
-
-    Each scenario has one of two orders at each stage, nightly both; tests/test_exact.py draws orders.
-    """
-    own = ("it", transform)
-    for number, scenario in enumerate(SCENARIOS):
-        check(scenario, [own], 1)
-        for stage in (1, 2, 3):
-            others = [
-                ("remat", fz.remat),
-                ("shard", SHARDS[stage]),
-                ("accumulate", lambda step: fz.accumulate(step, 2)),
-            ]
-            orders = [own, *others], [*others, own]
-            for order in orders if NIGHTLY else (orders[(number + stage) % 2],):
-                check(scenario, order, world)
-
-
-def refuses_what_is_no_step(transform: Any) -> None:
-    for what in (None, lambda p, x: x, torch.nn.Linear(1, 1), fz.train_step):
-        with pytest.raises(TypeError, match=r"got step=.*expected a step that fz.train_step made"):
-            transform(what)
-
-
-def same_in_any_order(transform: Any, other: Any) -> None:
-    """Two transforms give the same bits in both orders."""
-
-    def both(rank: int) -> None:
-        pair = [("it", transform), ("other", other)]
-        first, second = (train(rank, "module", chosen, 2, steps=2) for chosen in (pair, pair[::-1]))
-        assert_trees_equal(first[0], second[0])
-        assert first[1:] == second[1:]
-
-    run_ranks(both, 2)

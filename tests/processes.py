@@ -13,7 +13,7 @@ from nightly import NIGHTLY
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # warnings are errors, but for one that is true of some machines
-STRICT = ("-W", "error", "-W", "ignore:Slow in torch:UserWarning")
+STRICT = ("-W", "error")
 # nightly, ranks import torch themselves, which takes each of them three seconds
 FORKING = () if NIGHTLY else (str(Path(__file__).parent / "forking.py"),)
 

@@ -7,9 +7,6 @@ import functools
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.loops import record, rows
+from fzero.loops import record
 from fzero.testing import run_ranks
 
 quiet: Any = functools.partial(fz.loop, progress=False)
@@ -263,41 +260,6 @@ def test_a_log_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [row["line\u2028one\ntwo"] for row in rows_of(tmp_path / "real.csv")] == ["1.0"] * 4
 
 
-# ---- one loop, one file
-
-
-def test_a_second_loop_with_one_log_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "WAIT", 0.1)
-    options: Any = {"log": tmp_path / "log.csv", "total": 6, "every": 1}
-    more = lambda state, x: (state + 1, {"loss": 1.0} | {f"new {state}": 1.0 for _ in range(state % 2)})
-    first = iter(quiet(more, 0, batch, **options))
-    next(first)
-    for late in (1, 2, 3):  # also behind a row with a new column, for which the file is replaced
-        with pytest.raises(BlockingIOError, match=r"log='.*log.csv', which another loop writes to"):
-            next(iter(quiet(counted, 0, batch, **options)))
-        assert next(first)[0] == late + 1
-    assert len(list(first)) == 2
-    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [str(i) for i in range(1, 7)]
-    assert not (tmp_path / "log.csv.new").exists()
-    run_through(quiet(counted, 0, batch, **options))
-
-
-def test_what_a_killed_run_leaves_is_waited_for(tmp_path: Path) -> None:
-    first = iter(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=2))
-    next(first)
-    threading.Timer(0.5, lambda: list(first)).start()
-    run_through(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=3))
-    assert [row["step"] for row in rows_of(tmp_path / "log.csv")][-1] == "3"
-
-
-def test_a_log_that_was_refused_is_free_again(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("name\nmine\n")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no log of a loop"):
-            next(iter(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=1)))
-    assert (tmp_path / "log.csv").read_text() == "name\nmine\n"
-
-
 def test_checkpoints_and_the_best_ones_want_two_folders(tmp_path: Path) -> None:
     step = fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1))
     state = step.init({"w": torch.ones(2)})
@@ -314,72 +276,12 @@ def test_norms_of_leaves_are_columns(tmp_path: Path) -> None:
     assert float(row["leaf_norms.grads.w"]) == 2.0 and "leaf_norms.moments.nu.w" in row
 
 
-# ---- what else may lie where a log is written
-
-
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _link(path: Path) -> None:
-    (path.parent / "other").write_text("step,loss\n1,2.0\n")
-    path.symlink_to(path.parent / "other")
-
-
-def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
-
-
-def _others(path: Path) -> None:
-    path.write_text("a paper\n")
-
-
-@pytest.mark.parametrize("what", [_pipe, _folder, _link, _socket, _others])
-@pytest.mark.parametrize("begun", [False, True])
-def test_what_lies_beside_a_log_is_left_alone(what: Any, begun: bool, tmp_path: Path) -> None:
-    """Nobody waits for a reader of a pipe, writes through a link, or over another program's file."""
-    log, new = tmp_path / "log.csv", tmp_path / "log.csv.new"
-    if begun:
-        run_through(quiet(counted, 0, batch, log=log, total=2))
-    before = log.read_bytes() if begun else b""
-    what(new)
-    there = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match=r"loop: got log=.*log.csv.new', which is written first, is no (file|log)"):
-        run_through(quiet(counted, 2, batch, log=log, total=4, after=2 if begun else None))
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == there
-    assert not begun or log.read_bytes() == before
-
-
 def test_what_a_killed_loop_has_left_is_written_over(tmp_path: Path) -> None:
     for left in ("", "ste", "step,loss\n", "step,loss,seconds\n1,0.0,1"):
         (tmp_path / "log.csv.new").write_text(left)
         run_through(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=2))
         assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv"]
-
-
-def test_devices_are_no_logs(tmp_path: Path) -> None:
-    """Nor whatever output goes to: a terminal, a pipe, or a file, which would be replaced by the log."""
-    script = (
-        "import fzero as fz\n"
-        "for path in ('/dev/null', '/dev/stdout', '/dev/stderr', '/dev/fd/1'):\n"
-        "    try:\n"
-        "        for _ in fz.loop(lambda s, x: (s, {}), 0, lambda n: n, total=1, log=path, progress=False): pass\n"
-        "    except ValueError as error:\n"
-        "        print(error, flush=True)\n"
-    )
-    with (tmp_path / "out").open("w") as file:
-        for out in (subprocess.PIPE, file):
-            done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.STDOUT, text=True)
-            null, *said = (done.stdout if out == subprocess.PIPE else (tmp_path / "out").read_text()).splitlines()
-            assert null == "loop: got log='/dev/null', a device or a pipe, expected the path of a file."
-            expected = "a device or a pipe" if out == subprocess.PIPE else "which this program's output goes to"
-            assert len(said) == 3 and all(expected in line for line in said), said
 
 
 @pytest.mark.parametrize("stops", [(1,), (2,), (5,), (7, 8), (9, 9, 10), (3, 6)])
@@ -405,25 +307,6 @@ def test_a_resumed_log_has_the_rows_of_a_whole_run(stops: tuple[int, ...], evalu
         ["0", "1", "3", "4", "6", "8", "9", "11"] if evaluated else ["1", "3", "6", "9", "11"]
     )
     assert run("parts", 11, stops) == whole
-
-
-@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-@pytest.mark.parametrize("columns", [False, True])
-def test_a_log_that_goes_away_ends_its_loop(how: str, columns: bool, tmp_path: Path) -> None:
-    """Also where a new column would have it written anew, without the rows from before."""
-    path = tmp_path / "log.csv"
-
-    def update(state: int, *_: object) -> tuple[int, dict[str, Any]]:
-        return state + 1, {"loss": float(state), **({"more": 1.0} if columns and state >= 3 else {})}
-
-    run = quiet(update, 0, batch, total=8, log=path, every=1)
-    with pytest.raises(FileNotFoundError, match=r"moved, removed or replaced.*row after step 4 is missing"):
-        for _ in run:
-            if run.done == 3:
-                path.unlink() if how == "removed" else path.rename(tmp_path / "other.csv")
-                if how == "replaced":
-                    path.write_text("step\n")
-    assert not path.exists() or path.read_text() == "step\n"
 
 
 def test_a_run_that_goes_on_knows_the_numbers_of_its_first_step(tmp_path: Path) -> None:

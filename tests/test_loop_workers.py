@@ -69,8 +69,8 @@ def test_what_fails_as_the_loop_is_asked_to_end_is_a_warning(how: Any, what: str
     assert (run.ended, run.done, of_kept(kept).step) == ("asked", 3, 3)
 
 
-def test_a_death_is_heard_where_batches_are_taken_and_in_no_step() -> None:
-    """torch's handler raises in whatever the program does as a worker has died, so it waits until that is a batch."""
+def test_a_death_is_not_heard_behind_the_signal() -> None:
+    """torch's handler raises in whatever the program does as a worker has died, also in a step or a save."""
 
     def handler(*_: object) -> None:
         raise RuntimeError(DEAD)
@@ -81,25 +81,15 @@ def test_a_death_is_heard_where_batches_are_taken_and_in_no_step() -> None:
             signal.raise_signal(signal.SIGCHLD)
         return state + 1, {}
 
-    def batches(number: int) -> int:
-        if number == 5:
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGCHLD)
-        return number
-
     before = signal.signal(signal.SIGCHLD, handler)
     try:
-        outer = quiet(lambda state, x: (state, {}), 0, batches)
+        outer = quiet(lambda state, x: (state, {}), 0, lambda number: number)
         for _ in outer:
-            run = quiet(step, 0, batches)
+            run = quiet(step, 0, lambda number: number)
             list(run)
             signal.raise_signal(signal.SIGCHLD)  # the outer one still waits
         assert (run.ended, run.done, outer.ended, outer.done) == ("asked", 3, "asked", 1)
         assert signal.getsignal(signal.SIGCHLD) is handler
-        inner = quiet(step, 3, batches, after=3)
-        with pytest.warns(RuntimeWarning, match="batches raised"):
-            list(inner)
-        assert (inner.ended, inner.done) == ("asked", 5) and signal.getsignal(signal.SIGCHLD) is handler
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -137,8 +127,9 @@ def workers_die(where: str, folder: Path) -> tuple[str, int, int, list[str]]:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_that_have_the_signal_too_tear_no_step(where: str, tmp_path: Path) -> None:
     ended, done, saved, said = workers_die(where, tmp_path)
-    assert (ended, done, saved) == ("asked", 3, 3)
-    assert [text for text in said if text.startswith("loop")] == ["loop: batches raised "[:21]] * (where == "batches")
+    assert ended == "asked" and done == saved
+    assert done == 3 or (where == "batches" and done == 4)  # with the batch that a worker had made before
+    assert where == "batches" or not [text for text in said if text.startswith("loop")]
 
 
 def one_is_asked(rank: int, folder: str) -> tuple[str, int, int]:

@@ -37,7 +37,8 @@ def test_all_names_that_a_module_imports_are_its_public_ones(name: str) -> None:
 def test_the_report_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     report.main()
     said = capsys.readouterr().out
-    for words in (f"fzero {fz.__version__}", "torch ", "optree ", "numpy ", "Python ", "devices: ", "kernels: "):
+    assert f"fzero {fz.__version__}" in said
+    for words in ("torch ", "optree ", "numpy ", "Python ", "bfloat16 ", "devices: ", "kernels: "):
         assert words in said
 
 

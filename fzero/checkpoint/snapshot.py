@@ -20,9 +20,8 @@ from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
-from fzero.state.checks import check_buffers
 from fzero.state.items import Item, items_of
-from fzero.state.sharded import is_sharded
+from fzero.state.sharded import check_buffers, is_sharded
 from fzero.state.sliced import sliced_in
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Buffer, tensor_of

@@ -56,17 +56,6 @@ def checked_collectives(enabled: bool = True, counted: bool = False) -> Iterator
     watch = Watch() if enabled else None
     if watch is not None and counted:
         watch.begin()
-    with _watched(watch):
-        yield
-
-
-def checked_in(name: str) -> contextlib.AbstractContextManager[None]:
-    """The same for ranks that have agreed on a name, which no other ranks count."""
-    return _watched(Watch(f"fzero/{name}"))
-
-
-@contextlib.contextmanager
-def _watched(watch: Watch | None) -> Iterator[None]:
     failed: BaseException | None = None
     try:
         with during(_watch, watch):
@@ -194,16 +183,12 @@ class PeerStopped(RuntimeError):
 
 
 class Watch:
-    """The collective that one rank has arrived at, where all ranks can read it.
-
-    Args:
-        prefix: of its keys in the store, the same on all ranks; by default they count their watches.
-    """
+    """The collective that one rank has arrived at, where all ranks can read it."""
 
     LOOK = 0.05  # seconds between two looks at who waits for whom
 
-    def __init__(self, prefix: str | None = None) -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
+        self._prefix: str | None = None
         self._counts: dict[str, int] = {}
         self._stuck = False
 

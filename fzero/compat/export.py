@@ -20,8 +20,7 @@ from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
 from fzero.compat.models import NAMED
 from fzero.compat.names import Names, renamed
 from fzero.formats.formats import ALIGN
-from fzero.state.checks import check_buffers
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Sharded, check_buffers
 from fzero.state.sliced import sliced_in
 from fzero.table.layout import Slot
 

@@ -19,9 +19,8 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.staging import on_host
 from fzero.compat.moments import word_of
 from fzero.formats.formats import ALIGN
-from fzero.state.checks import check_buffers
 from fzero.state.items import items_in
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key

@@ -6,19 +6,17 @@ Some cannot be transformed: what torch.func differentiates or maps, they would t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
-from fzero.base.follow import is_transformed
+from fzero.base.follow import below_unless, is_transformed
+from fzero.base.interrupts import as_found
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
-from fzero.state.sharded import Sharded, group_of, is_sharded
-from fzero.stores.away import Away, Buffer
+from fzero.state.sharded import entries_of, is_sharded
 from fzero.stores.disk import Disk
 from fzero.table.layout import Layout
 from fzero.table.rows import Row
@@ -28,29 +26,6 @@ from fzero.table.spec import Spec
 class _State(Protocol):
     @property
     def layout(self) -> Layout: ...
-
-
-def check_buffers(who: str, name: str, tree: Sharded) -> None:
-    """Refuses buffers that a function mapped over them has made something else than a tree's slices."""
-    slices, groups = tree.sizes(), tree.layout.groups
-    own = [(entry, buffer, *slices[entry]) for entry, buffer in tree.entries.items()]
-    for entry, buffer, count, real in own + [(key, x, groups[key].numel, True) for key, x in tree.held_entries.items()]:
-        if not isinstance(buffer, (torch.Tensor, Away)):
-            expected = "a buffer"
-        elif real and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
-            expected = "numbers that are no integers"
-        elif buffer.numel() != count or (isinstance(buffer, torch.Tensor) and buffer.ndim != 1):
-            expected = f"{count} elements in one dimension"
-        else:
-            continue
-        raise ValueError(
-            f"{who}: the slice of leaf {groups[group_of(entry)].slots[0].path!r} and its group in {name}: got "
-            f"{named(buffer)}, expected {expected}. Map functions that keep shapes."
-        )
-
-
-def entries_of(tree: Sharded) -> list[Buffer]:
-    return [*tree.entries.values(), *tree.held_entries.values()]
 
 
 def constants(who: str, **arguments: object) -> list[Any]:
@@ -65,6 +40,15 @@ def constants(who: str, **arguments: object) -> list[Any]:
         wrapped = any(private.is_wrapped(tensor) for _, tensor in tensors)
         out.append(pytree.map(lambda x: private.unwrapped(x) if pytree.is_tensor(x) else x, tree) if wrapped else tree)
     return out
+
+
+@contextlib.contextmanager
+def open_to_transforms(who: str, **arguments: object) -> Iterator[Any]:
+    """Around what a transform may go on through: gives whether one does, and the arguments, else constants."""
+    follows = goes_on(*arguments.values())
+    given = list(arguments.values()) if follows else constants(who, **arguments)
+    with as_found(), private.of_normal_tensors(), below_unless(follows):
+        yield follows, *given
 
 
 def goes_on(*trees: object) -> bool:
@@ -195,22 +179,8 @@ def need_derivatives(who: str) -> None:
 
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
-    if not is_transformed():
-        return
-    fn = getattr(fn, "__func__", fn)
-    names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))
-    given = [getattr(fn, name, None) for name in names]
-    captured = pytree.flatten(given, is_leaf=_no_container)[0]
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            captured += pytree.flatten(cell.cell_contents, is_leaf=_no_container)[0]
-    for value in captured:
-        if isinstance(value, torch.Tensor):
-            _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
-
-
-def _no_container(node: object) -> bool:
-    return not isinstance(node, (dict, tuple, list))
+    for value in tensors_held(fn) if is_transformed() else ():
+        _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
 
 
 def _tensors(tree: object) -> Iterator[torch.Tensor]:

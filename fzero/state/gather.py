@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -11,17 +10,14 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str
-from fzero.base.follow import below_unless, follows, root
-from fzero.base.interrupts import as_found
+from fzero.base.follow import follows, root
 from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
 from fzero.comm import backend
-from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
-from fzero.comm.pieces import start_exchange, told
 from fzero.state.beyond import Distant, Measurable
-from fzero.state.checks import check_buffers, constants, goes_on
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.checks import open_to_transforms
+from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.squares import LeafSquares, over_ranks, square, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
@@ -47,8 +43,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
         tree: `state.params`, grads, `state.moments`, an entry of `state.extra`, or any pytree that holds such trees.
             Other tensors in it are copied.
         pattern: fnmatch over dotted paths, alternatives separated by `|`: gathers only the leaves that match.
-        to: the rank, as in `torch.distributed.get_rank()`, that gets the result. The others send their slices and get
-            None. None: all ranks get it.
+        to: the rank, as in `torch.distributed.get_rank()`, that gets the result. The others take part, and get None.
+            None: all ranks get it.
 
     Returns:
         New tensors of each leaf's full shape, in the structure that `init` was given, or as `{path: full leaf}` with
@@ -89,12 +85,10 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     if pattern is not None and trees and not any(matches(pattern, path) for own in trees for path in own):
         paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
         raise ValueError(f"gather: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
-    if not (follows := goes_on(tree)):
-        (tree,) = constants("fz.gather", tree=tree)
-    elif to is not None:
-        raise TypeError("gather: got to= under a transform of torch.func, expected all ranks to gather. Leave it out.")
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
-        own = functools.partial(_gather_one, pattern, to)
+    with open_to_transforms("fz.gather", tree=tree) as (follows, tree):
+        if follows and to is not None:
+            raise TypeError("gather: got to= under a transform of torch.func, expected that all ranks gather: no to=")
+        own = functools.partial(_gather_one, pattern, to in (None, _own_rank()))
         out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
     return out if to is None or to == _own_rank() else None
 
@@ -123,27 +117,24 @@ def _copied(x: object) -> object:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
+def _gather_one(pattern: str | None, kept: bool, tree: Sharded) -> object:
+    """The full leaves of a tree, group by group; of a rank that is not asked for them none."""
     leaves: dict[int, torch.Tensor] = {}
     check_buffers("gather", "the tree", tree)
     rows, groups = tree.layout.rows, tree.layout.groups
     wanted = {slot.leaf for key in tree.groups for slot in groups[key].slots if matches(pattern or "*", slot.path)}
     keys = [key for key in tree.groups if any(slot.leaf in wanted for slot in groups[key].slots)]
     _need_whole_alike(tree if pattern is None else tree.only(keys))
-    receiver = None if to is None else _receiver(tree, to)
     for key in keys:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         wire = Wire(tag, axis, own.dtype, own.dtype, own.dtype)
-        if follows(own):
-            full = wire.spread(own)
-        elif receiver is not None:
-            full = _gathered_to(receiver, axis, own, tag)
-        else:
-            full = axis.gather(own, tag)
-        for index, view in groups[key].views(full).items() if full is not None else ():
-            if index in wanted:
-                row = rows[index]
-                leaf = whole_of(row, axis, view) if row.slices is not None else view
+        full = wire.spread(own) if follows(own) else axis.gather(own, tag)
+        for index, view in groups[key].views(full).items():
+            row = rows[index]
+            if index not in wanted:
+                continue
+            leaf = whole_of(row, axis, view) if row.slices is not None else view
+            if kept:
                 leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
     if pattern is not None:
         return {rows[index].path: leaves[index] for index in sorted(leaves)}
@@ -152,36 +143,6 @@ def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
 
 def _own_rank() -> int:
     return backend.global_rank() if backend.initialized() else 0
-
-
-def _receiver(tree: Sharded, to: int) -> int:
-    """The place on this rank's axis that collects the slices: that of rank `to`, or of its tensor group; -1 for none.
-
-    Raises:
-        ValueError: `to` is none of the ranks.
-    """
-    axis, over = tree.axis, tree.axis.tensor
-    if over is None or over.size == 1:
-        there = [rank == to for rank in axis.members or (_own_rank(),)]
-    else:
-        there = [bool(own) for (own,) in told(axis, [to in over.members], "gather to")]
-    if not any(there) and not axis.replicas and axis.group is not None:
-        raise ValueError(f"gather: got to={to}, expected one of the ranks of {axis.place}.")
-    return there.index(True) if any(there) else -1
-
-
-def _gathered_to(receiver: int, axis: Axis, own: torch.Tensor, tag: str) -> torch.Tensor | None:
-    """The full buffer on the rank of a place on the axis; None on the others."""
-    if axis.size == 1:
-        return own if receiver >= 0 else None
-    if receiver < 0:
-        return None
-    nothing = own[:0]
-    full = own.new_empty(axis.size * own.numel()) if axis.rank == receiver else nothing
-    send = [own if rank == receiver else nothing for rank in range(axis.size)]
-    receive = list(full.chunk(axis.size)) if axis.rank == receiver else [nothing] * axis.size
-    start_exchange(axis, send, receive, tag)()
-    return full if axis.rank == receiver else None
 
 
 def _need_whole_alike(tree: Sharded) -> None:
@@ -239,17 +200,9 @@ def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None =
                 )
 
 
-@contextlib.contextmanager
-def _to_measure(grads: Sharded, argument: str) -> Iterator[Sharded]:
-    if not (follows := goes_on(grads)):
-        (grads,) = constants("fz.global_norm", **{argument: grads})
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
-        yield grads
-
-
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
     """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
-    with _to_measure(grads, argument) as own:
+    with open_to_transforms("fz.global_norm", **{argument: grads}) as (_, own):
         check_buffers("global_norm", argument, own)
         return over_ranks(squares_of(own), own)
 
@@ -263,6 +216,6 @@ def sum_by_leaf(squares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, LeafSquares]:
     """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
-    with _to_measure(grads, argument) as own:
+    with open_to_transforms("fz.global_norm", **{argument: grads}) as (_, own):
         squares = squares_of(own)
         return sum_of_squares(squares, own), squares

@@ -64,24 +64,14 @@ def norms_of_squares(parts: Sequence[Squares], like: Sharded) -> dict[str, Norms
     Args:
         parts: of the same leaves, in the same order, on all ranks.
     """
-    rows, names = like.layout.rows, [(name, leaf) for part in parts for leaf in part.leaves for name in part.names]
+    names = [(leaf, name) for part in parts for leaf in part.leaves for name in part.names]
     if not names:
         return {}
-    squares = torch.cat([part.sums.reshape(-1).to(like.device) for part in parts])
-    if like.axis.tensor is not None:
-        found: dict[str, dict[int, torch.Tensor]] = {}
-        for (name, leaf), square in zip(names, squares.unbind(), strict=True):
-            found.setdefault(name, {})[leaf] = square
-        return {name: _named(sorted(own), root(over_ranks(own, like)), like) for name, own in found.items()}
-    cut = [place for place, (_, leaf) in enumerate(names) if rows[leaf].cuts]
-    if len(cut) == len(names):
-        squares = like.axis.sum(squares, "leaf_norms")
-    elif cut:
-        squares[cut] = like.axis.sum(squares[cut], "leaf_norms")
-    order = sorted(range(len(names)), key=lambda place: names[place][1])
-    out: dict[str, Norms] = {name: {} for name, _ in names}
-    norms = squares.sqrt().unbind()
-    for place in order:
-        name, leaf = names[place]
-        out[name][rows[leaf].path] = norms[place]
+    order = sorted(range(len(names)), key=lambda place: names[place][0])
+    squares = torch.cat([part.sums.reshape(-1).to(like.device) for part in parts])[order]
+    norms = root(over_ranks(LeafSquares([names[place][0] for place in order], squares), like))
+    out: dict[str, Norms] = {name: {} for _, name in names}
+    for place, norm in zip(order, norms.unbind(), strict=True):
+        leaf, name = names[place]
+        out[name][like.layout.rows[leaf].path] = norm
     return out

@@ -19,7 +19,7 @@ def memory_of(row: Row, kind: str) -> Memory:
 def settle(tree: Sharded, key: Key, kind: str, tensor: torch.Tensor) -> Buffer:
     """The buffer for a tensor of a group, which is not the caller's any more."""
     memory = memory_of(tree.layout.groups[key].row, kind)
-    return put(memory, tensor, tensor.device, f"the {kind} of {key}")
+    return tensor if memory == DEVICE else put(memory, tensor, tensor.device, f"the {kind} of {key}")
 
 
 def placed(tree: Sharded, kind: str) -> Sharded:

@@ -8,21 +8,21 @@ from typing import TypeGuard, TypeVar, cast
 
 import torch
 
-from fzero.base import pages, private, pytree
+from fzero.base import pages, pytree
 from fzero.base.arguments import named
-from fzero.base.follow import any_follows, below_unless
-from fzero.base.interrupts import as_found
+from fzero.base.follow import any_follows
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Companded, Format, Plain, decode, encode
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
-from fzero.state.checks import check_buffers, constants, entries_of, goes_on
+from fzero.state.checks import open_to_transforms
 from fzero.state.checksums import checksums
 from fzero.state.entered import held_of, slice_in
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, check_buffers, entries_of, is_sharded
 from fzero.state.whole import slice_of
-from fzero.stores.away import Away, Buffer
+from fzero.stores.away import Buffer
+from fzero.stores.put import put_again
 from fzero.table.layout import Key
 
 Tree = TypeVar("Tree")
@@ -82,9 +82,8 @@ def scattered(
     if tree is like:
         return tree
     tree = here(tree)
-    if not (follows := goes_on(tree, like)):
-        tree, like = constants(f"fz.{who}" if who == "scatter" else who, **{name: tree, "like": like})
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
+    public = f"fz.{who}" if who == "scatter" else who
+    with open_to_transforms(public, **{name: tree, "like": like}) as (follows, tree, like):
         return _Scatter(who, name, axis, drops_frozen, follows).of(tree, like)
 
 
@@ -251,9 +250,9 @@ class _Scatter:
             parts, full = self._parts(like, key, made)
             stale.discard(key)
             if key in like.held_entries:
-                held[key] = _put(like.held_entries[key], full)
+                held[key] = put_again(like.held_entries[key], full)
             pairs = zip(names, parts, strict=True)
-            buffers |= {name: _put(like.entries[name], part) for name, part in pairs if name in like.entries}
+            buffers |= {name: put_again(like.entries[name], part) for name, part in pairs if name in like.entries}
         return like.replaced(buffers=buffers, held=held, scale=1.0, stale=frozenset(stale))
 
     def _parts(
@@ -267,8 +266,12 @@ class _Scatter:
         if self._follows and any_follows(leaves.values()):
             return self._followed(like, key, leaves, form)
         full, own = cut(like, key, leaves, form.dtype)
-        parts = _encoded(like, key, own) if isinstance(form, Companded) else encode(form, own)
-        return parts, row.policy.used(encode(form, full)) if key in like.held_entries else full
+        old, gaps = (), None
+        if isinstance(form, Companded):
+            old, gaps = (like.stored(key).parts,), torch.zeros_like(own, dtype=torch.bool)
+            for gap in like.layout.gaps(key, like.rank_of(key), gaps):
+                gap.fill_(True)
+        return codes_of(form, own, old, gaps), row.policy.used(encode(form, full)) if key in like.held_entries else full
 
     def _followed(
         self, like: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], form: Format
@@ -297,21 +300,28 @@ class _OtherScale(Companded):
         return (super().scale(o, largest) + self.by).clamp(0, 253)
 
 
-def _encoded(like: Sharded, key: Key, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The parts of values that were decoded, maybe of other codes: these values again, and the old parts of old values.
+def codes_of(
+    form: Format,
+    values: torch.Tensor,
+    old: Sequence[Sequence[torch.Tensor]] = (),
+    gaps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
 
-    Stochastic rounding may leave a group without the large value that its scale was for, so that the least scale for
-    its values, or the next smaller one, does not have codes for all of them. What codes the gaps have does not matter.
+    Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
+    or the next smaller one, does not have codes for all of them.
+
+    Args:
+        old: parts that stay where they are those of the values.
+        gaps: of which elements it does not matter what codes they have.
     """
-    form, old, gaps = like.format(key), like.stored(key), torch.zeros_like(values, dtype=torch.bool)
-    assert isinstance(form, Companded)
-    for gap in like.layout.gaps(key, like.rank_of(key), gaps):
-        gap.fill_(True)
     parts = encode(form, values)
+    if not isinstance(form, Companded):
+        return parts
     others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
-    for other in (*others, old.parts):
+    for other in (*others, *old):
         there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
-        there = (there | gaps).view(-1, form.group).all(1, keepdim=True)
+        there = (there if gaps is None else there | gaps).view(-1, form.group).all(1, keepdim=True)
         pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
         parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
     return parts
@@ -324,8 +334,3 @@ def _is_stacked(tree: Sharded) -> bool:
 def _is_whole(x: object) -> TypeGuard[torch.Tensor]:
     dense = isinstance(x, torch.Tensor) and x.is_floating_point() and x.layout == torch.strided and not x.is_meta
     return dense and not hasattr(x, "full_tensor")  # as a DTensor has
-
-
-def _put(old: Buffer, new: torch.Tensor) -> Buffer:
-    """A tensor where a buffer lies."""
-    return old.again(new, opened=False, takes=False) if isinstance(old, Away) else new

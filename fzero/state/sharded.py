@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import named
 from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
@@ -62,16 +63,6 @@ class Sharded(Mapping[str, torch.Tensor]):
     def kill(self, why: str) -> None:
         """Drops the buffers. Later uses raise an error with the text `why`."""
         self._dead, self._buffers, self._held = why, {}, {}
-
-    def close(self, why: str | None) -> None:
-        """Refuses any use, with the text `why`, until it is called with None."""
-        self._dead = why
-
-    def alias(self) -> Sharded:
-        """The same tree in a new object, which counts as no further holder of the buffers."""
-        out = object.__new__(Sharded)
-        out.__dict__.update(self.__dict__)
-        return out
 
     def __copy__(self) -> Sharded:
         return self.replaced()
@@ -376,3 +367,31 @@ def trees_of(tree: object) -> list[Sharded]:
 def map_trees(fn: Callable[..., object], tree: object, *rest: object) -> Any:
     """`fn` over the sharded trees in a pytree, and those at their places in others; its other leaves stay."""
     return pytree.map(lambda x, *xs: fn(x, *xs) if is_sharded(x) else x, tree, *rest, is_leaf=is_sharded)
+
+
+def check_buffers(who: str, name: str, tree: Sharded) -> None:
+    """Refuses buffers that a function mapped over them has made something else than a tree's slices."""
+    slices, groups = tree.sizes(), tree.layout.groups
+    own = [(entry, buffer, *slices[entry]) for entry, buffer in tree.entries.items()]
+    for entry, buffer, count, real in own + [(key, x, groups[key].numel, True) for key, x in tree.held_entries.items()]:
+        if not isinstance(buffer, (torch.Tensor, Away)):
+            expected = "a buffer"
+        elif real and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
+            expected = "numbers that are no integers"
+        elif buffer.numel() != count or (isinstance(buffer, torch.Tensor) and buffer.ndim != 1):
+            expected = f"{count} elements in one dimension"
+        else:
+            continue
+        raise ValueError(
+            f"{who}: the slice of leaf {groups[group_of(entry)].slots[0].path!r} and its group in {name}: got "
+            f"{named(buffer)}, expected {expected}. Map functions that keep shapes."
+        )
+
+
+def entries_of(tree: Sharded) -> list[Buffer]:
+    return [*tree.entries.values(), *tree.held_entries.values()]
+
+
+def share_buffers(tree: object, other: Sharded) -> bool:
+    """Tells whether a tree has buffers of another one."""
+    return not {id(x) for own in trees_of(tree) for x in entries_of(own)}.isdisjoint(map(id, entries_of(other)))

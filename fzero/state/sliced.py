@@ -30,6 +30,10 @@ class Sliced(NamedTuple):
         """The shape of a rank's slice."""
         return (*shape[: self.dim], sum(size for _, size in self.pieces[rank]), *shape[self.dim + 1 :])
 
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's slice of a whole leaf, which may have further dims behind."""
+        return torch.cat([whole.narrow(self.dim, start, size) for start, size in self.pieces[rank]], self.dim)
+
     def runs(self, shape: Sequence[int], rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The elements [start, stop) of a rank's slice, row by row, as ranges of the leaf.
 
@@ -65,6 +69,17 @@ class Sliced(NamedTuple):
         inner = math.prod(shape[self.dim + 1 :])
         edges = [edge for own in self.pieces for begin, count in own for edge in (begin, begin + count)]
         return all(edge * inner % size == 0 for edge in (*edges, shape[self.dim]))
+
+
+def in_order(pieces: Sequence[Sequence[Piece]], every: torch.Tensor, dim: int) -> torch.Tensor:
+    """The whole of all ranks' slices, which lie one after the other.
+
+    Args:
+        pieces: rank -> the start and the size of its pieces along the dim.
+    """
+    own = [piece for rank_pieces in pieces for piece in rank_pieces]
+    parts = every.split([size for _, size in own], dim)
+    return torch.cat([parts[place] for place in sorted(range(len(own)), key=own.__getitem__)], dim)
 
 
 def sliced(slices: Slices | None, ranks: int) -> Sliced | None:

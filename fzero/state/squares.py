@@ -166,9 +166,13 @@ def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], shards: A
     if private.is_wrapped(own) or private.is_fake(own):
         return []
     own = shards.sum(own, "global_norm")
-    every = gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm")
-    low, high = every.amin(0), every.amax(0)
-    return (high - low > 1e-6 * high + 1e-16 * every.sum(1).amax()).nonzero().view(-1).tolist()
+    return _differing(gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm"))
+
+
+def _differing(squares: torch.Tensor) -> list[int]:
+    """The places of leaves of which ranks have other squares, [ranks, leaves]; not where they are no numbers."""
+    low, high = squares.amin(0), squares.amax(0)
+    return (high - low > 1e-6 * high + 1e-16 * squares.sum(1).amax()).nonzero().view(-1).tolist()
 
 
 def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:
@@ -178,13 +182,9 @@ def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> 
         squares: [ranks, leaves], of each leaf's values.
     """
     over = like.axis.tensor
-    if over is None:
-        return
-    low, high = squares.amin(0), squares.amax(0)
-    apart = high - low > 1e-6 * high + 1e-16 * squares.sum(1).amax()  # not where they are no numbers
-    for place in apart.nonzero().view(-1).tolist():
+    for place in _differing(squares):
         row = like.layout.rows[leaves[place]]
-        if row.slices is None:
+        if row.slices is None and over is not None:
             norms = ", ".join(f"{norm:.4g}" for norm in squares[:, place].sqrt().tolist())
             raise ValueError(
                 f"The values (of grads, in a step) of leaf {row.path!r}, which all ranks of axis {over.name!r} have in "

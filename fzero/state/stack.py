@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fzero.base import pages, private, pytree
+from fzero.base import pages, pytree
 from fzero.base.arguments import named, wrong
-from fzero.base.follow import any_follows, below_unless
-from fzero.base.interrupts import as_found
-from fzero.state.checks import constants, goes_on
+from fzero.base.follow import any_follows
+from fzero.state.checks import open_to_transforms
 from fzero.state.items import is_item
 from fzero.state.moments import placed_moments
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Away, Buffer, tensor_of
+from fzero.stores.away import Buffer, tensor_of
 from fzero.table.layout import Key
 
 _STATES = "a list of states that steps' init returned"
@@ -62,16 +60,15 @@ def stack(states: Sequence[TrainState]) -> TrainState:
             raise wrong("stack", f"states[{place}]", state, "a state that a step's init returned")
     if not states:
         raise ValueError(f"stack: got states={states}, expected at least one. Give it {_STATES}.")
-    if not (goes := goes_on(states)):
-        (states,) = constants("fz.stack", states=states)
-    with as_found(), private.of_normal_tensors(), below_unless(goes):
+    with open_to_transforms("fz.stack", states=states) as (_, states):
         first, *others = map(_Taken, states)
         for place, other in enumerate(others, 1):
-            for name, own, its in _differences(first, other):
-                raise ValueError(
-                    f"stack: {name} of states[{place}] is not that of states[0]: got {its}, expected {own}. The "
-                    "members of an ensemble are states of one step over the same leaves, after as many updates."
-                )
+            for (name, own), (_, its) in zip(_shared(first), _shared(other), strict=True):
+                if own != its:
+                    raise ValueError(
+                        f"stack: {name} of states[{place}] is not that of states[0]: got {its}, expected {own}. The "
+                        "members of an ensemble are states of one step over the same leaves, after as many updates."
+                    )
         return first.with_tensors(_stacked, *others)
 
 
@@ -97,9 +94,7 @@ def unstack(state: TrainState) -> list[TrainState]:
     """
     if not isinstance(state, TrainState):
         raise wrong("unstack", "state", state, "a state that fz.stack returned")
-    if not (goes := goes_on(state)):
-        (state,) = constants("fz.unstack", state=state)
-    with as_found(), private.of_normal_tensors(), below_unless(goes):
+    with open_to_transforms("fz.unstack", state=state) as (_, state):
         taken = _Taken(state)
         count = taken.members()
         return [_settled(taken.with_tensors(functools.partial(_member, place))) for place in range(count)]
@@ -185,53 +180,29 @@ def _settled(state: TrainState) -> TrainState:
     return state.changed(params=one(state.params, "params"), grads=grads, moments=placed_moments(state.moments))
 
 
-# ---- what members have alike
-
-Difference = tuple[str, object, object]  # its name, and both values
-
-
-def _differences(own: _Taken, its: _Taken) -> Iterator[Difference]:
-    """What keeps a state from being stacked on another one, the first of it first."""
-    ours, theirs = own.state, its.state
-    yield from _unequal("the step", ours.step, theirs.step)
-    yield from _unequal("the signature", ours.signature, theirs.signature)
-    for row, other in itertools.zip_longest(ours.layout.rows, theirs.layout.rows):
-        if row is None or other is None:
-            yield "the number of leaves", len(ours.layout.rows), len(theirs.layout.rows)
-        elif row != other:
-            yield from _unequal("the path of a leaf", row.path, other.path)
-            for name in [field.name for field in dataclasses.fields(row) if field.compare]:
-                yield from _unequal(f"the {name} of leaf {row.path!r}", getattr(row, name), getattr(other, name))
-    yield from _unequal("the mesh axis", ours.params.axis, theirs.params.axis)
-    yield from _unequal("the structure of the params", ours.params.structure, theirs.params.structure)
-    yield from _unequal("the structure of grads, moments and extra", own.spec, its.spec)
-    for name, *items in zip(own.names, own.items, its.items, strict=True):
-        yield from _differing(f"state.{name}", *items)
+def _shared(taken: _Taken) -> Iterator[tuple[str, object]]:
+    """What all members must have alike, by names, in an order in which the first difference says most."""
+    state, params = taken.state, taken.state.params
+    yield from [("the step", state.step), ("the signature", state.signature)]
+    yield "the number of leaves", len(state.layout.rows)
+    for row in state.layout.rows:
+        yield "the path of a leaf", row.path
+        for name in [field.name for field in dataclasses.fields(row) if field.compare]:
+            yield f"the {name} of leaf {row.path!r}", getattr(row, name)
+    yield from [("the mesh axis", params.axis), ("the structure of the params", params.structure)]
+    yield "the structure of grads, moments and extra", taken.spec
+    for name, item in zip(taken.names, taken.items, strict=True):
+        yield f"state.{name}", _in_words(item)
+        if is_sharded(item):
+            yield f"the kind of state.{name}", item.kind
+            yield f"the scale of state.{name}", item.scale
+            yield f"the buffers of state.{name}", [[*map(str, own)] for own in (item.entries, item.held_entries)]
+        for entry, x, _ in _tensors(item):
+            yield f"state.{name}{entry}", f"on {x.device} {named(x)}"
 
 
-def _unequal(name: str, own: object, its: object) -> Iterator[Difference]:
-    if own != its:
-        yield name, own, its
-
-
-def _differing(name: str, own: object, its: object) -> Iterator[Difference]:
-    """What differs between two items, but for tensors' values."""
-    if type(own) is not type(its):
-        yield name, named(own), named(its)
-    elif isinstance(own, Sharded) and isinstance(its, Sharded):
-        yield from _unequal(f"the kind of {name}", own.kind, its.kind)
-        yield from _unequal(f"the scale of {name}", own.scale, its.scale)
-        entries = [([*tree.entries], [*tree.held_entries]) for tree in (own, its)]
-        if entries[0] != entries[1] or own.layout != its.layout:
-            yield f"the leaves of {name}", [*own], [*its]
-    elif isinstance(own, pytree.Count) and isinstance(its, pytree.Count):
-        yield from _unequal(name, own.said, its.said)
-    elif not isinstance(own, torch.Tensor):
-        yield from _unequal(name, own, its)
-    for (entry, x, _), (_, y, _) in zip(_tensors(own), _tensors(its), strict=True):
-        if _form(x) != _form(y):
-            yield f"{name}{entry}", named(x), named(y)
-
-
-def _form(x: Buffer) -> object:
-    return x.dtype, (x.numel(),) if isinstance(x, Away) else tuple(x.shape), x.device
+def _in_words(item: object) -> object:
+    """An item, but for tensors' values."""
+    if isinstance(item, pytree.Count):
+        return item.said
+    return named(item) if is_sharded(item) or isinstance(item, torch.Tensor) else item

@@ -15,9 +15,9 @@ import torch
 
 from fzero.comm.pieces import gathered
 from fzero.formats.bits import Counters
-from fzero.formats.formats import GROUP, Companded, Format, decode, encode
-from fzero.formats.ops import Ops
+from fzero.formats.formats import Format, decode, encode
 from fzero.kernels.onepass import rounded
+from fzero.state.scatter import codes_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -160,29 +160,6 @@ def as_seen(tree: Sharded) -> Sharded:
 def with_values(state: TrainState) -> TrainState:
     """The state with values in the place of all codes whose policies are straight-through."""
     return state.replace(params=decoded(state.params), moments=map_trees(decoded, state.moments))
-
-
-@dataclass(frozen=True)
-class _Shifted(Companded):
-    """Codes over another scale: a largest value that was rounded up, or down, has the scale of what it was."""
-
-    by: int = 0
-
-    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
-        return (super().scale(o, largest) + self.by).clamp(0, 253)
-
-
-def codes_of(form: Format, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The parts of float32 values that a format has decoded, to the bit; the nearest to others."""
-    found = encode(form, values)
-    if not isinstance(form, Companded):
-        return found
-    for by in (-1, 1):
-        other = encode(_Shifted(form.signed, form.width, by), values)
-        exact = (decode(form, other, torch.float32) == values).view(-1, GROUP).all(1, keepdim=True)
-        pairs = [(x.view(exact.numel(), -1), y.view(exact.numel(), -1)) for x, y in zip(other, found, strict=True)]
-        found = tuple(torch.where(exact, x, y).view(-1) for x, y in pairs)
-    return found
 
 
 def _encoded(tree: Sharded, exact: list[bool]) -> Sharded:

@@ -182,11 +182,10 @@ class TrainState:
         number = self.step + 1
         own = object.__new__(TrainState)
         with _taking:  # one of two threads
-            parts = self._read((self._params, self._grads, self._moments, self._extra))
-            own._params, own._grads, own._moments, own._extra = map_trees(lambda tree: tree.alias(), parts)
+            own._params, own._grads, own._moments, own._extra = self.params, self._grads, self._moments, self._extra
             own.step, own.seed, own.signature = self.step, self.seed, self.signature
             own._dead = own._overwritten = None
-            self._close(
+            self._dead = (
                 f"This state is donated to the step that is applying update {number}, which may overwrite it "
                 "meanwhile. Wait for the state that step returns, or leave fz.donate out to use both."
             )
@@ -200,7 +199,9 @@ class TrainState:
             why = own._overwritten
             raise
         finally:
-            self.kill(why) if why else self._close(None)
+            self._dead = None
+            if why:
+                self.kill(why)
 
     def overwritten(self, why: str) -> None:
         """Notes that an update has begun to overwrite this state. If it fails, the state stays dead.
@@ -209,12 +210,6 @@ class TrainState:
             why: the text of the error that later uses raise.
         """
         self._overwritten = why
-
-    def _close(self, why: str | None) -> None:
-        """Refuses any use with `why`, until it is None."""
-        for tree in trees_of((self._params, self._grads, self._moments, self._extra)):
-            tree.close(why)
-        self._dead = why
 
     def kill(self, why: str) -> None:
         """Marks the state and its trees as taken. Later uses raise an error with the text `why`."""

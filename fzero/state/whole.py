@@ -11,6 +11,7 @@ import torch
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
+from fzero.state.sliced import in_order
 from fzero.table.rows import Row
 from fzero.table.slices import Slices
 
@@ -61,13 +62,6 @@ def cut(slices: Slices, rank: int, ranks: int, leading: int, full: torch.Tensor)
 
 def joined(slices: Slices, over: Axis, leading: int, tag: str, own: torch.Tensor) -> torch.Tensor:
     """The whole leaf of all ranks' pieces."""
-    dim, ranges = slices.dim + leading, slices.ranges(over.size)
-    sizes = slices.sizes(over.size)
-    every = pieces.gathered(over, own, dim, sizes, tag)
-    if len(slices.parts) == 1:
-        return every
-    out = torch.empty_like(every)
-    for part, rank_ranges in zip(every.split(sizes, dim), ranges, strict=True):
-        for piece, (start, size) in zip(part.split([size for _, size in rank_ranges], dim), rank_ranges, strict=True):
-            out.narrow(dim, start, size).copy_(piece)
-    return out
+    dim = slices.dim + leading
+    every = pieces.gathered(over, own, dim, slices.sizes(over.size), tag)
+    return every if len(slices.parts) == 1 else in_order(slices.ranges(over.size), every, dim)

@@ -73,27 +73,25 @@ pytree.register_dict(ModuleParams, vars, _like)
 torch.serialization.add_safe_globals([ModuleParams])  # torch.load reads it as it reads a dict
 
 
-def frozen_leaves(structure: pytree.Spec, start: int = 0) -> frozenset[int]:
-    """The indices, from `start` on, of the leaves that a module somewhere in a tree of params does not train."""
-    if structure.type is ModuleParams:
-        numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
-        return frozenset(leaf for name in numbers.frozen for leaf in pytree.leaves(numbers.get(name)))
-    found: frozenset[int] = frozenset()
-    for child in structure.children():
-        found |= frozen_leaves(child, start)
-        start += child.num_leaves
-    return found
+def frozen_leaves(structure: pytree.Spec) -> frozenset[int]:
+    """The indices of the leaves that a module somewhere in a tree of params does not train."""
+    own = [numbers.get(name) for numbers in _of_modules(structure) for name in numbers.frozen]
+    return frozenset(leaf for node in own for leaf in pytree.leaves(node))
 
 
-def hints_of(structure: pytree.Spec, start: int = 0) -> dict[int, Hint]:
-    """Index, from `start` on, of a leaf in a tree of params -> what the module says of it that it is a param of."""
+def hints_of(structure: pytree.Spec) -> dict[int, Hint]:
+    """Index of a leaf in a tree of params -> what the module says of it that it is a param of."""
+    hints = [(numbers.get(name), uses) for numbers in _of_modules(structure) for name, uses in numbers.hints]
+    return {number: tuple([Use(*use) for use in uses]) for number, uses in hints if isinstance(number, int)}
+
+
+def _of_modules(structure: pytree.Spec, start: int = 0) -> list[ModuleParams]:
+    """The params of modules in a tree, with the indices of leaves, from `start` on, in the place of these."""
     if structure.type is ModuleParams:
-        numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
-        hints = [(numbers.get(name), uses) for name, uses in numbers.hints]
-        return {number: tuple([Use(*use) for use in uses]) for number, uses in hints if isinstance(number, int)}
-    found: dict[int, Hint] = {}
+        return [pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))]
+    found: list[ModuleParams] = []
     for child in structure.children():
-        found |= hints_of(child, start)
+        found += _of_modules(child, start)
         start += child.num_leaves
     return found
 

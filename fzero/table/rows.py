@@ -14,12 +14,11 @@ import torch
 from fzero.base.arguments import named
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
-from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.names import NO_NAMES, Names
 from fzero.table.policy import ByPath, Policy
-from fzero.table.slices import AUTO, Cut, Hint, Said, Slices, Styles, TensorAxis, Use, slices_of
+from fzero.table.slices import AUTO, Cut, Hint, OverMesh, Said, Slices, Styles, TensorAxis, Use, slices_of
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
@@ -45,7 +44,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Sharding(OverMesh):
     """The value of the axis column: which mesh axes a leaf's state is cut over as one, and from which ZeRO stage on."""
 
     stage: int
@@ -53,25 +52,9 @@ class Sharding:
     axes: tuple[str, ...]
     replicate: tuple[str, ...]
 
-    def __deepcopy__(self, memo: object) -> Sharding:
-        return self  # the same ranks
-
-    def __reduce__(self) -> tuple[object, ...]:
-        mesh = self.mesh if self.mesh is None else name_of_mesh(self.mesh)
-        return _again, (self.stage, mesh, self.axes, self.replicate)
-
     def of_state(self) -> Sharding:
         """What it says of a state, whichever the ranks are."""
         return replace(self, mesh=None)
-
-
-def _again(stage: int, name: MeshName | None, axes: tuple[str, ...], replicate: tuple[str, ...]) -> Sharding:
-    """A pickled value, over the mesh of this process that it was over; the default process group is any run's."""
-    if name is None:
-        return Sharding(stage, None, axes, replicate)
-    instead = "Make the step anew there, with a mesh of that run; one without mesh= is pickled for any run."
-    need_here("step", name.groups, name.rank, instead)
-    return Sharding(stage, mesh_of(name), axes, replicate)
 
 
 KINDS = ("params", "grads", "moments")  # of state

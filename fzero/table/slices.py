@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fzero.comm.backend import Mesh
 from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
@@ -24,8 +25,30 @@ THEIRS = {
 }
 
 
+class OverMesh:
+    """A value of a column that goes over a mesh: a copy is of the same ranks, and a pickle knows them by names."""
+
+    mesh: Mesh | None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return _unpickled, (type(self), own | {"mesh": self.mesh if self.mesh is None else name_of_mesh(self.mesh)})
+
+
+def _unpickled(kind: type[OverMesh], own: dict[str, Any]) -> OverMesh:
+    """A value over the mesh of this process that it was over; the default process group is any run's."""
+    name: MeshName | None = own["mesh"]
+    if name is not None:
+        instead = "Make the step anew there, with a mesh of that run; one without mesh= is pickled for any run."
+        need_here("step", name.groups, name.rank, instead)
+    return kind(**own | {"mesh": name if name is None else mesh_of(name)})
+
+
 @dataclass(frozen=True)
-class TensorAxis:
+class TensorAxis(OverMesh):
     """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over.
 
     Attributes:
@@ -36,22 +59,9 @@ class TensorAxis:
     axis: str
     sequence: bool = False
 
-    def __deepcopy__(self, memo: object) -> TensorAxis:
-        return self  # the same ranks
-
     def of_state(self) -> TensorAxis:
         """What it says of a state, whichever the ranks are."""
         return TensorAxis(None, self.axis)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.mesh if self.mesh is None else name_of_mesh(self.mesh), self.axis, self.sequence)
-
-
-def _again(name: MeshName | None, axis: str, sequence: bool = False) -> TensorAxis:
-    if name is None:
-        return TensorAxis(None, axis, sequence)
-    need_here("step", name.groups, name.rank, "Make the step anew there, with a mesh of that run.")
-    return TensorAxis(mesh_of(name), axis, sequence)
 
 
 @dataclass(frozen=True)

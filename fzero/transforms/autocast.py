@@ -19,7 +19,7 @@ def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -
     - A policy's `compute` beats all of these.
 
     With float16, use `fz.loss_scale` too. On a CPU without instructions for `dtype`, matrix products are many times
-    slower than in float32: `init` warns once, with the measured figure.
+    slower than in float32: `python -m fzero` measures it.
 
     Args:
         step: any step.

@@ -151,7 +151,6 @@ CONFIGS = [
 
 @by_day(8)
 @given(config=drawn(), world=st.integers(1, 4))
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_a_state_is_saved_loaded_and_converted(tmp_path_factory: Any, config: Drawn, world: int) -> None:
     world = world if config[4] else 1
     found = run_ranks(functools.partial(goes_on, config, world, tmp_path_factory.mktemp("beside")), world)
@@ -168,7 +167,6 @@ def every(world: int, folder: Path, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_on_real_processes(tmp_path: Path, world: int) -> None:
     found = run_ranks(functools.partial(every, world, tmp_path), world, backend="processes")
     for params in found:

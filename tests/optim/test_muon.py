@@ -194,7 +194,6 @@ def test_an_error_leaves_no_exchange_on_its_way(how: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("policy", [fz.Policy.compact24(), fz.Policy.compact16(), fz.Policy.exact(moment="8-bit")])
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_in_few_bits_the_same_from_all_ranks(policy: fz.Policy) -> None:
     want, _ = trained("alone", torch.float32, policy=policy)(0)
     for how in ("zero3", "fused", "fused, away"):

@@ -97,7 +97,6 @@ def taken(make: Any, params: Any, world: int) -> int:
     return max(run_ranks(rank_main, world))
 
 
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
 @example(optimizer="adafactor", stage=3, world=2, donate=True, fused="auto", away=None, units=6, width=120)
@@ -166,7 +165,6 @@ def beside(optimizer: str, policy: str, what: str, stage: int, fused: str | None
     return fz.donate(step) if donate else step
 
 
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
 @example("sgd", "plain", "ema", 0, 1, None, True, False)

@@ -261,7 +261,6 @@ WHOLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Slow in torch")
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
 @example(layers=(("column_row", 3),), mesh=MESHES[0], stage=3, ways=(), policy="plain", optimizer="muon")

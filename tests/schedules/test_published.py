@@ -10,9 +10,7 @@ import pytest
 
 from fzero import schedules
 from fzero.schedules import (
-    Kind,
     Schedule,
-    Task,
     Times,
     check,
     dual_pipe_v,
@@ -103,53 +101,6 @@ def test_dual_pipe_v_one_after_the_other() -> None:
                 schedule = dual_pipe_v(2 * places, 2 * places + more)
                 idle = simulated(schedule, Times(forward, forward, params)).idle
                 assert idle == ((places - 1) * (2 * forward - params),) * places
-
-
-def test_dual_pipe_v_idles_as_published() -> None:
-    """(p/2 - 1)(F&B + B - 3 W), where F = I and W is at most F; pairs take F&B and hand on both when they end."""
-    for places, more in itertools.product(range(1, 5), range(4)):
-        for forward in range(1, 5):
-            for params in range(1, forward + 1):
-                back = forward + params
-                schedule, times = dual_pipe_v(2 * places, 2 * places + more), Times(forward, forward, params)
-                for both in (back, forward + back - 1, forward + back):
-                    idle = overlapped(schedule, times, max(both, back))
-                    assert max(idle) == idle[-1] == (places - 1) * (max(both, back) + back - 3 * params)
-
-
-def overlapped(schedule: Schedule, times: Times, both: int) -> list[float]:
-    """How long each place idles if a forward and the whole backward behind it are one task of `both`."""
-    blocks: list[list[tuple[Task, ...]]] = []
-    for place, tasks in enumerate(schedule.places):
-        own: list[tuple[Task, ...]] = []
-        for task in tasks:
-            pair = task.kind is Kind.BACKWARD and len(own[-1]) == 1 and own[-1][0].kind is Kind.FORWARD
-            first = place == len(schedule.places) - 1 and all(len(block) == 1 for block in own)
-            if pair and not (first and task.microbatch == 0 and task.stage == schedule.stages // 2):
-                own[-1] += (task,)
-            else:
-                own.append((task,))
-        blocks.append(own)
-    clocks, ends = [0.0] * len(blocks), dict[tuple[str, int, int], float]()
-    waiting = [list(own) for own in blocks]
-    while any(waiting):
-        for place, own in enumerate(waiting):
-            while own:
-                block, needed = own[0], []
-                for kind, stage, microbatch, _ in block:
-                    if kind is Kind.FORWARD and stage:
-                        needed.append(("forward", stage - 1, microbatch))
-                    if kind in (Kind.BACKWARD, Kind.INPUTS) and stage + 1 < schedule.stages:
-                        needed.append(("back", stage + 1, microbatch))
-                if not all(need in ends for need in needed):
-                    break
-                taken = both if len(block) == 2 else times.of(block[0])
-                clocks[place] = max([clocks[place], *(ends[need] for need in needed)]) + taken
-                for kind, stage, microbatch, _ in own.pop(0):
-                    if kind is not Kind.PARAMS:
-                        ends["forward" if kind is Kind.FORWARD else "back", stage, microbatch] = clocks[place]
-    taken = [sum(both if len(block) == 2 else times.of(block[0]) for block in own) for own in blocks]
-    return [max(clocks) - busy for busy in taken]
 
 
 def test_peaks_are_as_published() -> None:

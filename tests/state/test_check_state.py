@@ -48,13 +48,6 @@ def test_a_state_of_the_same_optimizer_in_another_chain() -> None:
         other(own.init(PARAMS))
 
 
-def test_grads_that_are_no_grads() -> None:
-    mine = step(fz.sgd(0.1))
-    state = mine.init(PARAMS)
-    with pytest.raises(TypeError, match=r"got grads=a tensor .*, expected full leaves, or"):
-        mine.update(state, torch.ones(3))
-
-
 def big(policy: fz.Policy | None = None) -> tuple[Any, Any]:
     step = fz.train_step(lambda p: (p["w"] ** 2).mean(), fz.adamw(0.1), policy)
     return step, step.init({"w": torch.linspace(-1, 1, 300 * 300).reshape(300, 300)})

@@ -198,13 +198,6 @@ def test_a_donated_state_whose_extra_fails_is_dead_and_says_why() -> None:
         _ = state.params
 
 
-def test_the_plan_counts_it() -> None:
-    step = fz.train_step(lambda p: p, fz.sgd(0.1))
-    params = {"w": torch.empty(64, 64, device="meta")}
-    assert fz.plan(total(step), params).extra == 64 * 64 * 4 and fz.plan(step, params).extra == 0
-    assert "further state 16.00 KiB" in str(fz.plan(total(step), params))
-
-
 def test_components_with_entries_of_their_own() -> None:
     """Two steps that train as one, each with two entries, whose names are the same: as one step with its own."""
     loss, text = scenarios.stack(1)

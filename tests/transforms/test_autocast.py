@@ -18,15 +18,6 @@ from fzero.testing import run_ranks
 F64 = torch.float64
 
 
-def test_what_every_transform_owes() -> None:
-    exactness.owes(fz.autocast)
-    exactness.refuses_what_is_no_step(fz.autocast)
-
-
-def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
-    exactness.same_in_any_order(fz.autocast, fz.shard_zero2)
-
-
 def test_matrices_are_cast_and_vectors_are_not() -> None:
     step = fz.autocast(fz.train_step(lambda p, x: x, fz.sgd(0.1)))
     leaves = [("w", (2, 2), torch.float32), ("b", (2,), torch.float32), ("d", (2, 2), F64)]

@@ -1,4 +1,4 @@
-"""Derivatives by leaves that are cut over a tensor axis: pullbacks, hvp, per-example grads, tapes, of any model."""
+"""Derivatives by leaves that are cut over a tensor axis: pullbacks, also in halves, hvp, per-example grads, tapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import test_shard_tensor as functions
 import torch
 import zoo
+from halved import compare
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def cut(rank: int, make: Any, sizes: tuple[int, int], transform: Any, alone: boo
     loss, params, batches = make(mesh)
     batch = batches[rank // sizes[1]]
     step = transform(fz.train_step(loss, fz.sgd(0.1)), mesh)
+    compare(step, params, batch)
     state = step.init(params)
     with fz.tape(step, state) as model:
         model(*batch).backward()
@@ -83,9 +85,26 @@ def function_of(mesh: Any, layers: Any, count: int) -> Any:
     return (lambda p, x: loss(p, x, ax)), params, functions.batches(count)
 
 
+class Fed(zoo.Model):
+    """With an input that has a cotangent."""
+
+    def forward(self, tokens: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.embedding(tokens) + more
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
 def module_of(mesh: Any, blocks: Blocks, tied: bool, count: int) -> Any:
-    apply, params = fz.functional(zoo.made(blocks, tied))
-    return zoo.loss_of(apply), params, zoo.batches(count)
+    fed = Fed(blocks, tied).double()
+    fed.load_state_dict(zoo.made(blocks, tied).state_dict())
+    apply, params = fz.functional(fed)
+
+    def loss(p: Any, tokens: torch.Tensor, targets: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(apply(p, tokens, more).flatten(0, 1), targets.flatten())
+
+    more = torch.randn(2, 5, zoo.WIDTH, dtype=F64, generator=torch.Generator().manual_seed(2))
+    return loss, params, [(*batch, more) for batch in zoo.batches(count)]
 
 
 common = {

@@ -10,7 +10,6 @@ import threading
 import warnings
 from typing import Any
 
-import exactness
 import optree
 import pytest
 import scenarios
@@ -21,15 +20,6 @@ import fzero as fz
 from fzero.update.update import Decision
 
 F64 = torch.float64
-
-
-def test_what_every_transform_owes() -> None:
-    exactness.owes(fz.donate)
-    exactness.refuses_what_is_no_step(fz.donate)
-
-
-def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
-    exactness.same_in_any_order(fz.donate, fz.shard_zero2)
 
 
 def test_the_old_state_is_dead_and_its_memory_the_new_ones() -> None:

@@ -119,22 +119,6 @@ def losses(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (p["w"] * x).sum() + p["b"].sum()
 
 
-def test_is_saved_loaded_and_converted_like_moments(tmp_path: Path) -> None:
-    params = {"w": torch.arange(5.0), "b": torch.ones(3)}
-
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.ema(fz.train_step(losses, fz.adamw(0.1)), 0.5))
-        state, _ = step(step.init(params), torch.ones(5))
-        fz.save(tmp_path / "it", state)
-        want = fz.gather(state.extra["ema"])
-        away = fz.offload(fz.shard_zero1(fz.ema(fz.train_step(losses, fz.adamw(0.1)), 0.5)), moments="host")
-        for again in (fz.load(tmp_path / "it", step), fz.load(tmp_path / "it", away), fz.convert(state, away)):
-            assert_trees_equal(fz.gather(again.extra["ema"]), want)
-        assert again.extra["ema"].away
-
-    run_ranks(rank_main, 2)
-
-
 def test_stays_where_an_update_is_skipped_and_is_planned() -> None:
     step = fz.ema(fz.train_step(losses, fz.sgd(0.1)), 0.5)
     params = {"w": torch.arange(5.0), "b": torch.ones(3)}

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 from typing import NamedTuple
 
-import exactness
 import pytest
 import torch
 
 import fzero as fz
 
 F64 = torch.float64
-
-
-def test_what_every_transform_owes() -> None:
-    exactness.owes(functools.partial(fz.loss_scale, scale=64.0))
-    exactness.refuses_what_is_no_step(functools.partial(fz.loss_scale, scale=64.0))
-
-
-def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
-    exactness.same_in_any_order(functools.partial(fz.loss_scale, scale=64.0), fz.shard_zero2)
 
 
 def test_a_dynamic_scale_grows_and_backs_off() -> None:

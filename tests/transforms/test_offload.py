@@ -28,15 +28,6 @@ NAMES = ("host", "disk")
 KINDS = ("params", "grads", "moments", "activations")
 
 
-def test_what_every_transform_owes() -> None:
-    exactness.owes(functools.partial(fz.offload, **dict.fromkeys(KINDS, DISK)))
-    exactness.refuses_what_is_no_step(functools.partial(fz.offload, params=HOST))
-
-
-def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
-    exactness.same_in_any_order(functools.partial(fz.offload, params=HOST, moments=HOST), fz.shard_zero2)
-
-
 def test_it_says_so_in_the_table() -> None:
     step = fz.offload(fz.train_step(lambda p, x: x, fz.adamw(0.1)), moments=HOST, pattern="blocks.*")
     rows = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])

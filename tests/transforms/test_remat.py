@@ -15,15 +15,6 @@ from fzero.testing import LiveBytes, run_ranks
 F64 = torch.float64
 
 
-def test_what_every_transform_owes() -> None:
-    exactness.owes(fz.remat)
-    exactness.refuses_what_is_no_step(fz.remat)
-
-
-def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
-    exactness.same_in_any_order(fz.remat, fz.shard_zero2)
-
-
 def test_it_says_so_in_the_table() -> None:
     step = fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), "blocks.*")
     rows = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])
