@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
 
-pytest_plugins = ["fzero.testing.plugin"]
+pytest_plugins = ["fzero.testing.plugin", "pytester"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
 settings.register_profile(
