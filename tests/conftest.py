@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import collections
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
@@ -57,14 +59,31 @@ def _leave_alone_what_stays() -> None:
     gc.freeze()
 
 
+_EXAMPLES = "examples of Hypothesis"
 _IN_VAIN = "InvalidCxxCompiler: No working C++ compiler found"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Without a C++ compiler torch.compile fails on a CPU: tests to which torch says so are skipped, no others."""
+    """Notes how many examples Hypothesis ran. Tests to which torch says that it has no C++ compiler are skipped."""
     report = yield
+    if report.when == "call" and (statistics := getattr(item, "hypothesis_statistics", "")):
+        report.user_properties.append((_EXAMPLES, sum(map(int, re.findall(r"(\d+) passing", statistics)))))
     if report.failed and build.compiler() is None and _IN_VAIN in report.longreprtext:
         path, line, _ = item.location
         report.outcome, report.longrepr = "skipped", (path, line or 0, "torch.compile needs a C++ compiler")
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how many examples Hypothesis ran, by file."""
+    by_file: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, ran in getattr(report, "user_properties", ()):
+                if name == _EXAMPLES:
+                    by_file[report.nodeid.partition("::")[0]] += ran
+    if by_file:
+        terminalreporter.section(f"{by_file.total():,} examples of Hypothesis in {len(by_file)} files")
+        for path, ran in sorted(by_file.items()):
+            terminalreporter.write_line(f"{ran:6,} {path}")
