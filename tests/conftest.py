@@ -76,14 +76,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many examples Hypothesis ran, by file."""
+    """Prints how many examples Hypothesis ran, by file, and what tests have counted, by class.
+
+    A test counts by `record_property("counted", (title, class, column, name))`; the same name counts once.
+    """
     by_file: collections.Counter[str] = collections.Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            for name, ran in getattr(report, "user_properties", ()):
-                if name == _EXAMPLES:
-                    by_file[report.nodeid.partition("::")[0]] += ran
+    counted: set[tuple[str, ...]] = set()
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == _EXAMPLES:
+                by_file[report.nodeid.partition("::")[0]] += value
+            elif name == "counted":
+                counted.add(tuple(value))
     if by_file:
         terminalreporter.section(f"{by_file.total():,} examples of Hypothesis in {len(by_file)} files")
         for path, ran in sorted(by_file.items()):
             terminalreporter.write_line(f"{ran:6,} {path}")
+    for title in sorted({title for title, *_ in counted}):
+        own = [each for each in counted if each[0] == title]
+        terminalreporter.section(f"{len({each[1::2] for each in own})} {title}")
+        for (kind, column), ran in sorted(collections.Counter(each[1:3] for each in own).items()):
+            terminalreporter.write_line(f"{ran:6} {kind}: {column}")
