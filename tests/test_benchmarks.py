@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what computes the same: two of them in every run, all of them nightly."""
+"""The benchmarks run, and compare what computes the same: one of them in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def test_axes() -> None:
     assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
 
 
+@at_length
 def test_pipeline() -> None:
     sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
     out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "zero bubble")

@@ -19,7 +19,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import at_length
+from nightly import NIGHTLY, at_length
 from processes import start_example
 from safetensors.torch import load_file
 
@@ -129,6 +129,8 @@ def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) ->
     stdout, stderr = start_example("bigger_than_memory.py", *tiny, "4096", *folders).communicate(timeout=240)
     assert "loss" in stdout and "times less than the state" in stdout, stderr
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and not list((tmp_path / "state").iterdir())
+    if not NIGHTLY:
+        return
     stdout, stderr = start_example("bigger_than_memory.py", *tiny, "64", *folders).communicate(timeout=240)
     assert "llocate memory" in stderr or "MemoryError" in stderr or "can't start new thread" in stderr, stderr
 
@@ -227,8 +229,7 @@ def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    """As its user does, in one of the examples' tests."""
-    return start_example("train_lm.py", *TINY, "--out", str(out), *options, forking=())
+    return start_example("train_lm.py", *TINY, "--out", str(out), *options)
 
 
 def check_weights(out: Path) -> None:
@@ -303,7 +304,8 @@ def test_a_run_that_rolls_back_is_resumed_as_if_never_stopped(
         newest = max((out / "checkpoints").iterdir(), key=lambda path: path.name)
         return (out / "weights.safetensors").read_bytes(), fz.load_extra(newest)
 
-    whole, *stopped = [run_ranks(functools.partial(rank_main, stop_at=n), 1)[0] for n in (100, 2, 6, 8)]
+    stops = (100, 2, 6, 8) if NIGHTLY else (100, 6)
+    whole, *stopped = [run_ranks(functools.partial(rank_main, stop_at=n), 1)[0] for n in stops]
     assert all(each == whole for each in stopped)
 
 
