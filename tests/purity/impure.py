@@ -248,6 +248,8 @@ IMPURE: dict[str, dict[str, Any]] = {
         "a generator": lambda s, p, x: (y for y in [linear(p, x)]),
         "a map": lambda s, p, x: map(torch.tanh, [linear(p, x)]),
         "an object": lambda s, p, x: Opaque(linear(p, x)),
+        "a closure": lambda s, p, x: (lambda h: lambda y: y * h)(linear(p, x)),
+        "a bound method": lambda s, p, x: linear(p, x).add,
         "a dict by tensors": lambda s, p, x: {x: linear(p, x)},
     },
     "acts on a part of a gradient": {
