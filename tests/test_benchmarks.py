@@ -143,6 +143,7 @@ def test_the_page_shows_every_file() -> None:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and re.fullmatch(r"[0-9a-f]{7,}", found["commit"]), name
 
 
+@at_length
 def test_every_command_is_taken_by_its_script() -> None:
     """All in one process, each as far as its arguments, with the text of --help."""
     code = """
