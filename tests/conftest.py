@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import collections
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
@@ -15,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
 
-pytest_plugins = ["fzero.testing.plugin"]
+pytest_plugins = ["fzero.testing.plugin", "pytester"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
 settings.register_profile(
@@ -57,14 +59,41 @@ def _leave_alone_what_stays() -> None:
     gc.freeze()
 
 
+_EXAMPLES = "examples of Hypothesis"
 _IN_VAIN = "InvalidCxxCompiler: No working C++ compiler found"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Without a C++ compiler torch.compile fails on a CPU: tests to which torch says so are skipped, no others."""
+    """Notes how many examples Hypothesis ran. Tests to which torch says that it has no C++ compiler are skipped."""
     report = yield
+    if report.when == "call" and (statistics := getattr(item, "hypothesis_statistics", "")):
+        report.user_properties.append((_EXAMPLES, sum(map(int, re.findall(r"(\d+) passing", statistics)))))
     if report.failed and build.compiler() is None and _IN_VAIN in report.longreprtext:
         path, line, _ = item.location
         report.outcome, report.longrepr = "skipped", (path, line or 0, "torch.compile needs a C++ compiler")
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how many examples Hypothesis ran, by file, and what tests have counted, by class.
+
+    A test counts by `record_property("counted", (title, class, column, name))`; the same name counts once.
+    """
+    by_file: collections.Counter[str] = collections.Counter()
+    counted: set[tuple[str, ...]] = set()
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == _EXAMPLES:
+                by_file[report.nodeid.partition("::")[0]] += value
+            elif name == "counted":
+                counted.add(tuple(value))
+    if by_file:
+        terminalreporter.section(f"{by_file.total():,} examples of Hypothesis in {len(by_file)} files")
+        for path, ran in sorted(by_file.items()):
+            terminalreporter.write_line(f"{ran:6,} {path}")
+    for title in sorted({title for title, *_ in counted}):
+        own = [each for each in counted if each[0] == title]
+        terminalreporter.section(f"{len({each[1::2] for each in own})} {title}")
+        for (kind, column), ran in sorted(collections.Counter(each[1:3] for each in own).items()):
+            terminalreporter.write_line(f"{ran:6} {kind}: {column}")

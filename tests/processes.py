@@ -18,11 +18,10 @@ STRICT = ("-W", "error")
 FORKING = () if NIGHTLY else (str(Path(__file__).parent / "forking.py"),)
 
 
-def start_example(name: str, *options: str, forking: tuple[str, ...] = FORKING) -> subprocess.Popen[str]:
-    """Starts one; with `forking=()` its ranks begin as its user's do."""
+def start_example(name: str, *options: str) -> subprocess.Popen[str]:
     with as_in_a_terminal():
         return subprocess.Popen(
-            [sys.executable, *STRICT, *forking, str(EXAMPLES / name), *options],
+            [sys.executable, *STRICT, *FORKING, str(EXAMPLES / name), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -11,7 +12,6 @@ import textwrap
 from pathlib import Path
 
 import mutants
-import pytest
 
 import fzero as fz
 
@@ -24,16 +24,29 @@ WINGS = (
 )
 TOP = ("step", "scan", "unit", "functional", "derivatives", "convert", "pipeline", "remote", "loop", "explain")
 FILES = sorted(ROOT.rglob("*.py"))
+NODES = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call)
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {
     ".".join(("fzero", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES
 }
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Those of a file that a test looks at."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, NODES)]
+
+
+@functools.cache
+def attributes_of(path: Path) -> set[str]:
+    """What a file imports and the attributes that it reads, as text."""
+    return {ast.unparse(node) for node in nodes_of(path) if not isinstance(node, ast.Call)}
+
+
 def imported(path: Path) -> list[tuple[int, str]]:
     """Every module of the package that a file imports anywhere, also for types alone, with the line."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -94,24 +107,15 @@ def test_no_imports_go_round() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_files_are_small() -> None:
+    long = {str(path.relative_to(ROOT)): lines for path in FILES if (lines := path.read_text().count("\n")) > 400}
+    assert not long
 
 
 def _places(pattern: str) -> set[str]:
     """The files whose code, comments and texts aside, matches."""
-    found = set()
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        names = [
-            ast.unparse(node)
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Attribute, ast.Import, ast.ImportFrom))
-        ]
-        if any(re.search(pattern, name) for name in names):
-            found.add(str(path.relative_to(ROOT)))
-    return found
+    own = re.compile(pattern)
+    return {str(path.relative_to(ROOT)) for path in FILES if any(map(own.search, attributes_of(path)))}
 
 
 def test_one_place_for_torch_distributed() -> None:
@@ -138,20 +142,7 @@ def test_one_place_for_private_torch() -> None:
     assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels, *operators}
 
 
-MAKES = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "as_tensor",
-    "arange",
-    "linspace",
-    "rand",
-    "randn",
-    "randint",
-    "eye",
-)
+MAKES = "empty zeros ones full tensor as_tensor arange linspace rand randn randint eye".split()
 
 
 def test_what_makes_a_tensor_says_where() -> None:
@@ -160,9 +151,11 @@ def test_what_makes_a_tensor_says_where() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
         if path.parent.name != "testing"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in [f"torch.{name}" for name in MAKES]
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MAKES
+        and ast.unparse(node.func) == f"torch.{node.func.attr}"
         and not any(keyword.arg == "device" for keyword in node.keywords)
     ]
     assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what computes the same: two of them in every run, all of them nightly."""
+"""The benchmarks run, and compare what computes the same: one of them in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ def test_axes() -> None:
     assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
 
 
+@at_length
 def test_pipeline() -> None:
     sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
     out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "zero bubble")
@@ -147,6 +148,7 @@ def test_the_page_shows_every_file() -> None:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and re.fullmatch(r"[0-9a-f]{7,}", found["commit"]), name
 
 
+@at_length
 def test_every_command_is_taken_by_its_script() -> None:
     """All in one process, each as far as its arguments, with the text of --help."""
     code = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import at_length
+from nightly import NIGHTLY, at_length
 from processes import start_example
 from safetensors.torch import load_file
 
@@ -129,6 +128,8 @@ def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) ->
     stdout, stderr = start_example("bigger_than_memory.py", *tiny, "4096", *folders).communicate(timeout=240)
     assert "loss" in stdout and "times less than the state" in stdout, stderr
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and not list((tmp_path / "state").iterdir())
+    if not NIGHTLY:
+        return
     stdout, stderr = start_example("bigger_than_memory.py", *tiny, "64", *folders).communicate(timeout=240)
     assert "llocate memory" in stderr or "MemoryError" in stderr or "can't start new thread" in stderr, stderr
 
@@ -227,8 +228,7 @@ def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    """As its user does, in one of the examples' tests."""
-    return start_example("train_lm.py", *TINY, "--out", str(out), *options, forking=())
+    return start_example("train_lm.py", *TINY, "--out", str(out), *options)
 
 
 def check_weights(out: Path) -> None:
@@ -275,36 +275,6 @@ def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
     is_spike = example("train_lm").is_spike
     assert is_spike(float("nan"), []) and is_spike(float("inf"), [1.0]) and is_spike(2.1, [1.0] * 10)
     assert not is_spike(1.9, [1.0] * 10) and not is_spike(9.0, [1.0] * 9)
-
-
-@pytest.mark.parametrize("spikes", [{5, 6}, {4, 5, 7}])
-def test_a_run_that_rolls_back_is_resumed_as_if_never_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spikes: set[int]
-) -> None:
-    """To the bit, wherever it was asked to stop: what it could have gone back to is what it goes on from."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    module, batch, at = example("train_lm"), 2, [0]
-    text = torch.arange(20_000).mul(7919).remainder(251).to(torch.uint8)
-    batch_at = module.batch_at
-
-    def noted(text: torch.Tensor, seen: int, *rest: Any) -> Any:
-        at[0] = seen
-        return batch_at(text, seen, *rest)
-
-    monkeypatch.setattr(module, "batch_at", noted)
-    monkeypatch.setattr(module, "is_spike", lambda loss, curve: at[0] // batch in spikes)
-    monkeypatch.setattr(module, "standard_library", lambda *_: (text, text[:5000]))
-    options = [*TINY, *"--ranks 1 --stage 0 --dtype fp32 --rollback --steps 9 --save-every 50".split()]
-
-    def rank_main(rank: int, stop_at: int) -> Any:
-        out, asked = tmp_path / str(stop_at), itertools.count(1)
-        module.train(0, 1, module.options([*options, "--out", str(out)]), lambda: next(asked) > stop_at)
-        module.train(0, 1, module.options([*options, "--resume", "--out", str(out)]), lambda: False)
-        newest = max((out / "checkpoints").iterdir(), key=lambda path: path.name)
-        return (out / "weights.safetensors").read_bytes(), fz.load_extra(newest)
-
-    whole, *stopped = [run_ranks(functools.partial(rank_main, stop_at=n), 1)[0] for n in (100, 2, 6, 8)]
-    assert all(each == whole for each in stopped)
 
 
 # otherwise tests/test_resuming.py has four such runs, of ranks that are forked

@@ -112,7 +112,7 @@ def test_processes_that_die_as_they_begin_are_told_of() -> None:
     pool.processes[0].kill()
     pool.processes[0].join()
     with pytest.raises(t.RankError, match=r"(?s)rank 0 of 1 failed:.*process died.*`if __name__ == '__main__':`"):
-        pool.run(double, 1, 5.0, _ranks._Around(True, None))
+        pool.run(double, 1, 5.0, _ranks._Around(True, None, False))
 
 
 def read_by_nobody() -> None:

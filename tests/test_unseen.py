@@ -1,9 +1,8 @@
-"""Tensors that a step's function comes to in ways that no walk over it finds, and what it writes: right, or refused."""
+"""Tensors that a step's function comes to in ways that no walk over it finds: right on one rank, or refused."""
 
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import functools
 import threading
 import types
@@ -349,37 +348,6 @@ def test_an_entry_that_is_updated_with_what_nobody_sees() -> None:
         run_ranks(lambda rank: torch.func.grad(functools.partial(teacher, fz.shard_zero1))(T), 2)
 
 
-def test_new_containers_hold_what_was_there_and_writes_outlive_an_error() -> None:
-    """On ranks a function computes with copies of what leads to a tensor that is differentiated."""
-
-    def trained(wrap: Any, t: torch.Tensor) -> Any:
-        own: Any = {"inner": {"t": t, "n": 0}, "failed": 0}
-
-        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-            own["failed"] += 1
-            if own["failed"] == 1:
-                raise InterruptedError
-            own["inner"]["n"] += 1
-            own["history"] = [own["inner"]]
-            return (x @ p["w"]).square().mean() * own["history"][0]["t"] * own["history"][0]["n"]
-
-        step = wrap(fz.train_step(fn, fz.sgd(0.01)))
-        state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
-        for _ in range(4):
-            try:
-                state, metrics = step(state, X)
-            except InterruptedError:
-                continue
-            own["history"][0]["n"] += 1
-            total = total + metrics["loss"]
-        assert own["history"][0] is own["inner"] and own["inner"]["n"] == 6 and own["failed"] == 4
-        return total
-
-    want = torch.func.grad(functools.partial(trained, lambda step: step))(T)
-    for found in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, fz.shard_zero1))(T), 2):
-        assert_trees_close(found, want, rtol=1e-10)
-
-
 def test_a_scan_of_a_step_whose_function_trains() -> None:
     def trained(t: torch.Tensor, scanned: bool) -> Any:
         def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -399,43 +367,6 @@ def test_a_scan_of_a_step_whose_function_trains() -> None:
     for kind in (*GRADS.values(), lambda fn: lambda t: torch.vmap(fn)(torch.stack([t, 2 * t]))):
         want = kind(functools.partial(trained, scanned=False))(rate)
         assert_trees_close(kind(functools.partial(trained, scanned=True))(rate), want, rtol=1e-10)
-
-
-@dataclasses.dataclass
-class Model:
-    scale: torch.Tensor
-    calls: int = 0
-    seen: list[Any] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.double = 2.0
-
-    @functools.cached_property
-    def doubled(self) -> torch.Tensor:
-        return self.scale * self.double
-
-    def loss(self, p: Any, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.seen.append(self.calls)
-        return (x @ p["w"]).square().mean() * self.doubled * self.calls * len(self.seen)
-
-
-def test_what_fn_writes_to_an_object_with_such_a_tensor_stays_there() -> None:
-    """On ranks it computes with copies of what holds a tensor that is differentiated."""
-
-    def trained(wrap: Any, t: torch.Tensor) -> Any:
-        model = Model(t)
-        step = wrap(fz.train_step(model.loss, fz.sgd(0.01)))
-        state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
-        for _ in range(3):
-            state, metrics = step(state, X)
-            total = total + metrics["loss"]
-        assert model.calls == 3 and model.seen == [1, 2, 3]
-        return total
-
-    want = torch.func.grad(functools.partial(trained, lambda step: step))(T)
-    for found in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, fz.shard_zero1))(T), 2):
-        assert_trees_close(found, want, rtol=1e-10)
 
 
 def test_tangents_that_differ_between_ranks_are_refused() -> None:

@@ -1,5 +1,9 @@
 """The cases of DeepSpeed's tests of a user's own backward (its test_zero_user_backward.py and others), by intent.
 
+But for those that others draw: losses and numbers of pullbacks before an update, several models in one loss
+(`test_programs`), accumulation (`transforms/test_accumulate`), a loss scale (`test_precision`), checkpoints in units
+and gradient penalties (`test_written`).
+
 Each at every stage, with and without recomputation, by day at stage 3 only with both, on two ranks, against the same
 mathematics in one process.
 """
@@ -84,20 +88,7 @@ def total(*trees: Any) -> Any:
     return optree.tree_map(lambda *g: sum(g), *trees)
 
 
-# ---- basic, non-scalar, a loss outside, a list as one unit
-
-
-def test_the_loss_matches(sharded: Any) -> None:
-    apply, params = made()
-    fn, data = cross_entropy(apply), batches()
-    want = mean_grads(fn, params, data)
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(fn, fz.adamw(1e-3)))
-        _, pullback = step.vjp(step.init(params), *data[rank])
-        close(fz.gather(pullback(ONE)[0]), want)
-
-    run_ranks(rank_main, WORLD)
+# ---- non-scalar, a loss outside, a list as one unit
 
 
 @pytest.mark.parametrize("units", [None, "blocks|heads"])
@@ -139,53 +130,6 @@ def test_a_loss_function_outside(sharded: Any) -> None:
 # ---- accumulation
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_accumulation_over_four(sharded: Any, scaled: bool) -> None:
-    """16 samples a rank as 4 pullbacks: of loss / 4, or of the loss itself, whose sum is four times as large."""
-    apply, params = made()
-    fn, data = cross_entropy(apply), batches(size=16)
-    scale = 0.25 if scaled else 1.0
-    want = optree.tree_map(lambda g: g * (1.0 if scaled else 4.0), mean_grads(fn, params, data))
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(fn, fz.adamw(1e-3)))
-        state = step.init(params)
-        for x, y in zip(*(part.chunk(4) for part in data[rank]), strict=True):
-            _, pullback = step.vjp(state, x, y)
-            state = step.add_grads(state, pullback(scale * ONE)[0])
-        close(fz.gather(state.grads), want)
-        if scaled:  # and the same in one call
-            whole = fz.accumulate(step, 4)
-            grads, _ = whole.vjp(step.init(params), *data[rank])[1](ONE)
-            close(fz.gather(grads), want)
-
-    run_ranks(rank_main, WORLD)
-
-
-def test_unequal_numbers_of_pullbacks_per_update(sharded: Any) -> None:
-    """[2, 5, 3] pullbacks before each of three updates; every update applies, and counts."""
-    apply, params = made()
-    fn, counts = cross_entropy(apply), [2, 5, 3]
-    data = [batches(seed=10 + i) for i in range(sum(counts))]
-    rounds = [data[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(3)]
-    want: Any = params
-    for group in rounds:
-        grads = total(*[mean_grads(fn, want, batch) for batch in group])
-        want = optree.tree_map(lambda p, g: p - 0.1 * g, want, grads)
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(fn, fz.sgd(0.1)))
-        state = step.init(params)
-        for number, group in enumerate(rounds):
-            for batch in group[:-1]:
-                state = step.add_grads(state, step.vjp(state, *batch[rank])[1](ONE)[0])
-            state, metrics = step.update(state, step.vjp(state, *group[-1][rank])[1](ONE)[0])
-            assert state.step == number + 1 and state.grads is None and not metrics["skipped"]
-        close(fz.gather(state.params), want)
-
-    run_ranks(rank_main, WORLD)
-
-
 def test_inputs_without_gradients_under_accumulation() -> None:
     """Integer inputs, frozen first blocks: nothing to differentiate enters a unit; its params are freed too."""
     width, blocks = 64, 12
@@ -218,30 +162,6 @@ def test_inputs_without_gradients_under_accumulation() -> None:
 
 
 # ---- several models
-
-
-def test_three_models_in_one_loss_for_two_iterations(sharded: Any) -> None:
-    """The loss is the sum of l_i / (i + 1); each model has its own optimizer and is trained as if it were alone."""
-    models = [made(seed) for seed in range(3)]
-    data = batches()
-    want = [
-        reference.adamw_steps(lambda p, x, y: cross_entropy(apply)(p, x, y) / (i + 1), params, data, 2, lr=1e-3)[0]
-        for i, (apply, params) in enumerate(models)
-    ]
-
-    def rank_main(rank: int) -> None:
-        steps = [sharded(fz.train_step(cross_entropy(apply), fz.adamw(1e-3))) for apply, _ in models]
-        states = [step.init(params) for step, (_, params) in zip(steps, models, strict=True)]
-        for _ in range(2):
-            pulled = [step.vjp(state, *data[rank]) for step, state in zip(steps, states, strict=True)]
-            losses = torch.stack([loss for loss, _ in pulled])
-            joint = torch.func.grad(lambda losses: sum(loss / (i + 1) for i, loss in enumerate(losses)))(losses)
-            for i, (_, pullback) in enumerate(pulled):
-                states[i], _ = steps[i].update(states[i], pullback(joint[i])[0])
-        for state, expected in zip(states, want, strict=True):
-            close(fz.gather(state.params), expected)
-
-    run_ranks(rank_main, WORLD)
 
 
 def test_a_parameter_shared_between_components(sharded: Any) -> None:
@@ -285,32 +205,6 @@ def test_a_parameter_shared_between_components(sharded: Any) -> None:
 # ---- loss scale
 
 
-def test_a_loss_scale_is_applied_exactly_once(sharded: Any) -> None:
-    """To the user's own cotangent as to the loss; outputs and input cotangents are never scaled; float16 included."""
-    apply, params = made()
-    fn, data = cross_entropy(apply), batches(size=8)
-    want = mean_grads(fn, params, data)
-
-    def rank_main(rank: int) -> None:
-        plain = sharded(fz.train_step(fn, fz.sgd(0.1)))
-        step = fz.accumulate(fz.loss_scale(plain, 2.0**10), 4)
-        state = step.init(params)
-        loss, pullback = step.vjp(state, *data[rank])
-        grads, cotangents = pullback(ONE)
-        _, unscaled = plain.vjp(plain.init(params), *data[rank])[1](ONE)
-        close(loss, fn(params, *data[rank]))
-        close(cotangents[0], unscaled[0])
-        close(fz.gather(grads), want)
-        close(fz.global_norm(grads), fz.global_norm(want))
-        assert grads.scale == 2.0**10
-        kept = step.add_grads(state, grads)
-        new, metrics = step.update(kept, grads)
-        close(metrics["grad_norm"], 2 * fz.global_norm(want))
-        close(fz.gather(new.params), optree.tree_map(lambda p, g: p - 0.2 * g, params, want))
-
-    run_ranks(rank_main, WORLD)
-
-
 def test_a_small_float16_gradient_survives() -> None:
     """Without its scale this gradient of 2**-26 would vanish in float16."""
     params = {"w": torch.ones(4, dtype=torch.float16)}
@@ -326,7 +220,7 @@ def test_a_small_float16_gradient_survives() -> None:
     run_ranks(rank_main, WORLD)
 
 
-# ---- rematerialisation, frozen params, parts that are left out
+# ---- frozen params, parts that are left out
 
 
 def lora(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -334,37 +228,6 @@ def lora(p: Any, x: torch.Tensor) -> torch.Tensor:
     for q in p["blocks"]:
         x = block(q, x)
     return x
-
-
-@pytest.mark.parametrize("scalar", [True, False])
-def test_recomputation_over_several_units_three_iterations(sharded: Any, scalar: bool) -> None:
-    """torch.utils.checkpoint inside of units, with and without fz.remat around them."""
-    params = scenarios.stack()[1]
-    data = [(x,) for x, _ in batches()]
-
-    def inner(q: Any, x: torch.Tensor) -> torch.Tensor:
-        def body(x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ q["w"] + q["b"])
-
-        return torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)  # type: ignore[return-value]
-
-    def fn(p: Any, x: torch.Tensor, block: Any) -> torch.Tensor:
-        for q in p["blocks"]:
-            x = block(q, x)
-        return x.square().mean() if scalar else x
-
-    plain = functools.partial(fn, block=lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
-    want, _, _ = reference.adamw_steps(lambda p, x: plain(p, x).sum(), params, data, 3)
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(functools.partial(fn, block=fz.unit(inner)), fz.adamw(1e-2)))
-        state = step.init(params)
-        for _ in range(3):
-            out, pullback = step.vjp(state, *data[rank])
-            state, _ = step.update(state, pullback(torch.ones_like(out))[0])
-        close(fz.gather(state.params), want)
-
-    run_ranks(rank_main, WORLD)
 
 
 def test_frozen_params_with_lora_over_three_blocks(sharded: Any) -> None:
@@ -447,24 +310,6 @@ def test_one_pullback_called_twice(sharded: Any) -> None:
             close(fz.gather(grads), mean_grads(lambda p, x: apply(p, x).sum(), params, data, weight))
         with pytest.raises(RuntimeError, match="retain_graph=True to every call but the last"):
             pullback(torch.ones_like(out))
-
-    run_ranks(rank_main, WORLD)
-
-
-def test_a_gradient_penalty_and_torch_func_on_inputs(sharded: Any) -> None:
-    apply, params = made()
-    data = [(x,) for x, _ in batches()]
-
-    def penalised(p: Any, x: torch.Tensor) -> torch.Tensor:
-        gradient = torch.func.grad(lambda x: apply(p, x).square().sum())(x)
-        return apply(p, x).sum() + gradient.square().sum()
-
-    want = mean_grads(penalised, params, data)
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(penalised, fz.sgd(0.1)))
-        _, pullback = step.vjp(step.init(params), *data[rank])
-        close(fz.gather(pullback(ONE)[0]), want)
 
     run_ranks(rank_main, WORLD)
 

@@ -59,7 +59,6 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4, dtype=F64)
-        self.aux: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.lin(x))
@@ -141,25 +140,6 @@ def an_embedding_tied_to_a_head() -> Case:
 
 
 # ---- what a unit passes on by a side effect
-
-
-class Balanced(Net):
-    class block(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(self.lin(x))
-            self.aux, self.log = h.square().mean(), [h.sum()]
-            return h
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: Any = 0.0
-        for block in self.blocks:
-            x = block(x)
-            total = total + block.aux + block.log[0]
-        return x * total
-
-
-def attributes_that_the_parent_sums() -> Case:
-    return of_module(Balanced())
 
 
 class Told(Net):
@@ -473,7 +453,6 @@ def complex_views_of_one_output() -> Case:
     return pure(fn)
 
 
-
 # ---- what changes between a call and its second run
 
 
@@ -497,7 +476,6 @@ def named(*makes: Callable[[], Case]) -> dict[str, Callable[[], Case]]:
     return {make.__name__.replace("_", " "): make for make in makes}
 
 
-KEEPS = r"keeps a tensor of shape .* outlives it .*Return it"
 CAPTURES = r"closes over a tensor of shape .* that is differentiated .*Give it to the call as an argument"
 ANOTHERS = rf"({CAPTURES}|read inside another unit, which is not given it.*Pass it)"
 WRITES = r"writes to an input in place, by .*Write to a copy"
@@ -530,7 +508,6 @@ CASES = named(
 # not pure, each in its own way -> what the refusal says
 REFUSED = refusals(
     (a_weight_of_a_sibling, ANOTHERS),
-    (attributes_that_the_parent_sums, KEEPS),
     (an_attribute_that_a_unit_reads, CAPTURES),
     (a_dict_that_the_unit_fills, CHANGES),
     (a_unit_that_begins_with_relu_in_place, WRITES),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from written import F64, PARAMS, WRITES, Case, Net, draw, filled, named, pure, quietly, refusals
+from written import F64, PARAMS, Case, Net, draw, filled, named, pure, quietly
 from written_around import chain
 
 import fzero as fz
@@ -26,32 +26,6 @@ def module(made: Any) -> Case:
     made = filled(made)
     apply, params = fz.functional(made)
     return apply, dict(params), lambda p, x: torch.func.functional_call(made, dict(p), (x,))
-
-
-# ---- what a unit gives away
-
-
-def functions_that_it_returns() -> Case:
-    class Kept:
-        def __init__(self, h: torch.Tensor) -> None:
-            self.h = h
-
-        def mean(self) -> torch.Tensor:
-            return self.h.mean()
-
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor) -> Any:
-        h, w = torch.tanh(x @ q["w"]), q["w"]
-        return h, lambda y: (y @ w) * x, functools.partial(torch.mul, h), Kept(h * 2).mean
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        total: Any = 0.0
-        for q in p["blocks"]:
-            x, closure, partial, method = unit(q, x)
-            total = total + closure(x).mean() + partial(x).sum() * method()
-        return x.square().mean() + total
-
-    return pure(fn)
 
 
 # ---- derivatives inside
@@ -82,24 +56,6 @@ def what_escapes_a_derivative_inside() -> Case:
         return torch.tanh((x + 0.1 * slope) @ q["w"]) * seen[0].detach()
 
     return pure(lambda p, x: chain(unit)(p, x @ p["head"]).square().mean())
-
-
-def a_write_that_a_leaf_would_refuse() -> Case:
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
-        try:
-            x.mul_(2.0)
-        except RuntimeError:
-            x = x * 3.0
-        return torch.tanh(x @ q["w"])
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        h = x @ p["head"]
-        for q in p["blocks"]:
-            h = unit(q, h * 1.0)
-        return h.square().mean()
-
-    return pure(fn)
 
 
 def a_backward_inside() -> Case:
@@ -224,8 +180,4 @@ CASES = named(
     a_shallow_copy_of_a_unit,
     graphs_in_compressed_form,
     weights_that_a_hook_computes,
-)
-REFUSED = refusals(
-    (functions_that_it_returns, r"returns an object of type .* that holds tensors"),
-    (a_write_that_a_leaf_would_refuse, WRITES),
 )

@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.context import during, variable
+from fzero.base.places import definition_of
 from fzero.comm.divergence import failing
 from fzero.purity.strict import strict
 from fzero.purity.trial import Trial
@@ -86,7 +87,9 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
 
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
     with failing("check_pure"), during(proofs, found), strict():
-        Trial("step: the function", lambda _: forward(), given, (), None, False, False).compared(forward)
+        defined = definition_of(step.fn)
+        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, False, defined=defined)
+        trial.compared(forward)
     return Report(found)
 
 

@@ -333,7 +333,8 @@ def _differs(what: str, place: Place | None) -> Impure:
 
 
 def _called(operation: Operation) -> str:
-    numbers = ", ".join(repr(x) for x in operation.numbers if x is not None)
+    shown = [x for x in operation.numbers if x is not None and not isinstance(x, bytes)]  # a generator's state is long
+    numbers = ", ".join(map(repr, shown))
     return f"{operation.name.partition('::')[2]}({numbers})"
 
 

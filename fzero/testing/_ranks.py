@@ -26,6 +26,7 @@ from fzero.base.arguments import need_int, need_number, wrong
 from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
+from fzero.purity.strict import is_strict, strict
 from fzero.table.needs import is_component
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def run_ranks(
 ) -> list[T]:
     """Runs a function on every rank of a process group, in this process or in several. No `torchrun` is needed.
 
-    Inside `fz.testing.hazards(seed)` every rank has hazards too.
+    Inside `fz.testing.hazards(seed)` every rank has hazards too, and inside `fz.testing.strict()` its runs are proven.
 
     Args:
         fn: called as `fn(rank)`. With "processes" it must be picklable, so define it at the top of a module.
@@ -74,7 +75,7 @@ def run_ranks(
         raise ValueError(f"run_ranks: got timeout={timeout}, expected a positive number of seconds.")
     if not callable(fn) or is_component(fn):
         raise wrong("run_ranks", "fn", fn, "a function fn(rank)")
-    around = _Around(checked, hazards.current_seed())
+    around = _Around(checked, hazards.current_seed(), is_strict())
     if backend == "threads":
         return _on_threads(fn, world_size, timeout, around)
     if backend == "processes":
@@ -87,11 +88,12 @@ class _Around(NamedTuple):
 
     checked: bool
     seed: int | None
+    strict: bool
 
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
         late = contextlib.nullcontext() if self.seed is None else hazards.hazards(1000 * self.seed + rank)
-        with checked_collectives(self.checked), late:
+        with checked_collectives(self.checked), strict(self.strict), late:
             yield
 
 

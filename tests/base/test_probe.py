@@ -50,7 +50,7 @@ def test_every_private_name_is_looked_up(file: str) -> None:
     [
         "torch._C._functorch.maybe_get_level",
         pytest.param("torch._C._will_engine_execute_node", marks=at_length),
-        "torch.overrides._push_mode",
+        pytest.param("torch.overrides._push_mode", marks=at_length),
     ],
 )
 def test_a_version_that_lacks_a_name_is_told_so(name: str) -> None:

@@ -22,7 +22,6 @@ from fzero.engine.plain import PlainRun
 from fzero.testing import assert_trees_equal
 
 X = torch.randn(8, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
-B16 = torch.bfloat16
 POLICIES = {
     "float64": fz.Policy.exact(F64),
     "float32": fz.Policy.exact(torch.float32),

@@ -7,7 +7,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,23 +19,6 @@ from fzero.base import pages
 from fzero.engine.passes import Passes
 
 DTYPE = torch.float64
-WORK: dict[torch.Size, Tensor] = {}
-
-
-class Workspace(torch.autograd.Function):
-    """A product whose backward returns memory that the next one writes to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        work = WORK.setdefault(w.shape, torch.empty_like(w))
-        torch.mm(x.t(), cotangent, out=work)
-        return cotangent @ w.t(), work
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -141,30 +123,6 @@ def test_gaps_between_leaves_are_zeros(how: str, count: int) -> None:
     for buffer in grads.locals().values():
         assert buffer.abs().max() < 1e6
         assert (buffer != 0).sum() <= 18
-
-
-def _stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"])
-
-
-def _last(p: dict[str, Tensor], h: Tensor) -> Tensor:
-    return torch.tanh(Workspace.apply(h, p["w"])).square().sum()
-
-
-def _over_ranks(rank: int, name: str) -> Tensor:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    schedule = getattr(fz.schedules, name)(stages=2, microbatches=4)
-    steps = [fz.train_step(fn, fz.sgd(1.0)) for fn in (_stage, _last)]
-    pipe = fz.pipeline(steps, schedule, groups=mesh["pp"])
-    params = [{"w": drawn(8, 8)}, {"w": drawn(8, 8, seed=1)}]
-    state = pipe.init(params)
-    new, _ = pipe(state, drawn(12, 8, seed=2))
-    return params[rank]["w"] - fz.gather(new.params[rank])["w"]
-
-
-def _named(name: str) -> Callable[[int], Tensor]:
-
-    return functools.partial(_over_ranks, name=name)
 
 
 def test_all_params_frozen() -> None:

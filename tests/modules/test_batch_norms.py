@@ -497,15 +497,6 @@ class ByHand(nn.BatchNorm1d):
         return (x - x.mean(0)) * (x.var(0, correction=0) + self.eps).rsqrt()
 
 
-class Followed(nn.BatchNorm1d):
-    """By running statistics that it has just moved by itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.running_mean is not None
-        self.running_mean.lerp_(x.detach().mean(0), 0.1)
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
-
-
 class Frozen(nn.BatchNorm1d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)

@@ -13,7 +13,7 @@ import zoo
 from huggingface_models import VIT, llama, mixtral, vit
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_turns
+from nightly import NIGHTLY, by_turns
 from reference import adamw_steps
 from torch import nn
 
@@ -159,7 +159,7 @@ def test_a_unit_around_apply(units: list[str] | None, stage: int, sequence: bool
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [False, True] if NIGHTLY else [True])
 def test_compiled(sequence: bool) -> None:
     """What ranks exchange is left out of compiled code."""
     model = zoo.made((("Mlp", 5, True), ("Attention", 1, True)), True)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import fzero as fz
-from fzero.testing import run_ranks
 
 X = torch.ones(2, 3)
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -54,22 +53,6 @@ def test_a_copy_goes_on_by_itself(kind: str) -> None:
         module(X)
         other(params, X)
     assert found == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_that_is_a_thread_draws_from_its_own(kind: str) -> None:
-    plain, (apply, params) = Drawing(kind), fz.functional(Drawing(kind))
-    expected = [plain(X).item() for _ in range(3)]
-    step = fz.remat(fz.shard_zero3(fz.train_step(apply, fz.sgd(0.0))))
-
-    def rank(_: int) -> list[float]:
-        state, found = step.init(params), []
-        for _ in range(3):
-            state, metrics = step(state, X)
-            found.append(metrics["loss"].item())
-        return found
-
-    assert run_ranks(rank, 2) == [expected] * 2
 
 
 def test_shared_generators_stay_what_they_are() -> None:

@@ -43,6 +43,11 @@ MODELS = {
     "CTRLLMHeadModel": F64,  # its forward assigns a buffer anew
     "RecurrentGemmaForCausalLM": F64,  # keeps its last states, which no later copy can be made of
 }
+# held nightly and by `make hf`: what they have, others of these have, too
+LATER = {
+    *("BertForMaskedLM", "ViTForImageClassification", "CLIPModel", "Qwen2MoeForCausalLM"),
+    "WhisperForConditionalGeneration",
+}
 # what more it is asked for, and by which settings
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlamaForCausalLM": ({"output_attentions": True}, {"_attn_implementation": "eager"}),
@@ -75,9 +80,10 @@ def compare(rank: int, names: list[str]) -> dict[str, str]:
 
 
 def test_models_as_their_documentation_calls_them() -> None:
+    names = [name for name in MODELS if NIGHTLY or name not in LATER]
     with fz.testing.hazards(0):
-        for said in run_ranks(Named(list(MODELS)), 2, backend="processes", timeout=200):
-            assert said == dict.fromkeys(MODELS, "")
+        for said in run_ranks(Named(names), 2, backend="processes", timeout=200):
+            assert said == dict.fromkeys(names, "")
 
 
 class Named:

@@ -1,20 +1,16 @@
-"""What a step refuses in its first run, by itself: on every rank, with the line, and with nothing changed."""
+"""What a step refuses in its first run on every rank, beside the functions of `impure`: calls, arguments, outputs."""
 
 from __future__ import annotations
 
-import itertools
-import random
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from units import F64, X, block_of, params_of
+from units import F64, X, params_of
 
 import fzero as fz
 from fzero.purity.look import looking_at
@@ -26,59 +22,7 @@ FORMS: dict[str, Any] = {
     "remat": lambda step: fz.remat(fz.shard_zero3(step)),
     "fused": lambda step: fz.fuse_update(fz.shard_zero1(step)),
 }
-OTHER = r"Unit 'blocks\.0' (calls .* in one run and .* in the next|calls .* in one of two runs|returns other values)"
-KEEPS = r"Unit 'blocks\.0' keeps a tensor of shape .* outlives it"
-WRITES = r"Unit 'blocks\.0' writes to {} in place, by {}"
 LINE = r".*test_impure\.py"
-
-
-def swallows(q: Any, x: torch.Tensor) -> torch.Tensor:
-    try:
-        q["w"].mul_(2)
-    except Exception:
-        pass
-    return x @ q["w"]
-
-
-def body_of(kind: str) -> Any:
-    """A unit's function with an effect, whose state is its own."""
-    numbers, kept, began = itertools.count(), [], time.monotonic_ns()
-    own, running = random.Random(0), torch.zeros(4, dtype=F64)
-
-    def outputs(q: Any, x: torch.Tensor) -> torch.Tensor:
-        h = x @ q["w"]
-        return (h, h * 2)[0] if next(numbers) % 2 else h
-
-    return {
-        "an iterator": lambda q, x: x @ q["w"] * next(numbers),
-        "a clock": lambda q, x: x @ q["w"] * (time.monotonic_ns() - began),
-        "an order of entries": lambda q, x: torch.tanh(x @ q["w"]).roll(next(numbers) % 3, 0),
-        "a number of operations": outputs,
-        "Python's generator": lambda q, x: x @ q["w"] * random.random(),
-        "a generator of its own": lambda q, x: x @ q["w"] * own.random(),
-        "numpy's generator": lambda q, x: x @ q["w"] * float(np.random.rand()),
-        "a list": lambda q, x: kept.append(x @ q["w"]) or x @ q["w"],
-        "a shape of an input": lambda q, x: x.unsqueeze_(0)[0] @ q["w"],
-        "an input": lambda q, x: torch.tanh(x.mul_(2.0) @ q["w"]),
-        "a leaf, caught": swallows,
-        "a captured one": lambda q, x: torch.tanh(x @ q["w"] + running.add_(1.0)),
-    }[kind]
-
-
-BODIES = {
-    "an iterator": OTHER + LINE,
-    "a clock": OTHER + LINE,
-    "an order of entries": OTHER + LINE,
-    "a number of operations": OTHER + LINE,
-    "Python's generator": OTHER + LINE,
-    "a generator of its own": OTHER + LINE,
-    "numpy's generator": OTHER + LINE,
-    "a list": KEEPS + LINE,
-    "a shape of an input": WRITES.format("an input", "unsqueeze_") + LINE,
-    "an input": WRITES.format("an input", "mul_") + LINE,
-    "a leaf, caught": r"(?i)leaf 'blocks.0.w'.* in place.*" + LINE,
-    "a captured one": r"Unit 'blocks\.0' writes to a tensor of shape \(4,\) that it closes over, by add_" + LINE,
-}
 
 
 def is_refused(make: Callable[[], Any], params: Any, match: str, form: str) -> None:
@@ -93,15 +37,6 @@ def is_refused(make: Callable[[], Any], params: Any, match: str, form: str) -> N
     run_ranks(rank_main, 1 if form == "plain" else 2)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", BODIES)
-def test_an_effect_of_a_unit(kind: str, form: str) -> None:
-    is_refused(lambda: block_of(body_of(kind)), params_of(), BODIES[kind], form)
-
-
-STATE = torch.zeros(3, 4, dtype=F64)
-
-
 def careless(p: Any, x: torch.Tensor) -> torch.Tensor:
     """It would go on with something else, and nobody would know."""
     try:
@@ -109,19 +44,6 @@ def careless(p: Any, x: torch.Tensor) -> torch.Tensor:
     except Exception:
         penalty = torch.zeros(())
     return x.square().mean() * p["s"] + penalty
-
-
-FUNCTIONS: dict[str, tuple[Any, str]] = {
-    "an input": (lambda p, x: (x.mul_(2) * p["s"]).sum(), "step: the function writes to an input"),
-    "a captured one": (lambda p, x: (x * p["s"] + STATE.add_(1.0)).sum(), "writes to a tensor .* that it closes over"),
-    "a leaf": (lambda p, x: (x * p["s"].mul_(2.0)).sum(), "(?i)leaf 's'.* in place"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_an_effect_of_the_steps_own_function(kind: str, form: str) -> None:
-    is_refused(lambda: FUNCTIONS[kind][0], {"s": torch.ones((), dtype=F64)}, FUNCTIONS[kind][1] + LINE, form)
 
 
 @pytest.mark.parametrize("form", ["ZeRO-3", "remat"])
