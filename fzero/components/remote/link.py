@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
-
-
-class Way(Protocol):
-    """Messages to and from another process, as a `fzero.channels.Connection` has them."""
-
-    peer: str
-
-    def send(self, message: object, timeout: float = ...) -> None: ...
-
-    def receive(self, timeout: float) -> object: ...
-
-    def close(self) -> None: ...
 
 
 class Settings(NamedTuple):
