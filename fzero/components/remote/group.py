@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fzero.base.interrupts import kept_back
-from fzero.components.remote.alone import Failing, Standing
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
@@ -55,7 +54,6 @@ class Group:
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
-        self._failing = Failing(settings.ranks)
         self._known: set[str] = set()  # components whose tables the ranks have
         self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
@@ -249,15 +247,7 @@ class Group:
             if not failure.follows:
                 self.failures.setdefault(message[1], failure)
             if failure.broken:
-                self._left_alone(rank, failure)
-            elif message[3] and len(self.links) > 1 and self._failing.failed(message[1], rank, failure):
-                for other in [link for number, link in enumerate(self.links) if number != rank]:
-                    with contextlib.suppress(OSError):
-                        other.send(("failing", message[1]))
-        elif kind == "stands":
-            lost = self._failing.stands(message[1], rank, Standing(*message[2]))
-            if lost is not None:
-                self.die(*lost)
+                self._left_alone(rank, failure, self.failures.get(message[1]))
         elif kind == "died":
             self.die(rank, *message[1:])
         else:
@@ -270,13 +260,22 @@ class Group:
                     self._broken.append(Failure(*message[1]))
                 self._news.notify_all()
 
-    def _left_alone(self, rank: int, failure: Failure) -> None:
-        """A rank waited for another in vain: its process group is lost, perhaps because that one has died."""
+    def _left_alone(self, rank: int, failure: Failure, first: Failure | None) -> None:
+        """A rank waited for another in vain: its process group is lost, as that one has died, or failed in the call.
+
+        Args:
+            first: what failed in it on another rank.
+        """
         self._in_doubt.set()
         deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
         while self.died is None and time.monotonic() < deadline:
             time.sleep(0.02)  # the end of its process is noticed at about the same time
-        self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+        if first is None:
+            self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+        else:
+            cause = f"failed in a call ({first.kind}: {first.message}), for which rank {rank} waited in a collective: "
+            advice = "their process group is of no use any more. With fz.remote(checked=True) it costs the call alone"
+            self.die(first.rank, cause + advice, first.trace)
 
     # ---- values
 
@@ -317,7 +316,8 @@ class Group:
                 failures += [told] if isinstance(told, Failure) else []
                 found.append(told)
         if failures:
-            raise self.error(first_of(failures))
+            # of a process group that is broken the component's death, which says why
+            raise self.error(next((each for each in failures if each.broken), first_of(failures)))
         trees, places, rows = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(

@@ -114,7 +114,6 @@ class Values:
         self._records: dict[int, Record] = {}
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
-        self._ran = -1  # the call that was run last
         self._over: Failure | None = None
         self._last = -1  # the call that has arrived last: they come in order
 
@@ -128,16 +127,7 @@ class Values:
 
     def running(self, call: int | None, verb: str = "") -> None:
         """Notes which call runs now, since when."""
-        if call is None and self._running is not None:
-            self._ran = self._running[0]
         self._running = None if call is None else (call, verb, time.monotonic())
-
-    def runs(self, call: int) -> bool | None:
-        """Whether a call that fails elsewhere runs here now; None where nothing of it is still to come."""
-        running, over = self._running, self._over
-        if over is not None or self._ran >= call:
-            return None
-        return running is not None and running[0] == call
 
     def close(self, failure: Failure) -> None:
         """Nothing more will be made: whoever waits is told why."""
