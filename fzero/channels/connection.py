@@ -93,7 +93,7 @@ class Connection:
                 with private.below_transforms(), torch.no_grad():
                     for value in values:
                         parcel.add(value)
-            table = tensors.pack(parcel.rows)
+            table = vocabulary.encode([tuple(row) for row in parcel.rows])[0] if parcel.rows else b""
             frames.check(tree, table, parcel.inline)
             head = frames.head(frames.MESSAGE, len(parcel.descriptors), table, tree, parcel.inline)
             begun = True
@@ -237,10 +237,10 @@ class Connection:
         if header.kind == frames.GOODBYE:
             raise Closed("it was closed there")
         table, tree = self._inlet.exactly(header.table), self._inlet.exactly(header.tree)
-        frames.need_intact(header, table, tree)
-        rows = tensors.unpack(memoryview(table), header.inline)
-        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows):
-            raise BadMessage(f"{header.descriptors} descriptors came with other new segments")
+        rows = [tensors.Row(*row) for row in vocabulary.decode(table, ())] if table else []
+        inline = sum(row.nbytes for row in rows if row.place == tensors.INLINE)
+        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows) or inline != header.inline:
+            raise BadMessage("a message came with other descriptors, or other bytes of tensors, than its table says")
         values, pieces = [], []
         for row in rows:
             if row.place == tensors.INLINE:
@@ -251,7 +251,7 @@ class Connection:
                 self._adopt(row.segment)
             values.append(self._borrower.tensor(row))
         self._inlet.into(pieces)
-        return vocabulary.decode(memoryview(tree), values)
+        return vocabulary.decode(tree, values)
 
     def _adopt(self, number: int) -> None:
         if not self._inlet.descriptors:
