@@ -1,7 +1,7 @@
 """Frames: what lies between two processes as bytes.
 
-A header, the rows of tensors (`tensors.py`), the message (both by `vocabulary.py`), then the bytes of the tensors that do
-not lie in shared memory, one behind the other.
+A header, the rows of tensors (`tensors.py`), the message (both by `vocabulary.py`), then the bytes of the tensors that
+do not lie in shared memory, one behind the other.
 """
 
 from __future__ import annotations

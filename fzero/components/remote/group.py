@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from fzero.components.remote.failure import ComponentDied, Failed, Failure, erro
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Leaf, Puller, Table, whole
-from fzero.components.remote.share import Rows, words_of
 from fzero.components.remote.values import Name
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
@@ -302,7 +300,7 @@ class Group:
         """What a call has returned, without the tensors: the same on all ranks.
 
         Args:
-            first: it is of a kind: its outputs must fit together, and what is odd about them is said.
+            first: it is of a kind: its outputs must fit together.
 
         Raises:
             Exception: it failed.
@@ -318,15 +316,13 @@ class Group:
         if failures:
             # of a process group that is broken the component's death, which says why
             raise self.error(next((each for each in failures if each.broken), first_of(failures)))
-        trees, places, rows = zip(*found, strict=True)
+        trees, places = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
         if first:
-            for words in words_of([[Rows(*each) for each in own] for own in rows]):
-                warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
             with self._told():
                 self.puller.layouts(self.settings.identity, [(number, place) for place in places[0]])
         return trees[0]

@@ -294,7 +294,6 @@ class Host:
                     call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees
-                call.record.rows = tuple([tuple(each) for each in operands.rows])
                 del results
             except Exception as error:
                 failure = failure_of(error, self.component, self.rank, self.identity)

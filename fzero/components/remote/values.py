@@ -75,7 +75,6 @@ class Record:
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
         self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
-        self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
         self.ready: dict[torch.device, torch.Event] = {}  # by GPU, once its values will be there
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
@@ -174,11 +173,11 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, the places of its tensors and `Record.rows`, waited for likewise."""
+        """The trees that a call returned and the places of its tensors, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees, tuple(record.metas), record.rows
+        return record.trees, tuple(record.metas)
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
