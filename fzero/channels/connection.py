@@ -12,7 +12,7 @@ import torch
 
 from fzero.base import private
 from fzero.channels import forks, frames, tensors, vocabulary
-from fzero.channels.deadline import Deadline, need_timeout
+from fzero.channels.deadline import Deadline
 from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
 from fzero.channels.segments import SHARED_FROM, Borrower, Lender, Lent
 from fzero.channels.wire import Inlet, Outlet
@@ -75,7 +75,7 @@ class Connection:
             ...         there.receive(timeout=5.0)
             {'step': 3, 'loss': tensor(0.5000)}
         """
-        deadline = Deadline(need_timeout(timeout, "connection.send"))
+        deadline = Deadline(timeout)
         tree, values = vocabulary.encode(message)
         if not self._sending.acquire(timeout=deadline.seconds):
             raise TimedOut(f"{self.peer} let another send wait; this one gave up after {timeout} s.")
@@ -131,22 +131,16 @@ class Connection:
             Closed: the connection has ended.
             BadMessage: it has ended because of what the peer sent.
         """
-        seconds = need_timeout(timeout, "connection.receive")
         if self._closed_here:
             raise self._ended()
         try:
-            item = self._inbox.get(timeout=seconds)
+            item = self._inbox.get(timeout=timeout)
         except queue.Empty:
             raise TimedOut(f"no message came from {self.peer} within {timeout} s.") from None
         if item is None or self._closed_here:
             self._inbox.put(None)  # for whoever waits beside
             raise self._ended()
         return item[0]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the connection has ended; messages may still be there to be received."""
-        return self._end is not None
 
     def close(self) -> None:
         """Ends the connection on both sides; who waits gets `Closed`. What was sent still arrives.
@@ -177,7 +171,7 @@ class Connection:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.peer} by {self.transport}{', ended' if self.ended else ''}>"
+        return f"<Connection to {self.peer} by {self.transport}{', ended' if self._end else ''}>"
 
     def forget(self) -> None:
         """In a forked child, where no thread reads: the connection is the parent's."""

@@ -48,7 +48,7 @@ def test_messages_arrive(lasting: Pair, several: list[object]) -> None:
 def test_transports(kind: str) -> None:
     with pair(kind) as (here, there):
         assert here.transport == there.transport == ("tcp" if kind == "tcp" else "unix")
-        assert (here.peer, there.peer) == ("there", "here") and not here.ended
+        assert (here.peer, there.peer) == ("there", "here")
         large = torch.arange(SHARED_FROM)
         here.send(large)
         assert torch.equal(got := there.receive(5.0), large)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_a_send_that_waits_for_another() -> None:
         with pytest.raises(TimedOut, match="another send"):
             here.send(1, timeout=0.1)
         there.send(2)
-        assert here.receive(1.0) == 2 and not here.ended
+        assert here.receive(1.0) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,7 +241,7 @@ def test_closing(kind: str) -> None:
         for use in (lambda: here.receive(1.0), lambda: here.send(1)):
             with pytest.raises(Closed, match="it was closed here"):
                 use()
-        assert here.ended and there.ended and "ended" in repr(here)
+        assert "ended" in repr(here) and "ended" in repr(there)
         assert soon(lambda: not here._reader.is_alive() and not there._reader.is_alive())
 
 
@@ -262,12 +262,6 @@ def test_what_cannot_be_sent_changes_nothing() -> None:
             assert states == [FREE]  # the second one was new
         here.send("well")
         assert there.receive(5.0) == "well"
-        for timeout in (None, "1", True):
-            with pytest.raises(TypeError, match="timeout"):
-                here.receive(timeout)  # type: ignore[arg-type]
-        for timeout in (-1, float("inf"), float("nan")):
-            with pytest.raises(ValueError, match="timeout"):
-                here.send(1, timeout)
 
 
 @pytest.fixture
