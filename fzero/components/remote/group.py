@@ -296,11 +296,12 @@ class Group:
         if other.closed or other.died is not None:  # meanwhile
             other._is_over()
 
-    def trees(self, number: int, first: bool = False) -> Any:
+    def trees(self, number: int, first: bool = False, ranks: int | None = None) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
 
         Args:
             first: it is of a kind: its outputs must fit together.
+            ranks: of the first ones only, as others have other trees.
 
         Raises:
             Exception: it failed.
@@ -309,7 +310,7 @@ class Group:
         found: list[Any] = []
         failures: list[Failure] = []
         with self._told():
-            for source in self.puller.tables[self.settings.identity].sources:
+            for source in self.puller.tables[self.settings.identity].sources[:ranks]:
                 told = source.trees(number)
                 failures += [told] if isinstance(told, Failure) else []
                 found.append(told)

@@ -299,7 +299,7 @@ class Host:
                 failure = failure_of(error, self.component, self.rank, self.identity)
                 del error
         self.values.running(None)
-        self.part.ran(verbs.numbers_of(call.verb, call.arguments.get("options", {})), begun)
+        self.part.ran(call.verb, call.arguments.get("options", {}), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
-from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, children_of, slots_of
+from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
 from fzero.state.sharded import Sharded
 
 KEPT = 4096  # calls whose times a rank remembers until somebody asks
@@ -85,15 +85,15 @@ class Part:
     place: Place
     ranks: int
     out_specs: object = None
-    _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
+    _spans: collections.deque[tuple[object, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
 
-    def ran(self, place: Sequence[float], begun: float) -> None:
-        """Notes that a call was run, from a time until now: the numbers of its verb, microbatch and half."""
-        self._spans.append((*place, begun, time.monotonic()))
+    def ran(self, verb: str, options: Mapping[str, Any], begun: float) -> None:
+        """Notes that a call was run, from a time until now."""
+        self._spans.append((verb, options.get("microbatch", -1), options.get("halves", ""), begun, time.monotonic()))
 
-    def spans(self) -> torch.Tensor:
-        """What was noted since it was last asked for: [calls, verb, microbatch, half, start and end], float64."""
-        found = torch.tensor(list(self._spans), dtype=torch.float64, device="cpu").reshape(-1, 5)
+    def spans(self) -> list[tuple[object, ...]]:
+        """What was noted since it was last asked for: verb, microbatch, half, start and end of each call."""
+        found = [*self._spans]
         self._spans.clear()
         return found
 
@@ -228,7 +228,7 @@ def _need_no_numbers(tree: Packed, inputs: object, what: str) -> None:
         inputs: of the function, whose 0-d tensors it may hand on.
         what: the tree is, in words.
     """
-    found: list[object] = [*_numbers(tree.skeleton)]
+    found = [x for x in pytree.flatten(slots_of(tree.skeleton))[0] if type(x) in (int, float, torch.Size)]
     known = {x.data_ptr() for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor) and not x.ndim}
     for x in tree.leaves:
         if not x.ndim and not pytree.is_real(x) and x.dtype != torch.bool and x.data_ptr() not in known:
@@ -241,16 +241,3 @@ def _need_no_numbers(tree: Packed, inputs: object, what: str) -> None:
             "tensors, and numbers of the caller's as 0-d tensors that fn is given and hands on; or say by in_specs= "
             "and out_specs= what is whole on every rank."
         )
-
-
-def _numbers(skeleton: Skeleton) -> Iterator[object]:
-    """The numbers of Python in a tree."""
-    kind = skeleton[0]
-    if kind == "float":
-        yield float.fromhex(skeleton[1])
-    elif kind == "Size":
-        yield torch.Size(skeleton[1])
-    elif kind == "constant" and isinstance(skeleton[1], int):
-        yield skeleton[1]
-    for child in children_of(skeleton):
-        yield from _numbers(child)

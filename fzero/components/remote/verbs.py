@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +21,6 @@ from fzero.state.gather import gather, measured
 from fzero.state.sharded import Sharded
 from fzero.table.microbatch import Microbatches
 from fzero.update.update import with_kept
-
-HALVES = ("", "both", "inputs", "params")
-
-
-def numbers_of(verb: str, options: Mapping[str, Any]) -> tuple[int, int, int]:
-    """A call as numbers: its verb, microbatch and half."""
-    return NAMES.index(verb), options.get("microbatch", -1), HALVES.index(options.get("halves", ""))
 
 
 class Results(NamedTuple):
@@ -272,9 +265,8 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "gather": _gather,
     "squares": _squares,
     "look": lambda part, own: Results({}, [(what, getattr(own.objects["state"], what)) for what in ("step", "seed")]),
-    "spans": lambda part, own: Results({1: whole(part.spans())}),
+    "spans": lambda part, own: Results({}, part.spans()),
     "save": _save,
     "load": _load,
 }
-NAMES = tuple(RUN)
 SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such
