@@ -16,7 +16,6 @@ from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
-from fzero.components.remote.failure import Failed
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
 from fzero.engine.weighing import counted, own_weights, share
@@ -255,13 +254,7 @@ class Call:
         """What every rank says, in rank order; raises on all of them if a task has failed on one."""
         assert self.line is not None
         error, self._error = self._error, None
-        try:
-            return self.line.exchange(own, error)
-        except Lost as lost:
-            if error is None or isinstance(error, Failed):
-                raise
-            error.add_note(f"The other ranks could not be told: {lost}")
-            raise error from lost
+        return self.line.exchange(own, error)
 
     def known(self, make: Callable[[], object]) -> Any:
         """What the place of the last stage makes of this run; in the other places with placeholders for its tensors."""

@@ -162,13 +162,19 @@ class Line:
             packed = self._packed((failed, None))
         ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
-        for rank in others:
-            self._send(rank, ALL, packed)
-        for rank in others:
-            self._messages.begin(rank, ALL)
-        said = {rank: self._received(rank, ALL) for rank in others}
-        said[self.rank] = failed, own
-        self._messages.end_call()
+        try:
+            for rank in others:
+                self._send(rank, ALL, packed)
+            for rank in others:
+                self._messages.begin(rank, ALL)
+            said = {rank: self._received(rank, ALL) for rank in others}
+            said[self.rank] = failed, own
+            self._messages.end_call()
+        except Lost as lost:
+            if error is None or isinstance(error, Failed):
+                raise
+            error.add_note(f"The other ranks could not be told: {lost}")
+            raise error from lost
         self._gone.clear()
         if error is not None and not isinstance(error, Failed):
             raise error

@@ -129,27 +129,15 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         here = {c: steps[c].axis() for c, stage in wires.home.items() if schedule.place_of(stage) == place}
         _need_apart(here, place, {*by_place[place]}, {rank for ranks in by_place for rank in ranks})
         if isinstance(groups, backend.Mesh):
-            _need_all_axes(groups, here)
+            _need_all_ranks(here, backend.ranks_around(groups) // groups.size())
             return f"{place} 0 1 0 1"
-        stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
-        _need_alike(here, place, stage)
-        first = here[stage]
+        _need_all_ranks(here, len(by_place[place]))
+        _need_same_shares({axis.ranks for axis in here.values()})
+        first = next(iter(here.values()))
         return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
 
     seats = [Seat(*map(int, text.split())) for text in _heard(group, seat)]
-    for place, ranks in enumerate(by_place):
-        seat_of = next(seat for seat in seats if seat.place == place)
-        if seat_of.datas * seat_of.copies != len(ranks):
-            raise ValueError(
-                f"pipeline: got ranks {list(ranks)} for place {place}, whose first stage is on "
-                f"{seat_of.datas * seat_of.copies} ranks by its table; expected a step that is sharded over all ranks "
-                "of its place (fz.shard_zero1, 2 or 3 with a mesh of them)."
-            )
-    if len(shares := {seat.datas for seat in seats}) > 1:
-        raise ValueError(
-            f"pipeline: got places over which a batch is split into {sorted(shares)} shares, expected as many in each "
-            f"place. {ELSEWHERE}"
-        )
+    _need_same_shares({seat.datas for seat in seats})
     return Line(group, schedule, seats, identity)
 
 
@@ -167,16 +155,13 @@ def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
     return [text[1:] for text in heard]
 
 
-def _need_alike(axes: Mapping[int, Axis], place: int, first: int) -> None:
-    """Refuses a component of a place that is over other ranks of it than its first stage."""
-    over = {component: (axis.ranks, axis.place_on_tensor[1]) for component, axis in axes.items()}
-    for component, pair in over.items():
-        if pair != over[first]:
-            raise ValueError(
-                f"pipeline: component {component} at place {place} takes means over {pair[0]} ranks and is cut over "
-                f"{pair[1]}, stage {first} there over {over[first][0]} and {over[first][1]}; expected all components "
-                "of a place to be sharded over all of its ranks, or the same examples would count differently."
-            )
+def _need_same_shares(shares: set[int]) -> None:
+    """Refuses components that split a batch into other numbers of shares: the same examples would count differently."""
+    if len(shares) > 1:
+        raise ValueError(
+            f"pipeline: got components that split a batch into {sorted(shares)} shares, expected as many of all. "
+            f"{ELSEWHERE}"
+        )
 
 
 def _need_messages(group: backend.Group) -> None:
@@ -191,16 +176,15 @@ def _need_messages(group: backend.Group) -> None:
         )
 
 
-def _need_all_axes(mesh: backend.Mesh, axes: Mapping[int, Axis]) -> None:
-    """Refuses a component that is not sharded over the mesh's other axes, as its copies would drift apart."""
-    around = backend.ranks_around(mesh) // mesh.size()
+def _need_all_ranks(axes: Mapping[int, Axis], count: int) -> None:
+    """Refuses a component that is not sharded over all ranks of its place, as its copies would drift apart."""
     for component, axis in axes.items():
         ranks = axis.ranks * axis.place_on_tensor[1]
-        if ranks != around:
+        if ranks != count:
             raise ValueError(
-                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the "
-                "mesh around groups has; expected all of them, or copies of its params would drift apart. Say "
-                "fz.shard_zero1, 2 or 3 with axis= of the other axes of the mesh, or make a mesh without these."
+                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {count}; expected all "
+                "of them, or copies of its params would drift apart. Say fz.shard_zero1, 2 or 3 with a mesh of these "
+                "ranks, and axis= of all its axes beside that of the places."
             )
 
 

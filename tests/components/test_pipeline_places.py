@@ -188,8 +188,8 @@ def listed_groups(rank: int, groups: list[list[int]]) -> None:
     fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-9)
     last = make(squares)
     for other_last, words in (
-        (last, "expected a step that is sharded over all ranks of its place"),
-        (fz.shard_tensor(last, {"w": 1}, meshes[1], axis="dp"), r"split into \[1, 2\] shares.*fz\.remote"),
+        (last, "component 1 is sharded over 1 ranks of its place, of 2"),
+        (fz.shard_tensor(last, {"w": 1}, meshes[1], axis="dp"), r"split a batch into \[1, 2\] shares.*fz\.remote"),
     ):
         steps = [fz.shard_zero1(make(twice), mesh=meshes[0], axis="dp"), other_last]
         with pytest.raises(ValueError, match=words):
