@@ -138,7 +138,7 @@ class Listener:
     def _greet(self, sock: socket.socket) -> None:
         who = "an unknown peer"
         try:
-            who = _describe(sock)
+            who = f"{sock.getpeername() or 'a process here'}"
             peer = handshake.as_listener(sock, self._token, self._name, Deadline(HANDSHAKE_SECONDS))
             _prepare(sock)
             with self._lock:
@@ -226,11 +226,3 @@ def _prepare(sock: socket.socket) -> None:
     if sys.platform == "linux":
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _describe(sock: socket.socket) -> str:
-    """Who calls, for the log."""
-    if sock.family == getattr(socket, "AF_UNIX", None):
-        pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
-        return f"process {pid}"
-    return "{} port {}".format(*sock.getpeername()[:2])

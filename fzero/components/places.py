@@ -67,7 +67,6 @@ class AllPlaces:
         return {c: said[self.line.partner(stage)][c] for c, stage in self._home.items()} if own else {}
 
 
-EXPECTED = 'None, a mesh of one axis such as mesh["pp"], or a list of ranks for each place of the schedule'
 ELSEWHERE = "Take components of fz.remote as stages that differ in that: values between them are cut as needed."
 
 
@@ -84,7 +83,7 @@ def need_groups(groups: object, schedule: Schedule) -> None:
             )
         return
     if not isinstance(groups, (list, tuple)) or not all(isinstance(ranks, (list, tuple)) for ranks in groups):
-        raise wrong("pipeline", "groups", groups, EXPECTED)
+        raise wrong("pipeline", "groups", groups, 'None, a mesh of one axis such as mesh["pp"], or lists of ranks')
     flat = [need_int(rank, "pipeline", "a rank in groups", least=0) for ranks in groups for rank in ranks]
     if len(groups) != count or not all(groups) or len(set(flat)) < len(flat):
         raise ValueError(

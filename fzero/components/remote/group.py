@@ -19,12 +19,11 @@ import torch
 from fzero.base.interrupts import kept_back
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
+from fzero.components.remote.link import NOTICED, Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Leaf, Puller, Table, whole
 from fzero.components.remote.values import Name
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
-NOTICED = 1.0  # seconds in which the end of a process is noticed
 GRACE = 2.0  # seconds that a rank has to end by itself
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
 

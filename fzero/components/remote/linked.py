@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.channels import Address, Connection, Listener
-from fzero.components.remote.link import Link, Message, Settings
+from fzero.components.remote.link import NOTICED, Link, Message, Settings
 from fzero.components.remote.server import IDLE, RemoteSource
 
-NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Heard = Callable[[int, Message], object]
 
 

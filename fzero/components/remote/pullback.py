@@ -115,9 +115,8 @@ class RemotePasses:
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[Any, Any]:
         """(outputs, aux) of one microbatch without gradients."""
         given = inputs_for(self._component.group, inputs, "forward")
-        options = {"microbatch": microbatch}
-        made, skeletons = self._component.called("pass_outputs", {"passes": self._passes}, options, given)
-        outputs, aux = handles(made, skeletons)
+        options = {"microbatch": microbatch, "wanted": None}
+        outputs, aux = handles(*self._component.called("pass_forward", {"passes": self._passes}, options, given))
         return outputs, aux
 
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:

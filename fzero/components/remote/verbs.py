@@ -181,17 +181,14 @@ def _passes(part: Part, operands: Operands) -> Results:
 
 
 def _pass_forward(part: Part, operands: Operands) -> Results:
-    own, chosen = operands.options, operands.options["wanted"]
-    outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
+    stage, microbatch, chosen = operands.objects["passes"], operands.options["microbatch"], operands.options["wanted"]
+    if chosen is None:  # without gradients
+        return Results(*_returned(part, operands, *stage.passes.outputs(microbatch, operands.inputs)))
+    outputs, aux = stage.passes.forward(microbatch, operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
     pulled = _pulled(part, operands, outputs, None, values)
-    operands.objects["passes"].lacking |= pulled.lacking
+    stage.lacking |= pulled.lacking
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
-
-
-def _pass_outputs(part: Part, operands: Operands) -> Results:
-    made = operands.objects["passes"].passes.outputs(operands.options["microbatch"], operands.inputs)
-    return Results(*_returned(part, operands, *made))
 
 
 def _pass_pull(part: Part, operands: Operands) -> Results:
@@ -256,7 +253,6 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "step": _step,
     "passes": _passes,
     "pass_forward": _pass_forward,
-    "pass_outputs": _pass_outputs,
     "pass_pull": _pass_pull,
     "pass_params": _passes_do("params"),
     "pass_reduce": _passes_do("reduce"),
