@@ -23,7 +23,7 @@ from collections.abc import Callable
 import results
 import torch
 
-from fzero.channels import Address, Closed, Connection, Listener, connect, over_tcp
+from fzero.channels import Address, Closed, Connection, Listener, connect
 
 
 def answer(address: Address, token: bytes) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     connections, processes = {}, []
     with Listener(token) as listener:
-        for name, address in (("shared memory", listener.address), ("TCP", over_tcp(listener.address))):
+        for name, address in (("shared memory", listener.address), ("TCP", ("", "", *listener.address[2:]))):
             processes.append(context.Process(target=answer, args=(address, token), daemon=True))
             processes[-1].start()
             connections[name] = listener.accept(timeout=60.0)

@@ -1,11 +1,8 @@
 """What a call of a component on ranks of its own costs, and how fast a value goes from one component to another.
 
     OMP_NUM_THREADS=1 python benchmarks/remote.py
-    OMP_NUM_THREADS=1 python benchmarks/remote.py --on processes ray store --mib 1 64
+    OMP_NUM_THREADS=1 python benchmarks/remote.py --on processes ray --mib 1 64
     OMP_NUM_THREADS=1 python benchmarks/remote.py --device cuda --mib 16 256 1024    # by CUDA IPC
-
-"store" is Ray where no connection can be opened, as behind a firewall: calls, reports and values go through Ray's own
-calls and its object store.
 
 First, for each kind of ranks, microseconds of calls of a trivial function on one rank: until `forward`, `vjp` and a
 pullback return ("call"), and until `fz.fetch` has the result of a forward ("answer"); median and the 99th percentile.
@@ -17,21 +14,16 @@ Everything takes turns, in one run; medians.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import results
 import torch
 
 import fzero as fz
-from fzero.channels import Listener
-from fzero.components.remote import linked, on_ray
 
 
 def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -56,33 +48,9 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-@contextlib.contextmanager
-def placed(on: str) -> Iterator[str]:
-    """What fz.remote is told; in "store" nobody listens where ranks and readers try to connect."""
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        nowhere = ("", "", *once.getsockname())
-
-    class Unreachable(Listener):
-        def __init__(self, token: bytes, host: str, name: str) -> None:
-            super().__init__(token, host, name)
-            self.address = nowhere
-
-    connected = linked.ChannelLink.connected
-
-    def unreachable(link: linked.ChannelLink, connection: Any, _: object, *rest: Any) -> None:
-        connected(link, connection, nowhere, *rest)
-
-    if on == "store":
-        with mock.patch.object(on_ray, "Listener", Unreachable):
-            with mock.patch.object(linked.ChannelLink, "connected", unreachable):
-                yield "ray"
-    else:
-        yield on
-
-
 def calls(on: str, count: int, device: str) -> dict[str, list[float]]:
     """What is measured -> seconds of each call."""
-    with placed(on) as kind, fz.remote(functools.partial(build, fn=scaled, device=device), 1, kind) as component:
+    with fz.remote(functools.partial(build, fn=scaled, device=device), 1, on) as component:
         state, x = component.init(), torch.ones(8, 4)
         ct = torch.ones(8, 4)
         found: dict[str, list[float]] = {"forward": [], "vjp": [], "pullback": [], "answer": []}
@@ -102,9 +70,8 @@ def payload(on: str, mib: int, rounds: int, device: str) -> tuple[float, float]:
     """Seconds of a tensor's way between two components, and of a copy in memory."""
     count = mib << 18
     with (
-        placed(on) as kind,
-        fz.remote(functools.partial(build, fn=made, device=device), 1, kind, name="from") as one,
-        fz.remote(functools.partial(build, fn=first, device=device), 1, kind, name="to") as other,
+        fz.remote(functools.partial(build, fn=made, device=device), 1, on, name="from") as one,
+        fz.remote(functools.partial(build, fn=first, device=device), 1, on, name="to") as other,
     ):
         states = one.init(), other.init()
         large, small = (one.forward(states[0], torch.tensor(each)) for each in (count, 1))

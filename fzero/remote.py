@@ -47,8 +47,8 @@ def remote(
     - Functions compute new tensors. They write to none that they get. What you pass you may change afterwards.
     - Inputs go to the device of a rank's params. `fz.fetch` gives tensors on the CPU.
     - `torch.autocast` around a call is refused: use `fz.autocast` in `build`.
-    - If one Ray rank cannot connect to another (a firewall), their messages go through Ray, which is slower and logged
-      as a warning of "fzero.components".
+    - Ranks on several machines connect by TCP, on ports that the system chooses: a firewall between them must let these
+      through.
     - With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's `shard_map`: the function gets
       its pieces and returns its pieces. A scalar is averaged by how much of the cut tensors each rank has.
 

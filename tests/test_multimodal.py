@@ -60,15 +60,16 @@ def check_same_bits(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("on", ["processes", "ray"])
-def test_the_same_bits_as_on_threads(on: str, threads: Path, tmp_path: Path) -> None:
+def test_the_same_bits_as_on_threads(
+    on: str, example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if on == "ray":  # half a minute; tests/components/remote/test_remote_ray.py has a smaller loop
         pytest.importorskip("ray")
         if not NIGHTLY:
             pytest.skip("runs with HYPOTHESIS_PROFILE=nightly")
-    process = start_example("multimodal.py", *TINY, "--on", on, "--out", str(tmp_path))
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    assert losses_of(tmp_path) == losses_of(threads) and len(losses_of(threads)) == 4
+    assert run(example, tmp_path, "--on", on) == losses_of(threads) and len(losses_of(threads)) == 4
+    stdout, stderr = capsys.readouterr()
+    assert "Traceback" not in stderr, stderr
     check_same_bits(*(out / "checkpoints" / "update-000004" for out in (tmp_path, threads)))
     for phrase in ("images of", "held-out loss", "is read as"):
         assert phrase in stdout
@@ -119,9 +120,9 @@ def test_the_losses_of_plain_torch_however_they_are_cut(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(fz.parallel, "attention", attend)
-            expected = plain_losses(example, example.options([*TINY, "--out", str(tmp_path)]))
+            expected = plain_losses(example, example.options([*TINY, "--steps", "3", "--out", str(tmp_path)]))
         for name, options in (("here", "--on here"), ("threads", "--on threads --vision-dp 2 --text-dp 2")):
-            losses = run(example, tmp_path / name, *options.split())
+            losses = run(example, tmp_path / name, "--steps", "3", *options.split())
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=0.0)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -145,17 +146,17 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
     assert fz.load_extra(next((tmp_path / "checkpoints").iterdir()) / "text")["losses"] == losses_of(tmp_path)
 
 
-def test_bad_options_are_named(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    held = tmp_path / "run"
-    run(example, held, "--on", "here")
+def test_bad_options_are_named(
+    example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for options, named in (
         ("--heads 3", "--heads"),
         ("--width 30", "--width"),
         ("--longest 3", "--longest"),
         ("--on nowhere", "--on"),
         ("--seed -1", "--seed"),
-        (f"--out {held}", "holds a run"),
-        (f"--out {held} --resume --batch 6", "--batch 6, but"),
+        (f"--out {threads}", "holds a run"),
+        (f"--out {threads} --resume --batch 6", "--batch 6, but"),
     ):
         with pytest.raises(SystemExit):
             example.options([*TINY, "--out", str(tmp_path), *options.split()])

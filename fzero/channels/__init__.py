@@ -1,7 +1,6 @@
 """Messages with tensors between processes, by shared memory and sockets, that fail without killing anybody."""
 
 from fzero.channels.address import Address as Address
-from fzero.channels.address import over_tcp as over_tcp
 from fzero.channels.connection import Connection as Connection
 from fzero.channels.errors import BadMessage as BadMessage
 from fzero.channels.errors import ChannelError as ChannelError

@@ -12,7 +12,7 @@ import torch
 
 from fzero.base import private
 from fzero.channels import forks, frames, tensors, vocabulary
-from fzero.channels.deadline import Deadline, need_timeout
+from fzero.channels.deadline import Deadline
 from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
 from fzero.channels.segments import SHARED_FROM, Borrower, Lender, Lent
 from fzero.channels.wire import Inlet, Outlet
@@ -75,7 +75,7 @@ class Connection:
             ...         there.receive(timeout=5.0)
             {'step': 3, 'loss': tensor(0.5000)}
         """
-        deadline = Deadline(need_timeout(timeout, "connection.send"))
+        deadline = Deadline(timeout)
         tree, values = vocabulary.encode(message)
         if not self._sending.acquire(timeout=deadline.seconds):
             raise TimedOut(f"{self.peer} let another send wait; this one gave up after {timeout} s.")
@@ -93,7 +93,7 @@ class Connection:
                 with private.below_transforms(), torch.no_grad():
                     for value in values:
                         parcel.add(value)
-            table = tensors.pack(parcel.rows)
+            table = vocabulary.encode([tuple(row) for row in parcel.rows])[0] if parcel.rows else b""
             frames.check(tree, table, parcel.inline)
             head = frames.head(frames.MESSAGE, len(parcel.descriptors), table, tree, parcel.inline)
             begun = True
@@ -131,22 +131,16 @@ class Connection:
             Closed: the connection has ended.
             BadMessage: it has ended because of what the peer sent.
         """
-        seconds = need_timeout(timeout, "connection.receive")
         if self._closed_here:
             raise self._ended()
         try:
-            item = self._inbox.get(timeout=seconds)
+            item = self._inbox.get(timeout=timeout)
         except queue.Empty:
             raise TimedOut(f"no message came from {self.peer} within {timeout} s.") from None
         if item is None or self._closed_here:
             self._inbox.put(None)  # for whoever waits beside
             raise self._ended()
         return item[0]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the connection has ended; messages may still be there to be received."""
-        return self._end is not None
 
     def close(self) -> None:
         """Ends the connection on both sides; who waits gets `Closed`. What was sent still arrives.
@@ -177,7 +171,7 @@ class Connection:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.peer} by {self.transport}{', ended' if self.ended else ''}>"
+        return f"<Connection to {self.peer} by {self.transport}{', ended' if self._end else ''}>"
 
     def forget(self) -> None:
         """In a forked child, where no thread reads: the connection is the parent's."""
@@ -237,10 +231,10 @@ class Connection:
         if header.kind == frames.GOODBYE:
             raise Closed("it was closed there")
         table, tree = self._inlet.exactly(header.table), self._inlet.exactly(header.tree)
-        frames.need_intact(header, table, tree)
-        rows = tensors.unpack(memoryview(table), header.inline)
-        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows):
-            raise BadMessage(f"{header.descriptors} descriptors came with other new segments")
+        rows = [tensors.Row(*row) for row in vocabulary.decode(table, ())] if table else []
+        inline = sum(row.nbytes for row in rows if row.place == tensors.INLINE)
+        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows) or inline != header.inline:
+            raise BadMessage("a message came with other descriptors, or other bytes of tensors, than its table says")
         values, pieces = [], []
         for row in rows:
             if row.place == tensors.INLINE:
@@ -251,7 +245,7 @@ class Connection:
                 self._adopt(row.segment)
             values.append(self._borrower.tensor(row))
         self._inlet.into(pieces)
-        return vocabulary.decode(memoryview(tree), values)
+        return vocabulary.decode(tree, values)
 
     def _adopt(self, number: int) -> None:
         if not self._inlet.descriptors:

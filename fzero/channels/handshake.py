@@ -24,7 +24,6 @@ from fzero.channels.deadline import Deadline
 from fzero.channels.errors import Refused, TimedOut
 
 VERSION = 1
-LEAST_TOKEN = 16  # bytes; a token is drawn (secrets.token_bytes), not thought up
 MAX_NAME = 200  # bytes
 
 _HELLO = struct.Struct(f"<8sHBB32s{MAX_NAME}s")  # magic, version, can share memory, length of the name, nonce, name
@@ -39,26 +38,9 @@ class Peer(NamedTuple):
     shares: bool
 
 
-def need_token(token: object, who: str) -> bytes:
-    if not isinstance(token, (bytes, bytearray)):
-        raise TypeError(f"{who}: got a token of type {type(token).__name__}, expected bytes.")
-    if len(token) < LEAST_TOKEN:
-        raise ValueError(
-            f"{who}: got a token of {len(token)} bytes, expected at least {LEAST_TOKEN}, such as "
-            "secrets.token_bytes(32)."
-        )
-    return bytes(token)
-
-
-def need_name(name: object, who: str) -> str:
-    """A name for this side; without one, the process and the machine."""
-    if name is None:
-        return f"process {os.getpid()} on {socket.gethostname()}"[:MAX_NAME]
-    if not isinstance(name, str):
-        raise TypeError(f"{who}: got name={name!r}, expected a str.")
-    if len(name.encode()) > MAX_NAME:
-        raise ValueError(f"{who}: got a name of {len(name.encode())} bytes, expected at most {MAX_NAME}.")
-    return name
+def own_name() -> str:
+    """What this process is called where nobody says anything else."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def as_caller(sock: socket.socket, token: bytes, name: str, deadline: Deadline) -> Peer:

@@ -7,20 +7,19 @@ import logging
 import os
 import queue
 import secrets
-import select
 import socket
 import sys
 import threading
 import time
 
 from fzero.channels import forks, handshake
-from fzero.channels.address import Address, has_unix_sockets, machine, need_address
+from fzero.channels.address import Address, has_unix_sockets, machine
 from fzero.channels.connection import Connection
-from fzero.channels.deadline import Deadline, need_timeout
+from fzero.channels.deadline import Deadline
 from fzero.channels.errors import ChannelError, Closed, Refused, TimedOut
 
 HANDSHAKE_SECONDS = 5.0  # that a handshake may take
-MAX_HANDSHAKES = 64  # at one time; beyond, the one that has taken longest is refused
+LOOK_SECONDS = 0.5  # after which whoever listens looks whether it is closed, where closing does not wake it
 
 _log = logging.getLogger("fzero.channels")
 
@@ -32,7 +31,7 @@ class Listener:
     keeps others waiting; what is refused is logged as a warning of "fzero.channels".
 
     Args:
-        token: at least 16 bytes that both sides know, such as `secrets.token_bytes(32)`.
+        token: bytes that both sides know, such as `secrets.token_bytes(32)`.
         host: the name or address by which other machines reach this one; None for this machine only.
         name: what the other sides call this one in their errors; None for the process and the machine.
 
@@ -49,8 +48,7 @@ class Listener:
     """
 
     def __init__(self, token: bytes, host: str | None = None, name: str | None = None) -> None:
-        self._token = handshake.need_token(token, "Listener")
-        self._name = handshake.need_name(name, "Listener")
+        self._token, self._name = token, name or handshake.own_name()
         host = "127.0.0.1" if host is None else host
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._sockets = [socket.create_server((host, 0), family=family, backlog=128)]
@@ -61,15 +59,15 @@ class Listener:
             self._sockets[1].bind("\0" + unix)
             self._sockets[1].listen(128)
         self.address: Address = (machine(), unix, host, port)
-        self._waker, self._woken = socket.socketpair()
         self._ready: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
-        self._pending: dict[socket.socket, None] = {}  # in a handshake, the oldest first
-        for sock in self._sockets:
-            sock.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="fzero listener", daemon=True)
         forks.open_here.add(self)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._listen, args=(sock,), name="fzero listener", daemon=True)
+            for sock in self._sockets
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def accept(self, timeout: float) -> Connection:
         """The next connection whose handshake is done.
@@ -78,9 +76,8 @@ class Listener:
             TimedOut: there was none within `timeout` seconds.
             Closed: the listener is closed.
         """
-        seconds = need_timeout(timeout, "listener.accept")
         try:
-            connection = None if self._closed else self._ready.get(timeout=seconds)
+            connection = None if self._closed else self._ready.get(timeout=timeout)
         except queue.Empty:
             raise TimedOut(f"nobody connected to {self._name} within {timeout} s.") from None
         if connection is None:
@@ -94,12 +91,12 @@ class Listener:
             if self._closed:
                 return
             self._closed = True
-            for sock in self._pending:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        self._waker.send(b"!")
-        self._thread.join()
-        for sock in (*self._sockets, self._waker, self._woken):
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
             sock.close()
         forks.open_here.discard(self)
         self._ready.put(None)
@@ -116,53 +113,35 @@ class Listener:
     def forget(self) -> None:
         """In a forked child: the listener is the parent's."""
         self._closed, self._lock = True, threading.Lock()
-        for sock in (*self._sockets, self._waker, self._woken, *self._pending):
+        for sock in self._sockets:
             with contextlib.suppress(OSError):
                 os.close(sock.detach())
 
-    def _listen(self) -> None:
-        poll = select.poll()
-        by_number = {sock.fileno(): sock for sock in self._sockets}
-        for number in (*by_number, self._woken.fileno()):
-            poll.register(number, select.POLLIN)
+    def _listen(self, listening: socket.socket) -> None:
+        """Starts a handshake with everybody who calls."""
+        listening.settimeout(LOOK_SECONDS)
         while not self._closed:
-            for number, _ in poll.poll():
-                if number in by_number:
-                    self._begin(by_number[number])
-
-    def _begin(self, listening: socket.socket) -> None:
-        """Starts a handshake."""
-        try:
-            sock, _ = listening.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # it may have gone again, or there are no descriptors left
-            _log.warning("a connection could not be taken: %s", error)
-            time.sleep(0.05)
-            return
-        with self._lock:
-            if self._closed:
-                sock.close()
-                return
-            if len(self._pending) >= MAX_HANDSHAKES:
-                with contextlib.suppress(OSError):
-                    oldest = next(iter(self._pending))
-                    del self._pending[oldest]
-                    oldest.shutdown(socket.SHUT_RDWR)
-            self._pending[sock] = None
-        try:
-            threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
-        except RuntimeError as error:  # no more threads
-            self._refuse(sock, "somebody", error)
+            try:
+                sock, _ = listening.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # it may have gone again, there are no descriptors left, or this is closed
+                if not self._closed:
+                    _log.warning("a connection could not be taken: %s", error)
+                    time.sleep(0.05)
+                continue
+            try:
+                threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
+            except RuntimeError as error:  # no more threads
+                self._refuse(sock, "somebody", error)
 
     def _greet(self, sock: socket.socket) -> None:
         who = "an unknown peer"
         try:
-            who = _describe(sock)
+            who = f"{sock.getpeername() or 'a process here'}"
             peer = handshake.as_listener(sock, self._token, self._name, Deadline(HANDSHAKE_SECONDS))
             _prepare(sock)
             with self._lock:
-                self._pending.pop(sock, None)
                 if not self._closed:
                     self._ready.put(Connection(sock, peer.name, peer.shares))
                     return
@@ -171,11 +150,8 @@ class Listener:
             self._refuse(sock, who, error)
 
     def _refuse(self, sock: socket.socket, who: str, error: Exception) -> None:
-        with self._lock:
-            self._pending.pop(sock, None)
-            closed = self._closed
         sock.close()
-        if not closed:
+        if not self._closed:
             _log.warning("refused a connection from %s: %s", who, error)
 
 
@@ -200,9 +176,8 @@ def connect(address: Address, token: bytes, timeout: float, name: str | None = N
         ...         connection.peer
         'the vision encoder'
     """
-    where, unix, host, port = need_address(address, "connect")
-    deadline = Deadline(need_timeout(timeout, "connect"))
-    token, name = handshake.need_token(token, "connect"), handshake.need_name(name, "connect")
+    where, unix, host, port = address
+    deadline = Deadline(timeout)
     at = f"{host} port {port}"
     sock = None
     try:
@@ -210,7 +185,7 @@ def connect(address: Address, token: bytes, timeout: float, name: str | None = N
             sock, at = _call_here(unix, deadline), f"{at} by its unix socket {unix}"
         else:
             sock = socket.create_connection((host, port), timeout=max(deadline.left(), 1e-3))
-        peer = handshake.as_caller(sock, token, name, deadline)
+        peer = handshake.as_caller(sock, token, name or handshake.own_name(), deadline)
         _prepare(sock)
         return Connection(sock, peer.name, peer.shares)
     except BaseException as error:
@@ -251,11 +226,3 @@ def _prepare(sock: socket.socket) -> None:
     if sys.platform == "linux":
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _describe(sock: socket.socket) -> str:
-    """Who calls, for the log."""
-    if sock.family == getattr(socket, "AF_UNIX", None):
-        pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
-        return f"process {pid}"
-    return "{} port {}".format(*sock.getpeername()[:2])

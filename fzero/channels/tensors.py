@@ -1,17 +1,14 @@
-"""Tensors as bytes: which there are, where their memory lies, and the rows of a message that describe them."""
+"""Tensors as bytes: which there are, where their memory lies, and what a message says of each."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import private
-from fzero.channels.errors import BadMessage
 
 # a dtype's number on the wire is its place here: only append
 DTYPES: tuple[torch.dtype, ...] = (
@@ -21,14 +18,9 @@ DTYPES: tuple[torch.dtype, ...] = (
     *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
 )
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-MAX_DIMS = 64  # as in torch
 
-# where a tensor's bytes are. CUDA IPC would be another place, with the bytes of its handle behind the row
-INLINE, SEGMENT, NEW_SEGMENT = 0, 1, 2  # behind the message; in memory shared before; in memory shared now
-PLACES = (INLINE, SEGMENT, NEW_SEGMENT)
-
-_ROW = struct.Struct("<BBBxI")  # dtype, place, dims, number of the segment; then each size
-_SIZE = struct.Struct("<Q")
+# where a tensor's bytes are: behind the message; in memory shared before; in memory shared now
+INLINE, SEGMENT, NEW_SEGMENT = 0, 1, 2
 
 
 class Row(NamedTuple):
@@ -42,42 +34,6 @@ class Row(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def pack(rows: Sequence[Row]) -> bytes:
-    parts = []
-    for row in rows:
-        parts.append(_ROW.pack(NUMBERS[row.dtype], row.place, len(row.shape), row.segment))
-        parts.append(struct.pack(f"<{len(row.shape)}Q", *row.shape))
-    return b"".join(parts)
-
-
-def unpack(table: memoryview, inline: int) -> list[Row]:
-    """The rows of a table; the tensors outside of shared memory have `inline` bytes together.
-
-    Raises:
-        BadMessage: it is none.
-    """
-    rows, at, total = [], 0, 0
-    while at < len(table):
-        if at + _ROW.size > len(table):
-            raise BadMessage(f"the table of tensors ends within row {len(rows)}")
-        number, place, dims, segment = _ROW.unpack_from(table, at)
-        at += _ROW.size
-        if number >= len(DTYPES) or place not in PLACES or dims > MAX_DIMS:
-            raise BadMessage(f"row {len(rows)} of the table says dtype {number}, place {place}, {dims} dims")
-        if at + dims * _SIZE.size > len(table):
-            raise BadMessage(f"the table of tensors ends within row {len(rows)}")
-        shape = struct.unpack_from(f"<{dims}Q", table, at)
-        at += dims * _SIZE.size
-        row = Row(DTYPES[number], shape, place, segment)
-        if math.prod(max(size, 1) for size in shape) > 1 << 62:  # torch could not count in strides of these
-            raise BadMessage(f"row {len(rows)} of the table says shape {shape}")
-        total += row.nbytes if place == INLINE else 0
-        rows.append(row)
-    if total != inline:
-        raise BadMessage(f"the table says {total} bytes of tensors, the message {inline}")
-    return rows
 
 
 def need_plain(tensor: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ from typing import ParamSpec, TypeVar
 from fzero.base import texts
 from fzero.base.context import during, variable
 from fzero.comm import backend
-from fzero.comm.waits import waits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -276,10 +275,7 @@ def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Gro
 
     def explaining(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            if (seen := waits.get()) is None:
-                return call(*args, **kwargs)
-            with seen.noted(backend.members(group), words):
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
         except RuntimeError as error:
             if texts.is_out_of_memory(error):
                 raise  # of this rank; the others are not to blame

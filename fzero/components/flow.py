@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.components.remote.handle import Value
 from fzero.components.remote.pullback import RemotePasses
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
 from fzero.engine.passes import Passes
@@ -44,7 +45,6 @@ class Flow:
 
     Attributes:
         outputs, auxes: microbatch -> what the last stage returned.
-        rows: (stage, microbatch) -> the examples that it was given, as far as tensors show.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Flow:
         self._wanted = None if wanted is None else frozenset(wanted)
         self.outputs: dict[int, object] = {}
         self.auxes: dict[int, object] = {}
-        self.rows: dict[tuple[int, int], int] = {}
         self._values: dict[tuple[Wire, int], object] = {}
         self._left: dict[tuple[Wire, int], set[int]] = {}  # stages that have not taken it yet
         self._forms: dict[tuple[int, int], _Form] = {}
@@ -80,14 +79,12 @@ class Flow:
             else:
                 inputs.append(self.take(argument, microbatch, stage))
                 wanted.append(place)
-        tensors = [x for x in pytree.leaves(inputs) if isinstance(x, torch.Tensor) and x.ndim]
-        if tensors:
-            self.rows[stage, microbatch] = tensors[0].shape[0]
         self._run(stage, microbatch, inputs, wanted)
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:
         passes = self.passes[component]
         with in_stage(component, microbatch):
+            inputs = self._given(component, tuple(inputs))
             if self._wanted is None:
                 output, aux = passes.outputs(microbatch, inputs)
             else:
@@ -103,6 +100,12 @@ class Flow:
             specs[wire] = pytree.flatten(value)[1]
             self.arrived(wire, microbatch, value, self.wires.users.get(wire, ()))
         self._forms[component, microbatch] = _Form(ports, specs)
+
+    def _given(self, component: int, tree: Any) -> Any:
+        """What a component is given: handles as they are where it is on ranks of its own, otherwise their tensors."""
+        if isinstance(self.passes[component], RemotePasses):
+            return tree
+        return pytree.map_leaves(lambda x: x.fetched() if isinstance(x, Value) else x, tree)
 
     def arrived(self, wire: Wire, microbatch: int, value: object, users: Iterable[int]) -> None:
         """Notes a value for the stages that will take it here."""
@@ -171,7 +174,7 @@ class Flow:
     ) -> None:
         last = stage == self.wires.stages - 1
         with in_stage(stage, microbatch):
-            pulled = pull(stage, cotangent if last else self._cotangent(stage, microbatch))
+            pulled = pull(stage, self._given(stage, cotangent if last else self._cotangent(stage, microbatch)))
         for argument, own in zip(self.wires.arguments[stage], pulled, strict=True):
             if isinstance(argument, Input):
                 self._of_inputs.setdefault((argument.number, microbatch), {})[stage] = own
@@ -179,7 +182,7 @@ class Flow:
                 self._need_range(stage, own)
                 self.came_back(argument, microbatch, stage, own)
         for component in self.wires.shared_at[stage]:
-            pull(component, self._cotangent(component, microbatch))
+            pull(component, self._given(component, self._cotangent(component, microbatch)))
 
     def _need_range(self, stage: int, cotangent: object) -> None:
         """Refuses cotangents of float16 between stages whose loss is scaled: unscaled they are out of its range."""

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.components.line import Line
-from fzero.components.routes import Seat
+from fzero.components.line import Line, Seat
 from fzero.components.wiring import Wiring
 from fzero.schedules.task import Schedule
 from fzero.table.spec import Spec
@@ -65,10 +64,10 @@ class AllPlaces:
             return dict(own or {})
         self.line.begin_call("what all places know")
         said = self.line.exchange(dict(own or {}), error)
-        return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
+        return {c: said[self.line.partner(stage)][c] for c, stage in self._home.items()} if own else {}
 
 
-EXPECTED = 'None, a mesh of one axis such as mesh["pp"], or a list of ranks for each place of the schedule'
+ELSEWHERE = "Take components of fz.remote as stages that differ in that: values between them are cut as needed."
 
 
 def need_groups(groups: object, schedule: Schedule) -> None:
@@ -84,13 +83,15 @@ def need_groups(groups: object, schedule: Schedule) -> None:
             )
         return
     if not isinstance(groups, (list, tuple)) or not all(isinstance(ranks, (list, tuple)) for ranks in groups):
-        raise wrong("pipeline", "groups", groups, EXPECTED)
+        raise wrong("pipeline", "groups", groups, 'None, a mesh of one axis such as mesh["pp"], or lists of ranks')
     flat = [need_int(rank, "pipeline", "a rank in groups", least=0) for ranks in groups for rank in ranks]
     if len(groups) != count or not all(groups) or len(set(flat)) < len(flat):
         raise ValueError(
             f"pipeline: got groups={groups}, expected {count} lists of ranks, one for each place of the schedule "
             f"{schedule.name!r}, no rank in two of them."
         )
+    if len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"pipeline: got groups={groups}, expected as many ranks in each place. {ELSEWHERE}")
     if any(list(ranks) != sorted(ranks) for ranks in groups):
         raise ValueError(
             f"pipeline: got groups={groups}, expected the ranks of each place in ascending order: shares of the batch "
@@ -127,27 +128,15 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         here = {c: steps[c].axis() for c, stage in wires.home.items() if schedule.place_of(stage) == place}
         _need_apart(here, place, {*by_place[place]}, {rank for ranks in by_place for rank in ranks})
         if isinstance(groups, backend.Mesh):
-            _need_all_axes(groups, here)
+            _need_all_ranks(here, backend.ranks_around(groups) // groups.size())
             return f"{place} 0 1 0 1"
-        stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
-        _need_alike(here, place, stage)
-        first = here[stage]
+        _need_all_ranks(here, len(by_place[place]))
+        _need_same_shares({axis.ranks for axis in here.values()})
+        first = next(iter(here.values()))
         return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
 
     seats = [Seat(*map(int, text.split())) for text in _heard(group, seat)]
-    for place, ranks in enumerate(by_place):
-        seat_of = next(seat for seat in seats if seat.place == place)
-        if seat_of.datas * seat_of.copies != len(ranks):
-            raise ValueError(
-                f"pipeline: got ranks {list(ranks)} for place {place}, whose first stage is on "
-                f"{seat_of.datas * seat_of.copies} ranks by its table; expected a step that is sharded over all ranks "
-                "of its place (fz.shard_zero1, 2 or 3 with a mesh of them)."
-            )
-    if wires.shared and len({seat.datas for seat in seats}) > 1:
-        raise ValueError(
-            f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
-            "that have different examples; expected as many in each place, where components are shared."
-        )
+    _need_same_shares({seat.datas for seat in seats})
     return Line(group, schedule, seats, identity)
 
 
@@ -165,16 +154,13 @@ def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
     return [text[1:] for text in heard]
 
 
-def _need_alike(axes: Mapping[int, Axis], place: int, first: int) -> None:
-    """Refuses a component of a place that is over other ranks of it than its first stage."""
-    over = {component: (axis.ranks, axis.place_on_tensor[1]) for component, axis in axes.items()}
-    for component, pair in over.items():
-        if pair != over[first]:
-            raise ValueError(
-                f"pipeline: component {component} at place {place} takes means over {pair[0]} ranks and is cut over "
-                f"{pair[1]}, stage {first} there over {over[first][0]} and {over[first][1]}; expected all components "
-                "of a place to be sharded over all of its ranks, or the same examples would count differently."
-            )
+def _need_same_shares(shares: set[int]) -> None:
+    """Refuses components that split a batch into other numbers of shares: the same examples would count differently."""
+    if len(shares) > 1:
+        raise ValueError(
+            f"pipeline: got components that split a batch into {sorted(shares)} shares, expected as many of all. "
+            f"{ELSEWHERE}"
+        )
 
 
 def _need_messages(group: backend.Group) -> None:
@@ -189,16 +175,15 @@ def _need_messages(group: backend.Group) -> None:
         )
 
 
-def _need_all_axes(mesh: backend.Mesh, axes: Mapping[int, Axis]) -> None:
-    """Refuses a component that is not sharded over the mesh's other axes, as its copies would drift apart."""
-    around = backend.ranks_around(mesh) // mesh.size()
+def _need_all_ranks(axes: Mapping[int, Axis], count: int) -> None:
+    """Refuses a component that is not sharded over all ranks of its place, as its copies would drift apart."""
     for component, axis in axes.items():
         ranks = axis.ranks * axis.place_on_tensor[1]
-        if ranks != around:
+        if ranks != count:
             raise ValueError(
-                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the "
-                "mesh around groups has; expected all of them, or copies of its params would drift apart. Say "
-                "fz.shard_zero1, 2 or 3 with axis= of the other axes of the mesh, or make a mesh without these."
+                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {count}; expected all "
+                "of them, or copies of its params would drift apart. Say fz.shard_zero1, 2 or 3 with a mesh of these "
+                "ranks, and axis= of all its axes beside that of the places."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from fzero.base.arguments import wrong
 from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
 from fzero.components.parts import PipelineState
-from fzero.components.remote.component import RemoteComponent, fetch
+from fzero.components.remote.component import RemoteComponent
 from fzero.components.remote.handle import RemoteState, RemoteTree, Value, squares_on
 from fzero.components.remote.pullback import RemotePasses
 from fzero.engine.carry import refuse_carry
@@ -53,40 +53,19 @@ class Weighed(NamedTuple):
     metrics: Mapping[str, object]  # of its update that are known before it: "lr", the loss scale
 
 
-class _Fetching(Passes):
-    """Those of a step in this process that handles may be given to: it waits for them."""
-
-    def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int] = ()) -> tuple[object, object]:
-        return super().forward(microbatch, fetch(tuple(inputs)), wanted)
-
-    def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
-        return super().outputs(microbatch, fetch(tuple(inputs)))
-
-    def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
-        return super().backward(microbatch, fetch(cotangent), retain_graph)
-
-    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
-        return super().early(microbatch, fetch(cotangent))
-
-    def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
-        return super().inputs(microbatch, fetch(cotangent), retain_graph)
-
-
 class LocalStage:
     """A step in this process, with what a pipeline asks of a stage.
 
     Args:
         step: an `fz.Step`.
-        beside: whether other stages are on ranks of their own.
         micro: the microbatches of the pipeline.
     """
 
     distant = False
 
-    def __init__(self, step: Any, beside: bool, micro: Microbatches) -> None:
+    def __init__(self, step: Any, micro: Microbatches) -> None:
         self._in_parts = dataclasses.replace(step, microbatches=micro)
         self.step, self.has_aux = step, step.has_aux
-        self._passes = _Fetching if beside else Passes
 
     def init(self, params: object, seed: int, sync: bool) -> State:
         return self.step.init(params, seed, sync)
@@ -108,7 +87,7 @@ class LocalStage:
         check_grads(self.step, state, grads, argument)
 
     def passes(self, state: State, count: int, rng: int, at_once: bool) -> Passes:
-        return self._passes(self._in_parts, state, count, rng, at_once)
+        return Passes(self._in_parts, state, count, rng, at_once)
 
     def weighed(self, state: State, grads: Grads) -> Weighed:
         grads = with_kept(state, grads)
@@ -184,8 +163,7 @@ Stage = LocalStage | DistantStage
 
 def stages_of(steps: Sequence[Spec | RemoteComponent], micro: Microbatches) -> list[Stage]:
     """The components of a pipeline."""
-    beside = any(isinstance(step, RemoteComponent) for step in steps)
-    return [DistantStage(own) if isinstance(own, RemoteComponent) else LocalStage(own, beside, micro) for own in steps]
+    return [DistantStage(own) if isinstance(own, RemoteComponent) else LocalStage(own, micro) for own in steps]
 
 
 def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Timeline:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
+
+import optree
 
 from fzero.base.arguments import named, need_int, wrong
 
@@ -27,11 +28,10 @@ class Input(NamedTuple):
 
 
 class Ports(NamedTuple):
-    """How a component's output was taken apart: its class, and its keys where it is a dict."""
+    """How a component's output was taken apart: its keys or numbers, and what makes such a container of its values."""
 
-    kind: type
-    keys: tuple[Hashable, ...]
-    shell: dict[Any, Any] | None = None  # an empty one of its class
+    keys: tuple[Hashable, ...] = ()
+    made: Callable[[Sequence[object]], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,48 +191,34 @@ def default_inputs(wires: Wiring, count: int) -> Wiring:
 def taken_apart(output: Any, items: Collection[Hashable], who: str) -> tuple[dict[Hashable | None, object], Ports]:
     """Item -> value, None for what is left: one value as itself, several in the same container; and how to undo it."""
     if not items:
-        return {None: output}, Ports(type(None), ())
-    if isinstance(output, dict):
-        keys: tuple[Hashable, ...] = tuple(output)
-    elif isinstance(output, (tuple, list)):
-        keys = tuple(range(len(output)))
-    else:
-        keys = ()
+        return {None: output}, Ports()
+    children, keys, made = _one_level(output) if isinstance(output, (dict, tuple, list)) else ((), (), None)
     missing = [item for item in items if item not in keys]
     if missing:
         raise ValueError(
             f"pipeline: {who} returned {named(output)} with {list(keys)}, expected a tuple, list or dict with "
             f"{missing[0]!r}, which skips to another stage."
         )
-    rest = [key for key in keys if key not in items]
-    by_key: dict[Hashable, object] = dict(output) if isinstance(output, dict) else dict(enumerate(output))
-    out: dict[Hashable | None, object] = {item: by_key[item] for item in items}
-    left = {key: by_key[key] for key in rest}
-    out[None] = left[rest[0]] if len(rest) == 1 else left if isinstance(output, dict) else tuple(left.values())
-    shell = copy.copy(output) if isinstance(output, dict) else None
-    if shell is not None:
-        shell.clear()
-    return out, Ports(type(output), keys, shell)
+    by_key = dict(zip(keys, children, strict=True))
+    out: dict[Hashable | None, object] = {item: by_key.pop(item) for item in items}
+    left = [*by_key.values()]
+    out[None] = left[0] if len(left) == 1 else by_key if isinstance(output, dict) else tuple(left)
+    return out, Ports(keys, made)
+
+
+def _one_level(output: Any) -> tuple[Sequence[Any], tuple[Hashable, ...], Callable[[Sequence[Any]], object]]:
+    children, metadata, keys, made = optree.tree_flatten_one_level(output, none_is_leaf=True)
+    return children, keys, partial(made, metadata)
 
 
 def put_together(values: Mapping[Hashable | None, Any], items: Collection[Hashable], ports: Ports) -> Any:
     """The inverse of `taken_apart`: the output's container, with a cotangent in each place."""
-    if not items:
+    if ports.made is None:
         return values[None]
-    rest = [key for key in ports.keys if key not in items]
-    left = values[None]
-    if len(rest) == 1:
-        found = {rest[0]: left}
-    elif isinstance(left, dict):
-        found = left
-    else:
-        found = dict(zip(rest, left, strict=True))
-    own = [found[key] if key in found else values[key] for key in ports.keys]
-    if ports.shell is not None:
-        whole = copy.copy(ports.shell)
-        whole.update(zip(ports.keys, own, strict=True))
-        return whole
-    return ports.kind(*own) if hasattr(ports.kind, "_fields") else ports.kind(own)
+    rest, left = [key for key in ports.keys if key not in items], values[None]
+    found = [left] if len(rest) == 1 else [left[key] for key in rest] if isinstance(left, dict) else left
+    whole = {**values, **dict(zip(rest, found, strict=True))}
+    return ports.made([whole[key] for key in ports.keys])
 
 
 def wires_of(component: int, items: Sequence[Hashable]) -> Iterator[Wire]:

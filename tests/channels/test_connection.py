@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,7 @@ from channel_peers import KINDS, descriptors, messages, pair, same, soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.channels import BadMessage, Closed, Connection, TimedOut, frames, mappings, tensors, vocabulary
+from fzero.channels import BadMessage, Closed, Connection, TimedOut, frames, mappings, vocabulary
 from fzero.channels.segments import FREE, SHARED_FROM
 
 Pair = tuple[Connection, Connection]
@@ -49,7 +48,7 @@ def test_messages_arrive(lasting: Pair, several: list[object]) -> None:
 def test_transports(kind: str) -> None:
     with pair(kind) as (here, there):
         assert here.transport == there.transport == ("tcp" if kind == "tcp" else "unix")
-        assert (here.peer, there.peer) == ("there", "here") and not here.ended
+        assert (here.peer, there.peer) == ("there", "here")
         large = torch.arange(SHARED_FROM)
         here.send(large)
         assert torch.equal(got := there.receive(5.0), large)  # type: ignore[arg-type]
@@ -207,7 +206,7 @@ def test_a_send_that_waits_for_another() -> None:
         with pytest.raises(TimedOut, match="another send"):
             here.send(1, timeout=0.1)
         there.send(2)
-        assert here.receive(1.0) == 2 and not here.ended
+        assert here.receive(1.0) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,7 +241,7 @@ def test_closing(kind: str) -> None:
         for use in (lambda: here.receive(1.0), lambda: here.send(1)):
             with pytest.raises(Closed, match="it was closed here"):
                 use()
-        assert here.ended and there.ended and "ended" in repr(here)
+        assert "ended" in repr(here) and "ended" in repr(there)
         assert soon(lambda: not here._reader.is_alive() and not there._reader.is_alive())
 
 
@@ -253,7 +252,7 @@ def test_what_cannot_be_sent_changes_nothing() -> None:
         del large
         there.receive(5.0)
         assert here._lender is not None
-        for wrong in (object(), torch.ones(3, requires_grad=True), [[torch.ones(SHARED_FROM)] * 3, {2}]):
+        for wrong in (object(), torch.ones(3, requires_grad=True), [[torch.ones(SHARED_FROM)] * 3, 2j]):
             with pytest.raises(TypeError):
                 here.send([torch.ones(SHARED_FROM), wrong])
         for _ in range(2):
@@ -263,12 +262,6 @@ def test_what_cannot_be_sent_changes_nothing() -> None:
             assert states == [FREE]  # the second one was new
         here.send("well")
         assert there.receive(5.0) == "well"
-        for timeout in (None, "1", True):
-            with pytest.raises(TypeError, match="timeout"):
-                here.receive(timeout)  # type: ignore[arg-type]
-        for timeout in (-1, float("inf"), float("nan")):
-            with pytest.raises(ValueError, match="timeout"):
-                here.send(1, timeout)
 
 
 @pytest.fixture
@@ -279,28 +272,29 @@ def raw() -> Iterator[tuple[socket.socket, Connection]]:
         yield ours, connection
 
 
-def framed(table: bytes, tree: bytes, inline: int, descriptors: int = 0) -> bytes:
-    return frames.head(frames.MESSAGE, descriptors, table, tree, inline) + table + tree
+def framed(table: list[tuple[object, ...]], message: object, inline: int, descriptors: int = 0) -> bytes:
+    rows, tree = vocabulary.encode(table)[0] if table else b"", vocabulary.encode(message)[0]
+    return frames.head(frames.MESSAGE, descriptors, rows, tree, inline) + rows + tree
 
 
-def row(place: int, shape: tuple[int, ...], segment: int = 0) -> bytes:
-    return tensors.pack([tensors.Row(torch.uint8, shape, place, segment)])
+def row(place: int, shape: tuple[int, ...], segment: int = 0) -> tuple[object, ...]:
+    return torch.uint8, shape, place, segment
 
 
-LONG = struct.pack("<4sBBHIIQI", b"fz\x01\n", 0, 0, 0, 0, (64 << 20) + 1, 0, 0)
+X = torch.zeros(1)
+LONG = struct.pack("<4sBBIIQ", b"fz\x02\n", 0, 0, 0, (64 << 20) + 1, 0)
 BAD = {
     "garbage": (bytes(range(200)), "no header"),
-    "checksum of the header": (framed(b"", b"N", 0)[:28] + b"1234" + b"N", "no header"),
-    "checksum of the message": (framed(b"", b"N", 0)[:-1] + b"T", "checksum"),
-    "kind": (frames.head(7, 0, b"", b"", 0), "unknown kind 7"),
-    "too long": (LONG + struct.pack("<I", zlib.crc32(LONG)), "over a limit"),
-    "a value": (framed(b"", b"q", 0), "unknown kind b'q'"),
-    "two sums": (framed(row(0, (5,)), b"x", 4), "5 bytes of tensors, the message 4"),
-    "no segment": (framed(row(1, (5,)), b"x", 0), "segment 0, which does not hold it"),
-    "no descriptor": (framed(row(2, (5,)), b"x", 0, 1), "without its descriptor"),
-    "other descriptors": (framed(b"", b"N", 0, 1), "1 descriptors came with other new segments"),
-    "no place": (framed(row(9, (5,)), b"x", 0), "place 9"),
-    "no memory": (framed(row(0, (1 << 36,)), b"x", 1 << 36), "within a message|could not be taken"),
+    "kind": (frames.head(7, 0, b"", b"", 0), "no header"),
+    "too long": (LONG, "over a limit"),
+    "a value": (frames.head(frames.MESSAGE, 0, b"", b"q", 0) + b"q", "no message"),
+    "a row": (framed([(1, 2)], X, 0), "could not be taken"),
+    "two sums": (framed([row(0, (5,))], X, 4), "other bytes of tensors"),
+    "a size": (framed([row(0, (-5,))], X, -5 % (1 << 32)), "other bytes of tensors"),
+    "no segment": (framed([row(1, (5,))], X, 0), "segment 0, which does not hold it"),
+    "no descriptor": (framed([row(2, (5,))], X, 0, 1), "without its descriptor"),
+    "other descriptors": (framed([], None, 0, 1), "other descriptors"),
+    "no memory": (framed([row(0, (1 << 36,))], X, 1 << 36), "within a message|could not be taken"),
 }
 
 
@@ -309,7 +303,7 @@ def test_what_is_no_message(raw: tuple[socket.socket, Connection], name: str) ->
     """What came before is received, then the error, by everybody and every time; the socket is closed."""
     sock, connection = raw
     data, words = BAD[name]
-    sock.sendall(framed(b"", vocabulary.encode("before")[0], 0) + data)
+    sock.sendall(framed([], "before", 0) + data)
     if name == "no memory":
         sock.close()
     assert connection.receive(5.0) == "before"
@@ -335,13 +329,13 @@ def test_a_descriptor_that_is_no_segment(raw: tuple[socket.socket, Connection], 
     if kind == "a file":
         os.close(descriptor)
         descriptor = os.open(__file__, os.O_RDONLY)
-    frame, words = framed(row(2, (4096 + (kind == "too small"),)), b"x", 0, 1), "no shared segment"
+    frame, words = framed([row(2, (4096 + (kind == "too small"),))], X, 0, 1), "no shared segment"
     if kind == "too small":
         words = "which does not hold it"
     if kind == "twice":
-        frame, words = framed(row(2, (5,)) + row(1, (5,)), b"txx", 0, 1), "comes again while tensors still lie in it"
+        frame, words = framed([row(2, (5,)), row(1, (5,))], [X, X], 0, 1), "comes again while tensors still lie in it"
     if kind == "left over":
-        frame, words = framed(b"", b"N", 0, 1), "1 descriptors came with other"
+        frame, words = framed([], None, 0, 1), "other descriptors"
     socket.send_fds(sock, [frame], [descriptor])
     os.close(descriptor)
     with pytest.raises(BadMessage, match=words):
@@ -352,7 +346,7 @@ def test_a_descriptor_that_is_no_segment(raw: tuple[socket.socket, Connection], 
 def test_many_messages_at_once(raw: tuple[socket.socket, Connection]) -> None:
     """What is read ahead ends anywhere in a message."""
     sock, connection = raw
-    parts = [framed(row(0, (number % 50,)), b"x", number % 50) + bytes(number % 50) for number in range(5000)]
+    parts = [framed([row(0, (number % 50,))], X, number % 50) + bytes(number % 50) for number in range(5000)]
     sock.sendall(b"".join(parts))
     for number in range(5000):
         assert same(connection.receive(5.0), torch.zeros(number % 50, dtype=torch.uint8))
@@ -367,25 +361,12 @@ def test_descriptors_go_once() -> None:
         assert same(there.receive(5.0), got) and not there._inlet.descriptors
 
 
-@pytest.mark.parametrize("cut", [0, 1, 31, 32, 40, 60])
+@pytest.mark.parametrize("cut", [0, 1, 21, 22, 60, 150])
 def test_a_message_that_ends(raw: tuple[socket.socket, Connection], cut: int) -> None:
     sock, connection = raw
-    sock.sendall((framed(row(0, (20,)), b"x", 20) + bytes(20))[:cut])
+    sock.sendall((framed([row(0, (20,))], X, 20) + bytes(20))[:cut])
     begin = time.monotonic()
     sock.close()
     with pytest.raises(Closed, match="a stranger has ended: it ended"):
         connection.receive(5.0)
     assert time.monotonic() - begin < 0.5
-
-
-@settings(max_examples=60)
-@given(st.binary(min_size=1, max_size=120), st.booleans())
-def test_any_bytes(data: bytes, begins_well: bool) -> None:
-    ours, theirs = socket.socketpair()
-    with Connection(theirs, "a stranger", True) as connection:
-        with ours:
-            ours.sendall((framed(row(0, (3,)), b"x", 3) + b"abc" if begins_well else b"") + data)
-        if begins_well:
-            assert same(connection.receive(5.0), torch.tensor(list(b"abc"), dtype=torch.uint8))
-        with pytest.raises(Closed):
-            connection.receive(5.0)

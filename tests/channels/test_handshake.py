@@ -11,9 +11,9 @@ import time
 
 import pytest
 import torch
-from channel_peers import KINDS, TOKEN, descriptors, pair, soon
+from channel_peers import KINDS, TOKEN, descriptors, over_tcp, pair, soon
 
-from fzero.channels import Closed, Listener, Refused, TimedOut, connect, handshake, over_tcp
+from fzero.channels import Closed, Listener, Refused, TimedOut, connect, handshake
 from fzero.channels.deadline import Deadline
 
 
@@ -148,18 +148,6 @@ def test_the_silent_and_the_slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert soon(lambda: descriptors() == before)
 
 
-def test_very_many_silent_ones(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("fzero.channels.listener.MAX_HANDSHAKES", 8)
-    with Listener(TOKEN) as listener:
-        begin = time.monotonic()
-        silent = [raw(listener, "tcp") for _ in range(30)]
-        for sock in silent[:22]:
-            assert sock.recv(1) == b""
-        assert works(listener) and time.monotonic() - begin < 2.0
-        for sock in silent:
-            sock.close()
-
-
 def test_nobody_is_there() -> None:
     with Listener(TOKEN) as listener:
         address = listener.address
@@ -247,21 +235,6 @@ def test_ipv6() -> None:
     with listener, connect(over_tcp(listener.address), TOKEN, 5.0) as one, listener.accept(5.0) as other:
         one.send(1)
         assert other.receive(5.0) == 1
-
-
-@pytest.mark.parametrize(
-    ("token", "kind", "words"),
-    [("text", TypeError, "type str, expected bytes"), (b"short", ValueError, "5 bytes, expected at least 16")],
-)
-def test_wrong_arguments(token: object, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=f"Listener: .*{words}"):
-        Listener(token)  # type: ignore[arg-type]
-    with pytest.raises(kind, match=f"connect: .*{words}"):
-        connect(("", "", "127.0.0.1", 1), token, 5.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="connect: got address="):
-        connect(("127.0.0.1", 1), TOKEN, 5.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a name of 201 bytes"):
-        Listener(TOKEN, name=201 * "n")
 
 
 def test_a_deadline() -> None:

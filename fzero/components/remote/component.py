@@ -13,12 +13,11 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.components.remote.group import Group
-from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value, absolute
+from fzero.components.remote.handle import Away, Made, RemoteState, RemoteTree, Value, absolute
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, inputs_for, is_value, norm_for
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
-from fzero.components.remote.verbs import HALVES, NAMES
 from fzero.components.remote.wire import Skeleton
 
 
@@ -154,8 +153,8 @@ class RemoteComponent:
         It waits for the calls before it. Times are seconds of the machine's monotonic clock, which all its processes
         share.
         """
-        found = Handle(self.made("spans", {}), 1).fetched().tolist()
-        return [Span(NAMES[int(v)], int(i), HALVES[int(half)], *times) for v, i, half, *times in found]
+        made = self.made("spans", {})
+        return [Span(*each) for each in self.group.trees(made.call, ranks=1)]
 
     # ---- calls
 

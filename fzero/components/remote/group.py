@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,16 +17,13 @@ from typing import Any
 import torch
 
 from fzero.base.interrupts import kept_back
-from fzero.components.remote.alone import Failing, Standing
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
+from fzero.components.remote.link import NOTICED, Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Leaf, Puller, Table, whole
-from fzero.components.remote.share import Rows, words_of
 from fzero.components.remote.values import Name
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
-NOTICED = 1.0  # seconds in which the end of a process is noticed
 GRACE = 2.0  # seconds that a rank has to end by itself
 
 
@@ -55,7 +51,6 @@ class Group:
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
-        self._failing = Failing(settings.ranks)
         self._known: set[str] = set()  # components whose tables the ranks have
         self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
@@ -249,15 +244,7 @@ class Group:
             if not failure.follows:
                 self.failures.setdefault(message[1], failure)
             if failure.broken:
-                self._left_alone(rank, failure)
-            elif message[3] and len(self.links) > 1 and self._failing.failed(message[1], rank, failure):
-                for other in [link for number, link in enumerate(self.links) if number != rank]:
-                    with contextlib.suppress(OSError):
-                        other.send(("failing", message[1]))
-        elif kind == "stands":
-            lost = self._failing.stands(message[1], rank, Standing(*message[2]))
-            if lost is not None:
-                self.die(*lost)
+                self._left_alone(rank, failure, self.failures.get(message[1]))
         elif kind == "died":
             self.die(rank, *message[1:])
         else:
@@ -270,13 +257,22 @@ class Group:
                     self._broken.append(Failure(*message[1]))
                 self._news.notify_all()
 
-    def _left_alone(self, rank: int, failure: Failure) -> None:
-        """A rank waited for another in vain: its process group is lost, perhaps because that one has died."""
+    def _left_alone(self, rank: int, failure: Failure, first: Failure | None) -> None:
+        """A rank waited for another in vain: its process group is lost, as that one has died, or failed in the call.
+
+        Args:
+            first: what failed in it on another rank.
+        """
         self._in_doubt.set()
         deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
         while self.died is None and time.monotonic() < deadline:
             time.sleep(0.02)  # the end of its process is noticed at about the same time
-        self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+        if first is None:
+            self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+        else:
+            cause = f"failed in a call ({first.kind}: {first.message}), for which rank {rank} waited in a collective: "
+            advice = "their process group is of no use any more. With fz.remote(checked=True) it costs the call alone"
+            self.die(first.rank, cause + advice, first.trace)
 
     # ---- values
 
@@ -299,11 +295,12 @@ class Group:
         if other.closed or other.died is not None:  # meanwhile
             other._is_over()
 
-    def trees(self, number: int, first: bool = False) -> Any:
+    def trees(self, number: int, first: bool = False, ranks: int | None = None) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
 
         Args:
-            first: it is of a kind: its outputs must fit together, and what is odd about them is said.
+            first: it is of a kind: its outputs must fit together.
+            ranks: of the first ones only, as others have other trees.
 
         Raises:
             Exception: it failed.
@@ -312,21 +309,20 @@ class Group:
         found: list[Any] = []
         failures: list[Failure] = []
         with self._told():
-            for source in self.puller.tables[self.settings.identity].sources:
+            for source in self.puller.tables[self.settings.identity].sources[:ranks]:
                 told = source.trees(number)
                 failures += [told] if isinstance(told, Failure) else []
                 found.append(told)
         if failures:
-            raise self.error(first_of(failures))
-        trees, places, rows = zip(*found, strict=True)
+            # of a process group that is broken the component's death, which says why
+            raise self.error(next((each for each in failures if each.broken), first_of(failures)))
+        trees, places = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
         if first:
-            for words in words_of([[Rows(*each) for each in own] for own in rows]):
-                warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
             with self._told():
                 self.puller.layouts(self.settings.identity, [(number, place) for place in places[0]])
         return trees[0]

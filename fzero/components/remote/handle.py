@@ -238,7 +238,7 @@ class Sum(Value):
 
     Raises:
         TypeError: autograd follows one of them.
-        ValueError: shapes that are known already differ; others are refused where the sum is used.
+        ValueError: where it is used, of shapes that differ.
     """
 
     def __init__(self, terms: Sequence[Any]) -> None:
@@ -249,7 +249,6 @@ class Sum(Value):
                     "another component. Add x.detach()."
                 )
         self.terms = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in terms]
-        _need_one_shape([shape for x in self.terms if (shape := _known_shape(x)) is not None])
 
     def leaf(self) -> Leaf:
         return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
@@ -276,16 +275,6 @@ class Sum(Value):
 
     def __repr__(self) -> str:
         return f"Sum(of {len(self.terms)} values)"
-
-
-def _known_shape(x: object) -> tuple[int, ...] | None:
-    """The shape of a term, where nobody must be waited for."""
-    if isinstance(x, torch.Tensor):
-        return tuple(x.shape)
-    if isinstance(x, Sum):
-        return next((shape for term in x.terms if (shape := _known_shape(term)) is not None), None)
-    handle = x.like if isinstance(x, Fill) else x
-    return handle._layout.shape if isinstance(handle, Handle) and handle._layout is not None else None
 
 
 def _need_one_shape(shapes: Sequence[Sequence[int]]) -> None:

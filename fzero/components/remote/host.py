@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.comm.divergence import checked_collectives
-from fzero.comm.waits import Waits, shown_by
 from fzero.components.remote import verbs
-from fzero.components.remote.alone import tell
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
 from fzero.components.remote.digests import apart, digests_of, unlike
@@ -78,7 +76,7 @@ class Host:
     ) -> None:
         self.settings, self.component, self.identity = settings, settings.component, settings.identity
         self.rank, self._send, self.patience = rank, report, settings.timeout
-        self.values, self.waits = Values(self.component, rank, self.patience), Waits()
+        self.values = Values(self.component, rank, self.patience)
         self.puller, self._bringing = Puller(rank), Bringing()
         self.peers: Sequence[Any] = ()
         self._arrived: dict[int, Failure | Arrived] = {}
@@ -111,10 +109,6 @@ class Host:
             self.puller.tables[identity] = table
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
-        elif kind == "failing":
-            says = lambda standing: self.report(("stands", message[1], tuple(standing)))
-            telling = (self.waits, lambda: self.values.runs(message[1]), says, self.patience)
-            threading.Thread(target=tell, args=telling, name=f"fzero-tell-{self.rank}", daemon=True).start()
         elif kind == "gone":
             self.puller.forget(message[1])
         else:
@@ -293,23 +287,22 @@ class Host:
         if isinstance(operands, Operands):
             try:
                 used_here((operands.inputs, operands.cotangent, operands.options))
-                with checked_collectives(self.settings.checked, counted=True), shown_by(self.waits):
+                with checked_collectives(self.settings.checked, counted=True):
                     results = verbs.RUN[call.verb](self.part, operands)
                 values, trees = results.values, results.trees
                 if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
                     call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees
-                call.record.rows = tuple([tuple(each) for each in operands.rows])
                 del results
             except Exception as error:
                 failure = failure_of(error, self.component, self.rank, self.identity)
                 del error
         self.values.running(None)
-        self.part.ran(verbs.numbers_of(call.verb, call.arguments.get("options", {})), begun)
+        self.part.ran(call.verb, call.arguments.get("options", {}), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
-            self.report(("failed", call.number, tuple(failure), isinstance(operands, Operands)))
+            self.report(("failed", call.number, tuple(failure)))
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
-
-
-class Way(Protocol):
-    """Messages to and from another process, as a `fzero.channels.Connection` has them."""
-
-    peer: str
-
-    def send(self, message: object, timeout: float = ...) -> None: ...
-
-    def receive(self, timeout: float) -> object: ...
-
-    def close(self) -> None: ...
 
 
 class Settings(NamedTuple):

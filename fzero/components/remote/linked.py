@@ -9,41 +9,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.channels import Address, Listener
-from fzero.components.remote.link import Link, Message, Settings, Way
+from fzero.channels import Address, Connection, Listener
+from fzero.components.remote.link import NOTICED, Link, Message, Settings
 from fzero.components.remote.server import IDLE, RemoteSource
 
-NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Heard = Callable[[int, Message], object]
 
 
 class ChannelLink(Link):
-    """A rank in another process.
+    """A rank in another process."""
 
-    Attributes:
-        actor: its name, where there is one.
-        silent: as of `Reach`, shared by the ranks of a component.
-    """
-
-    actor = ""
-
-    def __init__(self, settings: Settings, rank: int, silent: set[str] | None = None) -> None:
-        self.settings, self.rank, self.silent = settings, rank, set() if silent is None else silent
-        self._connection: Way | None = None
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self.settings, self.rank = settings, rank
+        self._connection: Connection | None = None
         self._where: tuple[object, ...] = ()
         self._source: RemoteSource | None = None
 
-    def connected(self, connection: Way, address: Address, token: bytes, heard: Heard) -> None:
+    def connected(self, connection: Connection, address: Address, token: bytes, heard: Heard) -> None:
         """The rank has come: from now on what it reports is heard, and that it has gone."""
         self._connection = connection
         own = self.settings
-        self._where = address, token, own.component, own.identity, self.rank, self.actor
-        self._source = RemoteSource(self._where, self.settings.timeout, self.silent)
+        self._where = address, token, own.component, own.identity, self.rank
+        self._source = RemoteSource(self._where, self.settings.timeout)
         threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
-
-    def otherwise(self) -> Way | None:
-        """The way to a rank that has found that it can open no connection to here, where there is another one."""
-        return None
 
     def send(self, message: Message) -> None:
         if self._connection is None:
@@ -94,16 +82,14 @@ def take_all(listener: Listener, links: Sequence[ChannelLink], token: bytes, tim
     waiting = set(range(len(links)))
     while waiting:
         ended = {rank: gone for rank in waiting if (gone := links[rank].gone()) is not None}
-        came: list[Way] = [way for rank in waiting if (way := links[rank].otherwise()) is not None]
-        with contextlib.suppress(TimeoutError):
-            came.append(listener.accept(0.5))
-        for connection in came:
-            with contextlib.suppress(OSError):  # of one that has ended
-                hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
-                rank, address = hello
-                links[rank].connected(connection, address, token, heard)
-                waiting.discard(rank)
-        if ended and not came:  # what one that has ended said before is heard first
+        with contextlib.suppress(OSError):  # nobody has come, or one that has ended
+            connection = listener.accept(0.5)
+            hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
+            rank, address = hello
+            links[rank].connected(connection, address, token, heard)
+            waiting.discard(rank)
+            continue  # what one that has ended said before is heard first
+        if ended:
             rank, (how, words) = next(iter(ended.items()))
             raise RuntimeError(f"fz.remote: rank {rank} {how} before it came up. It said:\n{words}")
         if waiting and time.monotonic() > deadline:

@@ -1,13 +1,12 @@
 """Ranks that are Ray's actors, one each in a placement group; calls and values go by the same channels as elsewhere.
 
-Ray places and starts them, carries `build`, and tells how one has ended. A call of Ray for each command costs more than
-a message, and a value takes longer through its object store: both are the way where no connection can be opened.
+Ray places and starts them, carries `build`, and tells how one has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import importlib
 import os
 import secrets
 import socket
@@ -18,15 +17,19 @@ from typing import Any
 
 from fzero.channels import Address, Listener
 from fzero.comm import backend
-from fzero.components.remote import through_ray
-from fzero.components.remote.link import Link, Settings, Way
+from fzero.components.remote.link import Link, Settings
 from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
-from fzero.components.remote.mailbox import Mailbox
-from fzero.components.remote.reach import GOES_THROUGH_RAY
 from fzero.components.remote.serving import serve
 
-_log = logging.getLogger("fzero.components")
 OPTIONS = {"resources", "strategy", "runtime_env"}
+
+
+def _ray() -> Any:
+    """Ray, which is imported where it is asked for."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("fz.remote(on='ray') needs ray: pip install ray, or in a clone '.[ray]'.") from error
 
 
 class RayLink(ChannelLink):
@@ -37,32 +40,12 @@ class RayLink(ChannelLink):
         group: the placement group, which lives as long as the ranks.
     """
 
-    def __init__(
-        self, settings: Settings, rank: int, silent: set[str], actor: Any, running: object, group: object
-    ) -> None:
-        super().__init__(settings, rank, silent)
-        self.actor = name_of(settings, rank)
+    def __init__(self, settings: Settings, rank: int, actor: Any, running: object, group: object) -> None:
+        super().__init__(settings, rank)
         self._actor, self._running, self._group = actor, running, group
-        self._why = actor.why.options(concurrency_group="reports").remote(settings.timeout)
-
-    def otherwise(self) -> Way | None:
-        ray, why = through_ray.ray(), self._why
-        if why is None or not ray.wait([why], timeout=0)[0]:
-            return None
-        self._why = None
-        try:
-            said = ray.get(why).decode()
-        except ray.exceptions.RayError:  # it has ended, as `gone` will say
-            return None
-        if not said:
-            return None
-        peer = f"rank {self.rank} of component {self.settings.component!r}"
-        here = f"its controlling process {os.getpid()} on {socket.gethostname()}"
-        _log.warning("%s can open no connection to %s: %s %s", peer, here, said, GOES_THROUGH_RAY)
-        return through_ray.Control(self._actor, peer)
 
     def gone(self) -> tuple[str, str] | None:
-        ray = through_ray.ray()
+        ray = _ray()
         if not ray.is_initialized():  # any other call would start it again
             return "has ended with Ray", ""
         done, _ = ray.wait([self._running], timeout=0)
@@ -75,7 +58,7 @@ class RayLink(ChannelLink):
         return "has ended", ""
 
     def end(self) -> None:
-        ray = through_ray.ray()
+        ray = _ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # or it has been shut down meanwhile
                 ray.kill(self._actor)
@@ -84,7 +67,7 @@ class RayLink(ChannelLink):
         super().end()
 
     def join(self, timeout: float) -> None:
-        ray = through_ray.ray()
+        ray = _ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.wait([self._running], timeout=max(timeout, 1e-3))
@@ -104,7 +87,7 @@ def start(
         ValueError: the cluster has not enough for the ranks.
         TimeoutError: others hold what they want, or they did not come up.
     """
-    ray = through_ray.ray()
+    ray = _ray()
     if not ray.is_initialized():
         ray.init()
     token, reachable = secrets.token_bytes(32), ray.util.get_node_ip_address()
@@ -115,7 +98,6 @@ def start(
     bundles, strategy = [resources] * settings.ranks, options.get("strategy", "PACK")
     group = ray.util.placement_group(bundles, strategy=strategy, name=mine + settings.identity)
     links: list[RayLink] = []
-    silent: set[str] = set()
     try:
         if not group.wait(settings.timeout):
             raise TimeoutError(
@@ -125,12 +107,12 @@ def start(
             )
         with Listener(token, reachable, f"the control of {settings.component!r}") as listener:
             job, store = ray.cloudpickle.dumps(build), None
-            kind = ray.remote(concurrency_groups=through_ray.GROUPS)(_Rank)
+            kind = ray.remote(_Rank)
             for rank in range(settings.ranks):
                 place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, rank)
                 others = {name: count for name, count in resources.items() if name not in ("CPU", "GPU", "memory")}
                 actor = kind.options(
-                    name=name_of(settings, rank),
+                    name=f"fzero-{settings.identity}-{rank}",
                     num_cpus=resources.get("CPU", 0),
                     num_gpus=resources.get("GPU", 0),
                     memory=resources.get("memory"),
@@ -142,7 +124,7 @@ def start(
                 if store is None:
                     store = actor.store.remote()
                 running = actor.run.remote(job, settings, rank, listener.address, token, store, list(sys.path))
-                links.append(RayLink(settings, rank, silent, actor, running, group))
+                links.append(RayLink(settings, rank, actor, running, group))
             take_all(listener, links, token, settings.timeout, weakly(heard))
     except BaseException:
         for link in links:
@@ -164,7 +146,7 @@ def _missing(mine: str, ranks: int, resources: Mapping[str, float]) -> str:
     Args:
         mine: how the names of this process's placement groups begin.
     """
-    ray = through_ray.ray()
+    ray = _ray()
     groups = ray.util.placement_group_table().values()
     held = [each["bundles"].values() for each in groups if each["state"] == "CREATED" and each["name"].startswith(mine)]
     there = ray.cluster_resources()
@@ -180,17 +162,12 @@ def _some(every: Mapping[str, float], names: Mapping[str, object]) -> dict[str, 
     return {name: every.get(name, 0.0) for name in names}
 
 
-def name_of(settings: Settings, rank: int) -> str:
-    """The name of a rank's actor, by which readers that Ray has started find it."""
-    return f"fzero-{settings.identity}-{rank}"
-
-
-class _Rank(Mailbox):
+class _Rank:
     """An actor that is one rank."""
 
     def store(self) -> tuple[str, int]:
         """Begins the store of the process group, on the first rank: ranks of one component reach one another."""
-        host = through_ray.ray().util.get_node_ip_address()
+        host = _ray().util.get_node_ip_address()
         self._store = backend.dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
@@ -205,11 +182,11 @@ class _Rank(Mailbox):
         path: list[str],
     ) -> None:
         """Runs calls until the component is closed, or its controlling process is gone."""
-        ray = through_ray.ray()
+        ray = _ray()
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
         try:
-            serve(build, settings, rank, address, token, store, ray.util.get_node_ip_address(), self)
+            serve(build, settings, rank, address, token, store, ray.util.get_node_ip_address())
         except Exception:
             raise
         except BaseException:  # after which Ray would go on with the actor, and nobody would run its calls

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from fzero.base import pytree
 from fzero.components.remote.digests import digest_of
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
-from fzero.components.remote.share import Rows, need_no_numbers, rows_in
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
@@ -38,7 +37,6 @@ class Operands:
         objects: states, grads and pullbacks, by what they are for.
         dims: of the tensors of the inputs in order, the axes that each dim lies over.
         shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
-        rows: that outputs have here.
     """
 
     call: int
@@ -49,7 +47,6 @@ class Operands:
     dims: list[Dims] = field(default_factory=list)
     shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
     cotangent: object = None
-    rows: list[Rows] = field(default_factory=list)
 
 
 @dataclass
@@ -88,15 +85,15 @@ class Part:
     place: Place
     ranks: int
     out_specs: object = None
-    _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
+    _spans: collections.deque[tuple[object, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
 
-    def ran(self, place: Sequence[float], begun: float) -> None:
-        """Notes that a call was run, from a time until now: the numbers of its verb, microbatch and half."""
-        self._spans.append((*place, begun, time.monotonic()))
+    def ran(self, verb: str, options: Mapping[str, Any], begun: float) -> None:
+        """Notes that a call was run, from a time until now."""
+        self._spans.append((verb, options.get("microbatch", -1), options.get("halves", ""), begun, time.monotonic()))
 
-    def spans(self) -> torch.Tensor:
-        """What was noted since it was last asked for: [calls, verb, microbatch, half, start and end], float64."""
-        found = torch.tensor(list(self._spans), dtype=torch.float64, device="cpu").reshape(-1, 5)
+    def spans(self) -> list[tuple[object, ...]]:
+        """What was noted since it was last asked for: verb, microbatch, half, start and end of each call."""
+        found = [*self._spans]
         self._spans.clear()
         return found
 
@@ -171,10 +168,8 @@ class Part:
         """
         what = f"aux {number}" if number else "outputs"
         if self.out_specs is None:
-            own = operands.shares.get(self.place.batch)
-            if own is not None and self.place.piece(self.place.batch)[1] > 1:
-                need_no_numbers(tree, operands.inputs, what)
-                operands.rows += rows_in(tree, own[0], what)
+            if self.place.batch in operands.shares and self.place.piece(self.place.batch)[1] > 1:
+                _need_no_numbers(tree, operands.inputs, what)
             return [self._piece(x, None, operands, what) for x in tree.leaves]
         specs, whole = self.out_specs, slots_of(tree.skeleton)
         if self.step.has_aux and isinstance(specs, tuple):
@@ -221,3 +216,28 @@ class Part:
         """The grads of the whole batch, of those that a pullback gave."""
         means = self.place.means
         return grads if means == 1 else grads.replaced(scale=grads.scale / means)
+
+
+def _need_no_numbers(tree: Packed, inputs: object, what: str) -> None:
+    """Refuses integers without dims, and Python's numbers: nobody can tell whether they count a rank's examples.
+
+    Those of another value on another rank would be seen, but not a count of 2 on each of two. Bools are compared, and
+    those that all ranks have are the whole batch's.
+
+    Args:
+        inputs: of the function, whose 0-d tensors it may hand on.
+        what: the tree is, in words.
+    """
+    found = [x for x in pytree.flatten(slots_of(tree.skeleton))[0] if type(x) in (int, float, torch.Size)]
+    known = {x.data_ptr() for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor) and not x.ndim}
+    for x in tree.leaves:
+        if not x.ndim and not pytree.is_real(x) and x.dtype != torch.bool and x.data_ptr() not in known:
+            found.append(x)
+    if found:
+        raise ValueError(
+            f"fz.remote: {what} have {found[0]!r}, a number without dims that is not averaged over the data ranks, "
+            "each of which has its share of the batch: it may be a count of the share, which is another one for the "
+            "whole batch. Return counts and sizes by example, with a dim (x > 0, not (x > 0).sum()), means as floating "
+            "tensors, and numbers of the caller's as 0-d tensors that fn is given and hands on; or say by in_specs= "
+            "and out_specs= what is whole on every rank."
+        )

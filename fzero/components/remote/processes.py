@@ -18,8 +18,8 @@ from typing import Any
 from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.channels import Address, Listener
 from fzero.comm import backend
-from fzero.components.remote.link import Link, Settings
-from fzero.components.remote.linked import NOTICED, ChannelLink, Heard, take_all, weakly
+from fzero.components.remote.link import NOTICED, Link, Settings
+from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
 from fzero.components.remote.serving import serve
 
 _WHO = "fz.remote(on='processes')"

@@ -11,7 +11,7 @@ from fzero.base.arguments import need_bool
 from fzero.components.remote.handle import Away, Handle, Made, Owner, RemoteTree
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import cotangent_for, inputs_for
-from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
+from fzero.components.remote.wire import Skeleton, places_of, unpacked
 from fzero.engine.pullback import used_up
 from fzero.table.counting import Counts
 
@@ -78,9 +78,10 @@ class RemotePullback(Away):
         return made
 
     def input_handles(self, made: Made) -> tuple[Any, ...]:
-        skeleton = pruned(self._inputs, iter(self._wanted))
-        places = [place for place, wanted in enumerate(self._wanted, 1) if wanted]
-        trees = unpacked(skeleton, [Handle(made, place) for place in places])
+        """Of each input the tree of its handles, None where it was not differentiated, and in place of constants."""
+        leaves = [Handle(made, place) if wanted else None for place, wanted in enumerate(self._wanted, 1)]
+        own = lambda x: x if isinstance(x, Handle) else None
+        trees = [pytree.map_leaves(own, tree) for tree in unpacked(self._inputs, leaves)]
         return tuple([tree if any(isinstance(x, Handle) for x in pytree.flatten(tree)[0]) else None for tree in trees])
 
     def __repr__(self) -> str:
@@ -114,9 +115,8 @@ class RemotePasses:
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[Any, Any]:
         """(outputs, aux) of one microbatch without gradients."""
         given = inputs_for(self._component.group, inputs, "forward")
-        options = {"microbatch": microbatch}
-        made, skeletons = self._component.called("pass_outputs", {"passes": self._passes}, options, given)
-        outputs, aux = handles(made, skeletons)
+        options = {"microbatch": microbatch, "wanted": None}
+        outputs, aux = handles(*self._component.called("pass_forward", {"passes": self._passes}, options, given))
         return outputs, aux
 
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:

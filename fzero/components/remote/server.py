@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from fzero.channels import Address, Connection, Listener, TimedOut
+from fzero.channels import Address, Connection, Listener, TimedOut, connect
 from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.host import Host
-from fzero.components.remote.link import Way
 from fzero.components.remote.pull import Arrived, lost
-from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
+CONNECT_SECONDS = 10.0  # that opening a connection may take
 _CPU = torch.device("cpu")
 _log = logging.getLogger("fzero.components")
 
@@ -58,7 +57,7 @@ class Server:
         try:
             while True:
                 request: Any = connection.receive(IDLE)
-                answer = answered(self._served, request, alive)
+                answer = _answered(self._served, request, alive)
                 tensors = answer[1] if isinstance(answer[1], list) and request[0] == "blocks" else []
                 on_one = gpus.lie_on(tensors, request[1][1]) if tensors else False
                 if not (on_one and owner.give(tensors, connection.send, lambda: connection.receive(IDLE))):
@@ -73,8 +72,8 @@ class Server:
             owner.close()
 
 
-def answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
-    """What a reader is answered, whatever way it came.
+def _answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+    """What a reader is answered.
 
     Args:
         alive: called now and then while it waits.
@@ -104,17 +103,14 @@ class RemoteSource:
     """A rank in another process, as readers here ask it: each with a connection of its own.
 
     Args:
-        where: its address and token, its component by name and by identity, the rank, the name of its actor or "".
+        where: its address and token, its component by name and by identity, the rank.
         patience: seconds without a sign of life.
-        silent: as of `Reach`, shared by the sources of a component.
     """
 
-    def __init__(self, where: Any, patience: float, silent: set[str]) -> None:
-        address, token, self._component, self._identity, self._rank, actor = where
+    def __init__(self, where: Any, patience: float) -> None:
+        self._address, self._token, self._component, self._identity, self._rank = where
         self._patience = patience
-        peer = f"rank {self._rank} of component {self._component!r}"
-        self._reach = Reach(address, token, actor, peer, patience, silent)
-        self._idle: list[tuple[Way, gpus.Reader]] = []
+        self._idle: list[tuple[Connection, gpus.Reader]] = []
         self._left = False
 
     def left(self) -> None:
@@ -141,7 +137,7 @@ class RemoteSource:
             try:
                 connection, reader = self._idle.pop()
             except IndexError:
-                connection = self._reach.way()
+                connection = connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
             hear = functools.partial(connection.receive, self._patience)
             connection.send((kind, asked))
             reply: Any = ("wait",)
@@ -167,6 +163,6 @@ class RemoteSource:
         return reply[1]
 
 
-def _close(connection: Way, reader: gpus.Reader) -> None:
+def _close(connection: Connection, reader: gpus.Reader) -> None:
     reader.close()
     connection.close()

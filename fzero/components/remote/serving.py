@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from fzero.channels import Address, connect
+from fzero.channels import Address, Connection, connect
 from fzero.comm import backend
 from fzero.components.remote.building import join_group
 from fzero.components.remote.host import Host
-from fzero.components.remote.link import Place, Settings, Way
-from fzero.components.remote.mailbox import Mailbox
+from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.pull import Table
 from fzero.components.remote.server import IDLE, RemoteSource, Server
 
@@ -27,7 +26,6 @@ def serve(
     token: bytes,
     store: tuple[str, int],
     reachable: str | None,
-    mailbox: Mailbox | None = None,
 ) -> None:
     """Runs one rank in this process, until its controlling process closes it or is gone.
 
@@ -35,20 +33,13 @@ def serve(
         build: gives the user's function.
         store: where the store of the process group is.
         reachable: the name by which other machines reach this one; None for this machine only.
-        mailbox: by which others can do so where no connection comes about.
     """
     torch.set_num_threads(settings.threads)
     torch.set_default_dtype(settings.dtype)
     name = f"rank {rank} of {settings.component!r}"
-    connection: Way
-    if mailbox is None:
-        connection = connect(address, token, settings.timeout, name)
-    else:
-        connection = mailbox.way(address, token, settings.timeout, name)
+    connection = connect(address, token, settings.timeout, name)
     host = Host(settings, rank, connection.send)
     server = Server(host, token, name, reachable)
-    if mailbox is not None:
-        mailbox.serves(host)
     connection.send((rank, server.address))
     threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
     shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
@@ -59,7 +50,7 @@ def serve(
     connection.close()
 
 
-def _hear(connection: Way, host: Host, settings: Settings) -> None:
+def _hear(connection: Connection, host: Host, settings: Settings) -> None:
     """Takes what the controlling process sends; ends this process when that one has gone."""
     try:
         while True:
@@ -77,10 +68,9 @@ def _hear(connection: Way, host: Host, settings: Settings) -> None:
 def _table(sent: Any, host: Host, settings: Settings) -> Table:
     """A table of sources as this rank asks them; itself without a message."""
     name, places, sources = sent
-    silent: set[str] = set()
 
     def source(where: Any) -> Any:
         own = where[3:5] == (settings.identity, host.rank)
-        return host if own else RemoteSource(where, settings.timeout, silent)
+        return host if own else RemoteSource(where, settings.timeout)
 
     return Table(name, [Place(*place) for place in places], [source(where) for where in sources])

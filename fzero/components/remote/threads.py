@@ -45,7 +45,7 @@ class ThreadLink(Link):
             token = secrets.token_bytes(32)
             self._server = Server(host, token, f"rank {host.rank} of {host.component!r}"), token
         server, token = self._server
-        return server.address, token, host.component, host.identity, host.rank, ""
+        return server.address, token, host.component, host.identity, host.rank
 
     def end(self) -> None:
         host, server = self.host, self._server

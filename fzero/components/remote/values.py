@@ -75,7 +75,6 @@ class Record:
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
         self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
-        self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
         self.ready: dict[torch.device, torch.Event] = {}  # by GPU, once its values will be there
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
@@ -114,7 +113,6 @@ class Values:
         self._records: dict[int, Record] = {}
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
-        self._ran = -1  # the call that was run last
         self._over: Failure | None = None
         self._last = -1  # the call that has arrived last: they come in order
 
@@ -128,16 +126,7 @@ class Values:
 
     def running(self, call: int | None, verb: str = "") -> None:
         """Notes which call runs now, since when."""
-        if call is None and self._running is not None:
-            self._ran = self._running[0]
         self._running = None if call is None else (call, verb, time.monotonic())
-
-    def runs(self, call: int) -> bool | None:
-        """Whether a call that fails elsewhere runs here now; None where nothing of it is still to come."""
-        running, over = self._running, self._over
-        if over is not None or self._ran >= call:
-            return None
-        return running is not None and running[0] == call
 
     def close(self, failure: Failure) -> None:
         """Nothing more will be made: whoever waits is told why."""
@@ -184,11 +173,11 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, the places of its tensors and `Record.rows`, waited for likewise."""
+        """The trees that a call returned and the places of its tensors, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees, tuple(record.metas), record.rows
+        return record.trees, tuple(record.metas)
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)

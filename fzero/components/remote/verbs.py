@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +21,6 @@ from fzero.state.gather import gather, measured
 from fzero.state.sharded import Sharded
 from fzero.table.microbatch import Microbatches
 from fzero.update.update import with_kept
-
-HALVES = ("", "both", "inputs", "params")
-
-
-def numbers_of(verb: str, options: Mapping[str, Any]) -> tuple[int, int, int]:
-    """A call as numbers: its verb, microbatch and half."""
-    return NAMES.index(verb), options.get("microbatch", -1), HALVES.index(options.get("halves", ""))
 
 
 class Results(NamedTuple):
@@ -188,17 +181,14 @@ def _passes(part: Part, operands: Operands) -> Results:
 
 
 def _pass_forward(part: Part, operands: Operands) -> Results:
-    own, chosen = operands.options, operands.options["wanted"]
-    outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
+    stage, microbatch, chosen = operands.objects["passes"], operands.options["microbatch"], operands.options["wanted"]
+    if chosen is None:  # without gradients
+        return Results(*_returned(part, operands, *stage.passes.outputs(microbatch, operands.inputs)))
+    outputs, aux = stage.passes.forward(microbatch, operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
     pulled = _pulled(part, operands, outputs, None, values)
-    operands.objects["passes"].lacking |= pulled.lacking
+    stage.lacking |= pulled.lacking
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
-
-
-def _pass_outputs(part: Part, operands: Operands) -> Results:
-    made = operands.objects["passes"].passes.outputs(operands.options["microbatch"], operands.inputs)
-    return Results(*_returned(part, operands, *made))
 
 
 def _pass_pull(part: Part, operands: Operands) -> Results:
@@ -263,7 +253,6 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "step": _step,
     "passes": _passes,
     "pass_forward": _pass_forward,
-    "pass_outputs": _pass_outputs,
     "pass_pull": _pass_pull,
     "pass_params": _passes_do("params"),
     "pass_reduce": _passes_do("reduce"),
@@ -272,9 +261,8 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "gather": _gather,
     "squares": _squares,
     "look": lambda part, own: Results({}, [(what, getattr(own.objects["state"], what)) for what in ("step", "seed")]),
-    "spans": lambda part, own: Results({1: whole(part.spans())}),
+    "spans": lambda part, own: Results({}, part.spans()),
     "save": _save,
     "load": _load,
 }
-NAMES = tuple(RUN)
 SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such

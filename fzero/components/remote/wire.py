@@ -132,28 +132,8 @@ def _class(module: str, name: str) -> Any:
     return found
 
 
-def children_of(skeleton: Skeleton) -> tuple[Skeleton, ...]:
-    """Those of a container; of a leaf or a constant none."""
-    return () if skeleton[0] == "leaf" or skeleton[0] in _DECODE else skeleton[_place(skeleton[0])]
-
-
-def _place(kind: str) -> int:
-    """Where the children are in the skeleton of a container."""
-    return {"list": 1, "tuple": 1, "namedtuple": 3}.get(kind, 2)
-
-
 def places_of(skeleton: Skeleton) -> int:
     """How many leaves a tree has."""
-    return 1 if skeleton[0] == "leaf" else sum(map(places_of, children_of(skeleton)))
-
-
-def pruned(skeleton: Skeleton, keeps: Iterator[bool]) -> Skeleton:
-    """The same tree with None in place of constants, and of the leaves that are not kept."""
-    kind = skeleton[0]
-    if kind == "leaf":
-        return LEAF if next(keeps) else ("constant", None)
-    if kind in _DECODE:
-        return ("constant", None)
-    place = _place(kind)
-    children = tuple([pruned(child, keeps) for child in skeleton[place]])
-    return (*skeleton[:place], children, *skeleton[place + 1 :])
+    if skeleton[0] == "leaf" or skeleton[0] in _DECODE:
+        return int(skeleton[0] == "leaf")
+    return sum(map(places_of, skeleton[{"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)]))

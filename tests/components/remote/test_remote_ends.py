@@ -108,11 +108,11 @@ def built_leaving(rank: int, kind: str = "") -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_exception_ends_a_component_on_threads(kind: str) -> None:
     """And is told at once, in fn and in build; an exception without words is one of its call."""
-    begun = time.monotonic()
     error: Any = RuntimeError if kind == "none" else fz.ComponentDied
     with fz.remote(built_leaving, 2, "threads", timeout=20) as own:
         state = own.init()
         own.forward(state, X, "")
+        begun = time.monotonic()
         with pytest.raises(error, match=KINDS[kind].__name__):
             fz.fetch(own.forward(state, X, kind))
         if kind == "none":

@@ -102,18 +102,47 @@ def test_threads_that_leave_end_their_component() -> None:
             fz.fetch(own.forward(state, X, "exit"))
 
 
-def test_a_rank_that_is_left_alone_costs_the_component() -> None:
-    """Where ranks are not checked: its group is of no use any more, and that is said, in time."""
-    with fz.remote(builds.built_trouble, 2, name="vision", timeout=2) as own:
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_a_rank_that_is_left_alone_costs_the_component(on: str) -> None:
+    """Where ranks are not checked: its group is of no use any more, which is said in time. Others' values are good."""
+    with (
+        fz.remote(builds.built_trouble, 2, on, name="vision", timeout=2) as own,
+        fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads") as other,
+    ):
         state = own.init()
-        fz.fetch(own.forward(state, X, "none", 1))
+        before = own.forward(state, X, "none", 1)
+        taken = other.forward(other.init(), before, "none")
+        assert fz.fetch(taken).equal(X)
         begun = time.monotonic()
-        with pytest.raises((fz.ComponentDied, ValueError)):
+        with pytest.raises(fz.ComponentDied, match=r"checked=True") as died:
             fz.fetch(own.forward(state, X, "value", 1))
-        with pytest.raises(fz.ComponentDied, match="the user's own words"):
-            while time.monotonic() - begun < 10:
-                fz.fetch(own.forward(state, X, "none", 1))
         assert time.monotonic() - begun < 8
+        assert (died.value.component, died.value.rank) == ("vision", 1)
+        assert "ValueError: the user's own words" in died.value.cause and "remote_builds.py" in died.value.last_words
+        for use in (fz.fetch, lambda _: own.init(), lambda _: fz.gather(state.params)):
+            with pytest.raises(fz.ComponentDied, match="the user's own words"):
+                use(before)
+        assert fz.fetch(taken).equal(X)
+
+
+def test_a_rank_that_fails_where_nobody_waits_for_it_costs_the_call() -> None:
+    """The others need nothing of it in that call."""
+    with fz.remote(_built_apart, 2, "threads", timeout=12) as own:
+        state = own.init()
+        before = own.forward(state, X, 0)
+        fz.fetch(before)
+        with pytest.raises(ValueError, match="the user's own words"):
+            fz.fetch(own.forward(state, X, 1))
+        assert fz.fetch(own.forward(state, X, 0)).equal(X) and fz.fetch(before).equal(X)
+
+
+def _built_apart(rank: int) -> tuple[Any, ...]:
+    def fn(p: Any, x: torch.Tensor, fails: int) -> torch.Tensor:
+        if fails and torch.distributed.get_rank():
+            raise ValueError("the user's own words")
+        return x * p["w"]
+
+    return fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))), {"w": builds.ONES}
 
 
 def test_a_call_that_never_ends_is_said_in_time() -> None:

@@ -128,27 +128,3 @@ def test_numbers_that_may_be_of_a_share_are_refused() -> None:
                     else:
                         with pytest.raises(ValueError, match="a number without dims"):
                             use()
-
-
-def joined(p: Any, x: torch.Tensor, kind: str) -> Any:
-    made: dict[str, Any] = {
-        "mean": x.mean(0, keepdim=True),
-        "param": p["w"] * 1,
-        "patches": x.repeat_interleave(2, 0),
-        "ragged": fz.Ragged(x[:1], torch.tensor([1] + [0] * (len(x) - 1))),
-    }
-    return x.mean(), made[kind]
-
-
-@pytest.mark.parametrize("rows", [4, 5])
-def test_rows_of_no_examples_are_named(rows: int) -> None:
-    x = torch.ones(rows, 3, dtype=D)
-    with remote(joined, 2) as own:
-        state = own.init()
-        for kind in ("mean", "param"):
-            with pytest.warns(UserWarning, match=r"tensor 1 of the outputs has . rows on every rank") as found:
-                own.forward(state, x, kind)
-            assert found[0].filename == __file__
-            own.forward(state, x, kind)
-        for kind in ("patches", "ragged"):
-            own.forward(state, x, kind)
