@@ -38,7 +38,7 @@ from fzero.update.beside import Beside, spare_cores
 from fzero.update.changed import Changed, Fused, due
 from fzero.update.followed import followed_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
-from fzero.update.leaf_norms import changes_of, metric
+from fzero.update.leaf_norms import Changes, metric
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
@@ -159,9 +159,8 @@ class Update:
         self._fused = in_place(step, self.layout)
         self._on_host = on_host(step, self.layout)
         self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
-        self.changes = changes_of(step, self._fused and not due(step, state))  # or behind what changes params besides
-        squares = self.changes.squares if self.changes is not None else None
-        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled, squares)
+        self.changes = Changes() if LEAF_NORMS in step.metrics else None
+        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         # what has no trees in it stays as it is: it may be as much as there are leaves, for each group
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
         trees = self._split.leaves[0] if self._fused else []
