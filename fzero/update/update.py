@@ -35,7 +35,7 @@ from fzero.table.layout import Key
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
 from fzero.update.beside import Beside, spare_cores
-from fzero.update.changed import Changed, Fused, due
+from fzero.update.changed import Entry, due
 from fzero.update.followed import followed_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
 from fzero.update.leaf_norms import Changes, metric
@@ -165,10 +165,8 @@ class Update:
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
         trees = self._split.leaves[0] if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
-        made = [(Changed, due(step, state)), (Fused, [x for x in step.extras if x.fused])]  # what is changed goes first
-        self._entries = [
-            kind(x, state, step.donates, copied.append, self._on_host) for kind, some in made for x in some
-        ]
+        entries = [*due(step, state), *[x for x in step.extras if x.fused]]  # what changes the params goes first
+        self._entries = [Entry(x, state, step.donates, copied.append, self._on_host) for x in entries]
         self._trees = [self.params, *self._moments, *[each.writing for each in self._entries]]
         self._after: object = state.moments
         if copied and not saved:

@@ -214,27 +214,6 @@ def test_kernels_are_kept_in_the_users_cache_folder(
 
 
 @needs_compiler
-@pytest.mark.parametrize("link", ["kernels", "fzero", "home"])
-def test_a_planted_symlink_is_not_followed(
-    link: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Although what it leads to is this user's own, and has a library of the right name and digest."""
-    assert built() == 7
-    (library,) = libraries(home)
-    (tmp_path / "made").write_bytes(library_of(PLANTED, tmp_path / "planted"))
-    cache.keep(library.parent, library.name.split(".")[0], tmp_path / "made")
-    library.unlink()
-    place = {"kernels": home / "fzero" / "kernels", "fzero": home / "fzero", "home": home}[link]
-    place.rename(tmp_path / "elsewhere")
-    place.symlink_to(tmp_path / "elsewhere")
-    assert built() == 13, "a link of this user's own is followed, and what it leads to is trusted"
-    give_away(place, monkeypatch)
-    assert built() == 7
-    assert f"{place} belongs to user {STRANGER}" in caplog.text
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
-@needs_compiler
 @pytest.mark.parametrize("change", ["group-writable", "writable by all", "another user's", "sticky", "a file"])
 @pytest.mark.parametrize("folder", ["home", "home/fzero", "home/fzero/kernels"])
 def test_a_folder_that_others_can_change_is_not_used(
@@ -281,7 +260,7 @@ def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
     assert cache.closed(tmp_path / "absolute" / "up" / "new") == tmp_path.resolve() / "a" / "b" / "new"
     assert (tmp_path / "a" / "b" / "new").is_dir()
     (tmp_path / "round").symlink_to("round")
-    with pytest.raises(OSError, match=r"more than 40 symlinks"):
+    with pytest.raises(OSError, match=r"round is not a folder"):
         cache.closed(tmp_path / "round")
 
 
