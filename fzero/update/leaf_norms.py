@@ -75,7 +75,7 @@ def metric(
     return _ordered({"grads": nothing, **norms})
 
 
-def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
+def differentiable_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
     """The same where a transform goes on through the update, of its trees."""
     before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
     norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}
