@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fzero.stores import blocks
 from fzero.stores.disk import Disk
-from fzero.stores.handle import Handle, open_file, takes_direct
+from fzero.stores.handle import Handle, open_file
 from fzero.stores.pool import Pool, Room
 
 
@@ -19,18 +19,16 @@ class Shared:
     """What the transfers of one folder share. It does not hold the folder, which may end while they run.
 
     Attributes:
+        direct: whether its filesystem takes O_DIRECT.
         failing: set since a failed write was told of, while none has gone well.
     """
 
     path: str
+    direct: bool
     pid: int = field(default_factory=os.getpid)
     pool: Pool = field(default_factory=Pool)
     room: Room = field(default_factory=Room)
     failing: threading.Event = field(default_factory=threading.Event)
-    direct: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "direct", takes_direct(self.path, blocks.BLOCK))
 
     def open(self, path: str, flags: int, disk: Disk) -> Handle:
         return open_file(path, flags, disk.direct, self.direct)
