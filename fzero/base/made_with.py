@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -19,10 +19,11 @@ def made_with(value: object) -> str:
 
     Numbers as floats, of tensors a single one, whatever kind each is of.
     """
-    return ", ".join(_said("", value, ()))
+    return ", ".join(_said("", value, {}))
 
 
-def _said(name: str, value: object, around: Sequence[object]) -> Iterator[str]:
+def _said(name: str, value: object, seen: dict[int, object]) -> Iterator[str]:
+    """Each object is gone through once: all functions of a chain lead to its members, at every level of nesting."""
     if isinstance(value, torch.Tensor):
         if value.ndim == 0 and not (private.is_wrapper(value) or private.is_fake(value) or value.is_meta):
             yield f"{name}={float(value)!r}" if not value.is_complex() else f"{name}={value.item()!r}"
@@ -30,9 +31,10 @@ def _said(name: str, value: object, around: Sequence[object]) -> Iterator[str]:
         yield f"{name}={float(value)!r}"
     elif isinstance(value, str):
         yield f"{name}={value!r}"
-    elif not any(value is each for each in around) and not (callable(value) and is_others(value)):
+    elif id(value) not in seen and not (callable(value) and is_others(value)):
+        seen[id(value)] = value  # held, as another one might get its id
         for own, part in _parts(value):
-            yield from _said(own or name, part, (*around, value))
+            yield from _said(own or name, part, seen)
 
 
 def _parts(value: object) -> Iterator[Named]:

@@ -21,7 +21,6 @@ import torch.distributed.nn.functional
 
 from fzero.comm import transport
 from fzero.comm.hazards import arriving, in_flight
-from fzero.comm.said_once import say_once
 
 Group = dist.ProcessGroup
 Mesh = dist.DeviceMesh
@@ -45,8 +44,6 @@ def prepare(*groups: Group | None) -> None:
     _prepared.update(new)
     if any(kind_of(group) == "gloo" for group in new):
         transport.make_way()
-    if new and dist.is_torchelastic_launched() and dist.get_world_size() > 1:
-        say_once(dist.get_rank(), store())
 
 
 def kind_of(group: Group) -> str:

@@ -160,48 +160,28 @@ def kernel(
     formats: tuple[Format, ...],
     grad: torch.dtype,
     hypers: int,
-    measures: bool = False,
 ) -> Callable[..., None] | None:
-    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made.
-
-    Args:
-        measures: it is run with `ends` and `sums` too: int64[pieces], where the pieces of a buffer end, and
-            float64[pieces + 1, 2 + moments], to which it adds the squares of new params, updates and new moments.
-    """
+    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
     made = carries(formats, grad)
-    function = _function(source_of(formula, formats, grad, hypers, measures)) if made else None
+    function = _function(source_of(formula, formats, grad, hypers)) if made else None
     if function is None:
         return None
     every = [part.every for form in formats for part in form.parts] + [1]
 
-    def run(
-        parts: Sequence[torch.Tensor],
-        grads: torch.Tensor,
-        counters: Counters,
-        hyper: torch.Tensor,
-        ends: torch.Tensor | None = None,
-        sums: torch.Tensor | None = None,
-    ) -> None:
+    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, counters: Counters, hyper: torch.Tensor) -> None:
         tensors, runs = [*parts, grads], counters.table
         ranges = _split(grads.numel(), threads.get() or torch.get_num_threads())
-        own = None if sums is None else sums.new_zeros(len(ranges), *sums.shape)
 
-        def part_of(number: int, start: int, stop: int) -> None:
+        def part_of(start: int, stop: int) -> None:
             places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
             places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
-            places = [*places, ctypes.c_void_p(hyper.data_ptr())]
-            if own is not None and ends is not None:
-                measured = map(ctypes.c_void_p, (own[number].data_ptr(), ends.data_ptr()))
-                places = [*places, *measured, ctypes.c_int64(len(ends))]
-            function(ctypes.c_int64(stop - start), *places)
+            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()))
 
         if len(ranges) == 1:
-            part_of(0, *ranges[0])
+            part_of(*ranges[0])
         elif ranges:
             with concurrent.futures.ThreadPoolExecutor(len(ranges)) as pool:
-                list(pool.map(lambda number: part_of(number, *ranges[number]), range(len(ranges))))
-        if sums is not None and own is not None:
-            sums += own.sum(0)
+                list(pool.map(part_of, *zip(*ranges, strict=True)))
 
     return run
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 _UNDER_WAY = "building-"
 _ABANDONED = 3600.0  # seconds after which nobody is building any more: it takes a few
-_LINKS = 40  # as many as Linux follows
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NO_ROOT = 65534  # what Linux shows for users that a user namespace has no number for
 
@@ -49,42 +48,23 @@ def closed(path: Path) -> Path:
     """
     if not path.is_absolute():
         raise FileNotFoundError(f"{path} is not absolute")
-    at, rest, owners, links = Path("/"), [*path.parts[1:]], _owners(), 0
-    _check(at, owners)
-    while rest:
-        name = rest.pop(0)
-        following = at.parent if name == ".." else at / name  # `at` has no links, so its parent is what `..` means
-        if not os.path.lexists(following):
-            with contextlib.suppress(FileExistsError):  # another rank was first
-                os.mkdir(following, 0o700)
-        about = _check(following, owners)
-        if not stat.S_ISLNK(about.st_mode):
-            at = following
-            if about.st_mode & stat.S_ISVTX:  # like /tmp, where whatever has no number may be anybody's
-                owners = {os.geteuid(), 0}
-            continue
-        links += 1
-        if links > _LINKS:
-            raise OSError(f"{path} leads through more than {_LINKS} symlinks")
-        target = Path(os.readlink(following))
-        if target.is_absolute():
-            at = Path("/")
-        rest = [*target.parts[target.is_absolute() :], *rest]
-    return at
-
-
-def _check(path: Path, owners: set[int]) -> os.stat_result:
-    """Returns what lstat says of a folder that others cannot change, or of a link that they have not made."""
-    about = os.lstat(path)
-    if about.st_uid not in owners:
-        raise PermissionError(f"{path} belongs to user {about.st_uid}, expected this user ({os.geteuid()}) or root")
-    if stat.S_ISLNK(about.st_mode):
-        return about
-    if not stat.S_ISDIR(about.st_mode):
-        raise NotADirectoryError(f"{path} is not a folder")
-    if about.st_mode & _OTHERS and not about.st_mode & stat.S_ISVTX:
-        raise PermissionError(f"others can write to {path} (mode {about.st_mode & 0o7777:o}); `chmod go-w {path}`")
-    return about
+    path, owners = Path(os.path.realpath(path)), _owners()
+    for folder in (*reversed(path.parents), path):
+        with contextlib.suppress(FileExistsError):  # another rank was first
+            if not os.path.lexists(folder):
+                os.mkdir(folder, 0o700)
+        about = os.lstat(folder)
+        if about.st_uid not in owners:
+            who = f"this user ({os.geteuid()}) or root"
+            raise PermissionError(f"{folder} belongs to user {about.st_uid}, expected {who}")
+        if not stat.S_ISDIR(about.st_mode):  # a link too, which has come since
+            raise NotADirectoryError(f"{folder} is not a folder")
+        if about.st_mode & stat.S_ISVTX:  # like /tmp, below which whatever has no number may be anybody's
+            owners = {os.geteuid(), 0}
+        elif about.st_mode & _OTHERS:
+            mode = about.st_mode & 0o7777
+            raise PermissionError(f"others can write to {folder} (mode {mode:o}); `chmod go-w {folder}`")
+    return path
 
 
 def _owners(map_file: str = "/proc/self/uid_map") -> set[int]:

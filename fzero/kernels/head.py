@@ -91,12 +91,6 @@ static inline I least(I x, I y) {{ return (I)_mm512_min_epi32((__m512i)x, (__m51
 static inline I most(I x, I y) {{ return (I)_mm512_max_epi32((__m512i)x, (__m512i)y); }}
 static inline F root(F x) {{ return (F)_mm512_sqrt_ps((__m512)x); }}
 static inline F times_plus(F x, F y, F z) {{ return (F)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }}
-static inline bool between(const F* x, int n, float low, float high) {{
-  __m512i most = {{}};
-  for (int j = 0; j < n; j++)
-    most = _mm512_max_epu32(most, _mm512_sub_epi32((__m512i)x[j], _mm512_set1_epi32(bits(low))));
-  return !_mm512_cmpgt_epu32_mask(most, _mm512_set1_epi32(bits(high) - bits(low)));
-}}
 static inline void upper(const float* x, uint16_t* y) {{
   const __m512i of = _mm512_load_si512(of_upper);
   _Pragma("GCC unroll 16") for (int i = 0; i < N; i += 32)
@@ -142,11 +136,6 @@ static inline I least(I x, I y) { return (I)_mm256_min_epi32((__m256i)x, (__m256
 static inline I most(I x, I y) { return (I)_mm256_max_epi32((__m256i)x, (__m256i)y); }
 static inline F root(F x) { return (F)_mm256_sqrt_ps((__m256)x); }
 static inline F times_plus(F x, F y, F z) { return (F)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z); }
-static inline bool between(const F* x, int n, float low, float high) {
-  I all = ~I{};
-  for (int j = 0; j < n; j++) all &= (x[j] > low) & (x[j] < high);
-  return _mm256_movemask_ps((__m256)all) == 255;
-}
 static inline void halves(uint16_t* y, __m256i a, __m256i b) { // of 16 words, whose upper halves are 0
   LAID(y, _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
 }
@@ -211,11 +200,6 @@ static inline I least(I x, I y) { return x > y ? y : x; }
 static inline I most(I x, I y) { return x < y ? y : x; }
 static inline F root(F x) { EACH x[i] = sqrtf(x[i]); return x; }
 static inline F times_plus(F x, F y, F z) { EACH z[i] = __builtin_fmaf(x[i], y[i], z[i]); return z; }
-static inline bool between(const F* x, int n, float low, float high) {
-  bool all = true;
-  for (int j = 0; j < n; j++) EACH all &= x[j][i] > low && x[j][i] < high;
-  return all;
-}
 static inline void upper(const float* __restrict x, uint16_t* __restrict y) {
   SIMD for (int i = 0; i < N; i++) y[i] = (uint16_t)shift(bits(x[i]), 16);
 }
@@ -239,35 +223,4 @@ static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {
 #endif
 """
 
-_SQUARES = """
-typedef double D __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float Half __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
-#define EVERY 8 // blocks whose squares are added up in single precision
-static __attribute__((noinline)) double each(const float* x, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
-  return sum;
-}
-static __attribute__((noinline)) void exactly(const float* x, D* sum) {
-  for (int i = 0; i < N; i += LANES / 2) {
-    const D y = __builtin_convertvector(*(const Half*)(x + i), D);
-    *sum += y * y;
-  }
-}
-static __attribute__((noinline)) void widen(F* from, D* to, int n) { // and begin anew
-  for (int j = 0; j < n; j++) {
-    const Half* both = (const Half*)(from + j);
-    to[j] += __builtin_convertvector(both[0], D) + __builtin_convertvector(both[1], D);
-    from[j] = F{};
-  }
-}
-static __attribute__((noinline)) void tell(double* y, F* from, D* to, int n) { // and begin anew
-  widen(from, to, n);
-  for (int j = 0; j < n; j++) {
-    for (int i = 0; i < LANES / 2; i++) y[j] += to[j][i];
-    to[j] = D{};
-  }
-}
-"""
-
-HEAD = _ANY + _AVX512 + _AVX2 + _OTHERS + _SQUARES
+HEAD = _ANY + _AVX512 + _AVX2 + _OTHERS

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from fzero.base import private
-from fzero.base.norms import norms_of
 from fzero.formats.bits import Counters, Fields, drawn_by, word
 from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
 from fzero.formats.ops import TorchOps
@@ -25,29 +23,6 @@ Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
-
-
-class Measure(NamedTuple):
-    """Sums of squares that an update is asked for as it comes by, before anything is rounded.
-
-    Attributes:
-        pieces: [start, stop) of a buffer, in order, each of which begins at a multiple of 64.
-        sums: float64[pieces + 1, 2 + moments], of new params, of what is added to them, of new moments; they are added
-            to. The last ones are of what lies in no piece, and may be anything.
-    """
-
-    pieces: Sequence[tuple[int, int]]
-    sums: torch.Tensor
-
-    def add(self, start: int, values: Sequence[torch.Tensor]) -> None:
-        """Adds the squares of these values, each of a part of the buffer that begins at `start`."""
-        flat = [x.reshape(-1) for x in values]
-        stop = start + flat[0].numel()
-        met = [(i, max(a, start), min(b, stop)) for i, (a, b) in enumerate(self.pieces)]
-        met = [(i, low, high) for i, low, high in met if low < high]
-        if met:
-            cuts = [x[low - start : high - start] for _, low, high in met for x in flat]
-            self.sums[[i for i, _, _ in met]] += norms_of(cuts).square().view(len(met), -1)
 
 
 def _drawn(keys: torch.Tensor) -> Fields:
@@ -69,22 +44,14 @@ def _block(
     grads: torch.Tensor,
     keys: torch.Tensor,
     hyper: torch.Tensor,
-    measures: bool = False,
-) -> Sequence[torch.Tensor]:
-    """One chunk, in torch's operations; writes the parts.
-
-    Returns:
-        What is measured: new params, what was added to them, new moments.
-    """
+) -> None:
+    """One chunk, in torch's operations; writes the parts."""
     dtype = hyper.dtype
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
-    old = params()
-    new = formula(TorchOps, hyper.unbind(), old, grads.view(-1, GROUP).to(dtype), *moments)
-    measured = [new[0], new[0] - old, *new[1:]] if measures else ()
+    new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
     for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
         store(formats[i], parts[i], new[i], noise)
-    return measured
 
 
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -117,7 +84,7 @@ def rounded(formats: Sequence[Format], values: Sequence[torch.Tensor], counters:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Sequence[torch.Tensor]]:
+def _compiled() -> Callable[..., None]:
     return torch.compile(_block, dynamic=True)
 
 
@@ -135,7 +102,6 @@ def run(
     compiles: bool,
     kernel: Callable[..., None] | None,
     generated: bool,
-    measure: Measure | None = None,
 ) -> None:
     """Updates params and moments in place.
 
@@ -149,7 +115,6 @@ def run(
             computed in.
         generated: whether the formula is preferred to it where updates have the bits of generated kernels: a matter of
             device and dtype, never of a compiler or size.
-        measure: what is to be summed up of new values meanwhile.
     """
     params, *moments = buffers
     dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
@@ -157,19 +122,15 @@ def run(
     by_formula = cpu and dtype == torch.float32
     simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
     if kernel is not None and simple and not (generated and by_formula):
-        own, in_place = [m.parts[0] for m in moments], params.format.plain and params.dtype == dtype
-        if in_place and measure is None:
+        own = [m.parts[0] for m in moments]
+        if params.format.plain and params.dtype == dtype:
             kernel(params.parts[0], grads, *own)
             return
         for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
-            part, rest = params.cut(start, stop), [m[start:stop] for m in own]
+            part = params.cut(start, stop)
             value = part.to(dtype)
-            old = value.clone() if measure is not None else value
-            kernel(value, grads[start:stop], *rest)
-            if measure is not None:
-                measure.add(start, [value, value - old, *rest])
-            if not in_place:
-                write(part, value, counters.keys(value.device, start, stop))
+            kernel(value, grads[start:stop], *[m[start:stop] for m in own])
+            write(part, value, counters.keys(value.device, start, stop))
         return
     formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
@@ -178,17 +139,13 @@ def run(
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
-        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper), measure is not None)
+        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
-            ends = None if measure is None else torch.tensor([stop for _, stop in measure.pieces], device="cpu")
-            sums = None if measure is None else measure.sums
-            made([part for stored in buffers for part in stored.parts], grads, counters, numbers, ends, sums)
+            made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
             return
     compiled = large and grads.device.type == "cuda"
     block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         keys = counters.keys(grads.device, start, stop)
-        values = block(formula, formats, parts, grads[start:stop], keys, numbers, measure is not None)
-        if measure is not None:
-            measure.add(start, values)
+        block(formula, formats, parts, grads[start:stop], keys, numbers)

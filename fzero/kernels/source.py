@@ -8,7 +8,7 @@ Operations come in the order and precision that torch's eager ones have, so the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ class Source:
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
         self.tables: list[str] = []
-        self.measured = 0  # arrays whose squares are summed up
         self.stores: list[tuple[Part, str, str, bool]] = []  # the arguments of `store`
 
     def array(self, name: str, kind: str, numel: int = N) -> str:
@@ -112,42 +111,10 @@ class Source:
             return
         self.text.append(f"      narrow({array}, &{name}_[start / {part.every}], N / {part.every});")
 
-    def measure(self, arrays: Mapping[str, object]) -> list[str]:
-        """Adds up the squares of the loop's values, which are kept in arrays too.
-
-        Returns:
-            What follows the loop, and brings the sums to the piece that the elements belong to.
-        """
-        self.measured = len(arrays)
-        for i, value in enumerate(arrays.values()):
-            name = self.loop.operand(value, "f")
-            self.loop.lines.append(f"found[{i}] = times_plus({name}, {name}, found[{i}]);")
-        self.text.append("      F found[SUMS] = {};")
-        rest = " ".join(f"own[{i}] += each({array}, end - begin);" for i, array in enumerate(arrays))
-        exact = " ".join(f"exactly({array}, both + {i});" for i, array in enumerate(arrays))
-        return [
-            "      const int64_t begin = first * N + start;",
-            "      if (__builtin_expect(begin >= end, 0)) {",
-            "        tell(own, single, both, SUMS);",
-            "        while (piece < pieces && ends[piece] <= begin) piece++;",
-            "        own = sums + piece * SUMS;",
-            "        end = piece < pieces ? ends[piece] : INT64_MAX;",
-            "      }",
-            f"      if (__builtin_expect(end - begin < N, 0)) {{ {rest} }}",
-            "      else if (__builtin_expect(between(found, SUMS, 1e-24f, 1e36f), 1)) {",  # squares are in the range
-            "        for (int j = 0; j < SUMS; j++) single[j] += found[j];",
-            "        if (start / N % EVERY == 0) widen(single, both, SUMS);",
-            f"      }} else {{ {exact} }}",
-        ]
-
     def __str__(self) -> str:
         arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
         counted = ["const int32_t* __restrict runs_", "int64_t first"]
-        sums = ["double* __restrict sums", "const int64_t* ends", "int64_t pieces"] if self.measured else []
-        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h", *sums])
-        if self.measured:
-            own = f"enum {{ SUMS = {self.measured} }}; F single[SUMS] = {{}}; D both[SUMS] = {{}}; double* own = sums;"
-            arrays = f"  {own} int64_t piece = 0, end = 0;\n{arrays}"
+        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h"])
         body = "\n".join(self.text)
         hypers = " ".join(f"const F h{i} = all(h[{i}]);" for i in range(self.hypers))
         lanes = listed(LANES) if "word0" in self.arrays else ""
@@ -159,8 +126,7 @@ class Source:
         return (
             f'{HEAD}extern "C" void kernel({arguments}) {{\n{"".join(self.tables)}{arrays}\n'
             f"  {hypers}\n  int64_t run = 0;\n"
-            f"  for (int64_t start = 0; start < count; start += N) {{\n{body}\n  }}\n"
-            f"  {'tell(own, single, both, SUMS);' if self.measured else ''}\n}}\n"
+            f"  for (int64_t start = 0; start < count; start += N) {{\n{body}\n  }}\n}}\n"
         )
 
 
@@ -169,14 +135,8 @@ def source_of(
     formats: Sequence[Format],
     grad: torch.dtype,
     hypers: int,
-    measures: bool = False,
 ) -> str:
-    """C++ of one update of a buffer: params in formats[0], moments in the others.
-
-    Args:
-        measures: adds the squares of the new params, of what is added to them and of the new moments, of each piece of
-            the buffer by itself, to sums[pieces + 1][...]; pieces begin at multiples of N, and end at `ends`.
-    """
+    """C++ of one update of a buffer: params in formats[0], moments in the others."""
     source = Source(hypers)
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
     if any(form.group > 1 for form in formats):
@@ -196,17 +156,10 @@ def source_of(
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
     hyper = [loop.value(f"h{i}", "f") for i in range(hypers)]
-    old = params()
-    new = formula(_OPS, hyper, old, loop.let(grads, "f"), *moments)
-    kept = {i: source.array(f"new{i}", "float") for i, f in enumerate(formats) if measures or isinstance(f, Grouped)}
+    new = formula(_OPS, hyper, params(), loop.let(grads, "f"), *moments)
+    kept = {i: source.array(f"new{i}", "float") for i, f in enumerate(formats) if isinstance(f, Grouped)}
     for i, array in kept.items():
         loop.keep(array, new[i])
-    squares: list[str] = []
-    if measures:
-        updates = new[0] - old
-        loop.keep(source.array("updates", "float"), updates)
-        values = [(kept[0], new[0]), ("updates", updates), *[(kept[i], new[i]) for i in range(1, len(new))]]
-        squares = source.measure(dict(values))
     grouped: list[tuple[int, Grouped, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Grouped):
@@ -227,7 +180,6 @@ def source_of(
     tops = [f"I top{i} = {{}};" for i, _, _ in grouped]
     after = [f"put(tops + {(n * N // GROUP)} * LANES + k * LANES, top{i});" for n, (i, _, _) in enumerate(grouped)]
     source.add(loop, shared=[*source.shared, *tops], after=after)
-    source.text += squares
     if grouped:
         _grouped(source, noise, grouped, names)
     for stored in source.stores:

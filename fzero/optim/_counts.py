@@ -10,24 +10,20 @@ from fzero.base import pytree
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key
 
-Span = tuple[slice, int, int, int]  # which slots of a group, [start, stop) of this rank's slice of it, `missed`
+Span = tuple[int, int, int]  # [start, stop) of this rank's slice of a group, `missed`
 
 
 def spans(count: pytree.Count, tree: Sharded, key: Key) -> Sequence[Span]:
-    """The parts of this rank's slice of a group whose leaves have one count, `count.value - missed`.
-
-    All ranks have as many of them; those of slots of which this rank has nothing are empty.
-    """
+    """The parts of this rank's slice of a group whose leaves have one count, `count.value - missed`."""
     layout, rank = tree.layout, tree.rank_of(key)
     known = layout.spans.get((key, rank, count.missed))
     if known is None:
         missed, found = dict(count.missed), list[Span]()
-        pieces = layout.pieces(key, rank)
-        for place, (slot, start, _) in enumerate(pieces):
+        for slot, start, _ in layout.pieces(key, rank):
             own = missed.get(slot.path, 0)
-            if not found or found[-1][3] != own:
-                found[-1:] = [(slice(a.start, place), low, start, its) for a, low, _, its in found[-1:]]
-                found.append((slice(place, len(pieces)), start if found else 0, layout.shard_numel(key), own))
+            if not found or found[-1][2] != own:
+                found[-1:] = [(low, start, its) for low, _, its in found[-1:]]
+                found.append((start if found else 0, layout.shard_numel(key), own))
         known = layout.spans[key, rank, count.missed] = tuple(found)
     return known
 
@@ -42,15 +38,15 @@ def by_counts(
     if not count.missed:
         return update(count.value + 1, like, *trees)
     if isinstance(like, Sharded):
-        cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[1] < span[2]]
-        numbers = [count.value - span[3] + 1 for _, span in cuts]
+        cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[0] < span[1]]
+        numbers = [count.value - span[2] + 1 for _, span in cuts]
     else:
         (paths, leaves, _), own, cuts = pytree.named_leaves(like), count.own(), []
         numbers = [own(path) + 1 for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
 
     def apart(tree: object) -> list[torch.Tensor] | None:
         if isinstance(tree, Sharded):
-            return [tree.local(key)[span[1] : span[2]] for key, span in cuts]
+            return [tree.local(key)[span[0] : span[1]] for key, span in cuts]
         return None if tree is None else pytree.leaves(tree)
 
     def joined(parts: list[torch.Tensor] | None) -> object:

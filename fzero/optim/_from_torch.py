@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +12,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
-from fzero.base.random import Seeds, seeded
 from fzero.optim._counts import by_counts
 from fzero.optim._whole import whole
 from fzero.optim.base import known, rate, zeros_of
@@ -24,23 +19,9 @@ from fzero.state.sharded import Sharded
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
-_RATE, _SIZES = 1e-2, (1.0, 1e4, 1e-4)  # of the updates of a try, and of their gradients, other leaves' next
-_BESIDE = "whose update of a leaf depends on other leaves, or on the order of its random draws"
-# leaves and steps of each try, and what their shapes may be: many leaves, as rates may go by their places
-_TRIES = (
-    (1, 10, [(4, 6)], "whose updates differ if it is made anew for each step"),
-    (3, 10, [(4, 6)], _BESIDE),
-    (40, 2, [(4, 6), (6,), (), (2, 3, 2)], _BESIDE),
-)
-_NOTHING = object()
 # of torch's classes those that treat each element by itself
 _OF_ELEMENTS = {*"Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()}
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
-Leaves = Sequence[torch.Tensor]
-
-
-class _KeptElsewhere(ValueError):
-    """An optimizer that is made anew for a step would lose what it needs."""
 
 
 class TorchState(NamedTuple):
@@ -74,14 +55,15 @@ def from_torch(
 
     Args:
         optimizer: the class. It steps without a closure, treats each leaf by itself, and keeps all that it needs in
-            `state[param]` from its first step on. Of one that is not torch's, a few steps on small leaves check this.
+            `state[param]` from its first step on: fzero makes it anew for each step of each leaf.
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
         options: other arguments of the class, the same for all leaves. Use `fz.partition` for groups of leaves.
 
     Raises:
         TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
             update: it writes in place and has no derivative.
-        ValueError: the optimizer needs other leaves, or keeps state elsewhere. This may also show in a later step.
+        ValueError: in a step, the optimizer changes a number in an attribute or a param group, or state of another
+            param. A tensor or a list that it keeps elsewhere, and other leaves that it goes by, are not seen.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))
@@ -93,8 +75,8 @@ def from_torch(
         raise wrong("from_torch", "optimizer", optimizer, "a class of torch.optim, such as torch.optim.NAdam")
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(sorted(options.items())))
-    with private.below_transforms():
-        own = own.with_first_step() if own.is_torchs else own.tried()
+    if own.is_torchs:
+        own = own.with_first_step()
     if not own.is_torchs or optimizer.__name__ not in _OF_ELEMENTS:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
     return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True, elementwise=True)
@@ -107,7 +89,6 @@ class _Torch:
     options: tuple[tuple[str, object], ...]
     names: tuple[str, ...] = ()  # of what it keeps of each element
     others: tuple[tuple[str, object], ...] = ()  # what else it keeps: a dtype for a 0-d tensor, or a number
-    flags: tuple[tuple[str, bool], ...] = ()  # what a first step sets, and no later one changes
 
     @property
     def is_torchs(self) -> bool:
@@ -140,24 +121,15 @@ class _Torch:
             optimizer = self.kind([param], lr=now, **dict(self.options))  # type: ignore[call-arg]
             if state is not None:
                 optimizer.state[param] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in state.items()}
-            before = {} if self.is_torchs else _held(optimizer)
+            before = _numbers(optimizer)
             optimizer.step()
-            kept = dict(optimizer.state[param])
-        if self.is_torchs:  # whose classes keep what they need in state[param]
-            return param.detach(), kept
-        after = _held(optimizer)
-        flags = {name for name, x in self.flags if after.get(name) is x}
-        lost = [k for k, x in after.items() if k not in flags and not _is_same(before.get(k, _NOTHING), x)]
+            kept, after = dict(optimizer.state[param]), _numbers(optimizer)
+        lost = [name for name, x in after.items() if before.get(name) != x]
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
         if lost:
-            raise _KeptElsewhere(
-                f"from_torch: got {self._said()}, which changes {lost[0]} in a step. It is made anew for each step, "
-                "so it must keep everything in state[param]."
-            )
-        if state is not None and kept.keys() != state.keys():
-            raise _KeptElsewhere(
-                f"from_torch: got {self._said()}, whose state[param] has {sorted(kept, key=str)} after a step and had "
-                f"{sorted(state, key=str)} before; expected the same from its first step on."
+            raise ValueError(
+                f"from_torch: got {self._said()}, which changes {lost[0]} in a step. It is made anew for each step of "
+                "each leaf, so it must keep everything in state[param]."
             )
         return param.detach(), kept
 
@@ -169,87 +141,19 @@ class _Torch:
     def _said(self) -> str:
         return f"{self._name()} with {dict(self.options)}" if self.options else self._name()
 
-    def tried(self) -> _Torch:
-        """Holds it, made anew for each step of each leaf, to how its users have it: made once for all of them.
-
-        Returns:
-            The same with its flags.
-
-        Raises:
-            TypeError, ValueError: it cannot be made, cannot step, or differs.
-        """
-        made, own = torch.Generator(device="cpu").manual_seed(0), self
-        draw = functools.partial(torch.randn, generator=made, dtype=torch.float64, device="cpu")
-        for count, steps, shapes, what in _TRIES:
-            taken = itertools.cycle([shape for shape in shapes if own is self or own._takes(shape)])
-            drawn = [draw(steps + 1, *next(taken)) for _ in range(count)]
-            leaves = [p for p, *_ in drawn]
-            grads = [[g * _SIZES[(i + j) % 3] for i, g in enumerate(x[1:])] for j, x in enumerate(drawn)]
-            with self._updating():
-                once, flags = self._once(leaves, grads)
-                own = dataclasses.replace(self, flags=flags) if own is self else own
-                anew = [p for p, _ in own._anew(leaves, grads)]
-            pairs = zip(anew, once, strict=True)
-            if not all(torch.allclose(x, y, rtol=1e-10, atol=1e-12, equal_nan=True) for x, y in pairs):
-                raise ValueError(
-                    f"from_torch: got {self._said()}, {what}; expected one that treats each leaf by itself, and "
-                    "keeps what it needs in state[param]."
-                )
-        return own
-
-    @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Around updates of a matrix: says what a class and its options must be that fail there."""
+    def with_first_step(self) -> _Torch:
+        """The same with the names of what it keeps: of elements, in tensors like the leaf, and otherwise."""
+        p = torch.ones(4, 6, dtype=torch.float64, device="cpu")
         try:
-            yield
-        except _KeptElsewhere:
-            raise
+            _, kept = self.step(1e-2, p, p, None)
         except Exception as error:
             raise (TypeError if isinstance(error, TypeError) else ValueError)(
                 f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
                 "that needs no closure, and options that it takes."
             ) from error
-
-    def with_first_step(self) -> _Torch:
-        """The same with the names of what it keeps: of elements, in tensors like the leaf, and otherwise."""
-        p = torch.ones(4, 6, dtype=torch.float64, device="cpu")
-        with self._updating():
-            ((_, state),) = self._anew([p], [[p]])
-        kept = dict(state or {})
         names = tuple([name for name, x in kept.items() if isinstance(x, torch.Tensor) and x.shape == p.shape])
         others = [(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in kept.items() if n not in names]
         return dataclasses.replace(self, names=names, others=tuple(others))
-
-    def _takes(self, shape: tuple[int, ...]) -> bool:
-        try:
-            ones = torch.ones(shape, dtype=torch.float64, device="cpu")
-            self._anew([ones], [[ones]])
-        except Exception:  # whatever its author has it say, as of torch.optim.Muon that it takes matrices only
-            return False
-        return True
-
-    def _once(self, leaves: Leaves, grads: Sequence[Leaves]) -> tuple[Leaves, tuple[tuple[str, bool], ...]]:
-        """What an optimizer that is made once makes of some leaves by some gradients of each; and its flags."""
-        with seeded(Seeds(0).next()), torch.enable_grad():
-            params = [leaf.clone().requires_grad_() for leaf in leaves]
-            optimizer = self.kind(params, lr=_RATE, **dict(self.options))  # type: ignore[call-arg]
-            held = [_held(optimizer)]
-            for each in zip(*grads, strict=True):
-                for param, g in zip(params, each, strict=True):
-                    param.grad = g.clone()
-                optimizer.step()
-                held.append(_held(optimizer))
-        first, *later = [{k: x for k, x in own.items() if isinstance(x, bool)} for own in held]
-        flags = [(k, x) for k, x in later[0].items() if first.get(k) is not x and all(own.get(k) is x for own in later)]
-        return [param.detach() for param in params], tuple(flags)
-
-    def _anew(self, leaves: Leaves, grads: Sequence[Leaves]) -> list[tuple[torch.Tensor, Entries | None]]:
-        """The same where each leaf is by itself in each step, and what it keeps of each; they draw one by one."""
-        found = list[tuple[torch.Tensor, Entries | None]]([(leaf, None) for leaf in leaves])
-        with seeded(Seeds(0).next()):
-            for each in zip(*grads, strict=True):
-                found[:] = [self.step(_RATE, p, g, state) for (p, state), g in zip(found, each, strict=True)]
-        return found
 
     # ---- whole leaves
 
@@ -325,25 +229,8 @@ def counts_alone(optimizer: GradientTransformation) -> bool:
     return not isinstance(own, _Torch) or own.counting or not own.others
 
 
-def _held(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer holds besides its state, by where."""
-    groups = {f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items() if k != "params"}
-    own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items() if k not in ("state", "param_groups")}
-    held = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in {**groups, **own}.items()}
-    inside = {f"the items of {k}": copy.copy(x) for k, x in held.items() if _is_of_numbers(x)}
-    return {**held, **inside}
-
-
-def _is_of_numbers(x: object) -> bool:
-    """Tells whether something holds numbers alone, which a step may count in; caches hold tensors."""
-    parts = [*x.keys(), *x.values()] if isinstance(x, dict) else x if isinstance(x, (list, set)) else [None]
-    return all(isinstance(each, (int, float, str)) for each in parts)
-
-
-def _is_same(x: object, y: object) -> bool:
-    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
-    try:
-        return x is y or bool(x == y)
-    except (TypeError, ValueError, RuntimeError):  # of objects that do not compare
-        return False
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The numbers that an optimizer holds besides its state, by where; flags, which a first step may set, are none."""
+    own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items()}
+    every = {**{f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items()}, **own}
+    return {k: x for k, x in every.items() if isinstance(x, (int, float)) and not isinstance(x, bool)}

@@ -17,7 +17,6 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._measured import measuring
 from fzero.optim._paused import Steps, finished, fused_of, together
 from fzero.optim.base import known, need_hypers, rate, values, write_values
 from fzero.state.moments import zeros_like
@@ -109,7 +108,6 @@ def muon(
         exchanges=2,
         paused=own.paused,
         sends=own.sends,
-        measures=True,
         combine=own.combine,
         paused_update=own.paused_update,
         elementwise=True,
@@ -239,12 +237,8 @@ class _Muon:
             own = own.to(dtype) if grads.scale == 1.0 else own.to(dtype) / grads.scale
             moved.lerp_(own, 1 - keep)
             way.copy_(own.lerp(moved, keep) if self.nesterov else moved)
-        draw = params.draw or Draw(0, 0)
-        with measuring(draw.squares, params, key, ("momentum",)) as measure:
-            if measure is not None:
-                measure.add(0, [b])
         if not there:
-            write_values(momentum, key, b, draw)
+            write_values(momentum, key, b, params.draw or Draw(0, 0))
         return start_whole(params, key, [d], "matrices to orthogonalise")
 
     def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, keep: float) -> None:
@@ -252,18 +246,13 @@ class _Muon:
         p, rows, dtype = params.local(key), params.layout.rows, _dtype(params, key)
         there = params.format(key).plain and p.dtype == dtype and not params.format(key).rounds
         p = p if there else p.to(dtype, copy=True)
-        draw = params.draw or Draw(0, 0)
-        with measuring(draw.squares, params, key, ("params", "updates")) as measure:
-            for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
-                scale, way = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:]), found[slot.leaf]
-                for place in range(start, stop, CHUNK):
-                    own = p[place : min(place + CHUNK, stop)]
-                    old = own.clone() if measure is not None else own
-                    own.mul_(keep).add_(way[place - start :][: own.numel()], alpha=-scale)
-                    if measure is not None:
-                        measure.add(place, [own, own - old])
+        for slot, start, stop in params.layout.pieces(key, params.rank_of(key)):
+            scale, way = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:]), found[slot.leaf]
+            for place in range(start, stop, CHUNK):
+                own = p[place : min(place + CHUNK, stop)]
+                own.mul_(keep).add_(way[place - start :][: own.numel()], alpha=-scale)
         if not there:
-            write_values(params, key, p, draw)
+            write_values(params, key, p, params.draw or Draw(0, 0))
 
 
 def _dtype(params: Sharded, key: Key) -> torch.dtype:

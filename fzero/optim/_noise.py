@@ -97,13 +97,11 @@ def _noise_of(draw: Draw, path: str, leaf: torch.Tensor) -> torch.Tensor:
 
 def _noise_in(draw: Draw, tree: Sharded, key: Key, own: torch.Tensor) -> torch.Tensor:
     """The noise of this rank's slice of a group; there is none between leaves."""
-    rank, end, parts = tree.rank_of(key), 0, list[torch.Tensor]()
+    rank = tree.rank_of(key)
     noise = _drawn(draw, draw.counters(tree.layout, key, rank), own)
-    for _, start, stop in tree.layout.pieces(key, rank):
-        if start < stop:
-            parts += [torch.zeros_like(noise[end:start]), noise[start:stop]]
-            end = stop
-    return torch.cat([*parts, torch.zeros_like(noise[end:])])
+    for gap in tree.layout.gaps(key, rank, noise):
+        gap.zero_()
+    return noise
 
 
 def _drawn(draw: Draw, counters: Counters, like: torch.Tensor) -> torch.Tensor:

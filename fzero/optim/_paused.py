@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -92,21 +92,8 @@ def finished(paused: Steps[T]) -> T:
         return end.value
 
 
-class Pausing(Protocol):
-    """What `fused` of an optimizer that pauses is made of."""
-
-    @property
-    def update(self) -> Callable[..., tuple[object, object]]: ...
-
-    @property
-    def paused(self) -> Callable[..., Paused]: ...
-
-    @property
-    def combine(self) -> Callable[..., object]: ...
-
-
-def fused_of(own: Pausing, params: object, grads: object, state: object, **extra: object) -> object:
-    """`fused` of an optimizer that pauses: all groups at once; on trees that are no step's, `update` and apply."""
+def fused_of(own: Any, params: object, grads: object, state: object, **extra: object) -> object:
+    """`fused` by `own.paused` and `own.combine`: all groups at once; on trees that are no step's, update and apply."""
     if isinstance(params, Sharded):
         return own.combine(params, state, [finished(own.paused(params, grads, state, **extra))])
     updates, new = own.update(grads, state, params, **extra)

@@ -21,7 +21,6 @@ from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._counts import by_counts, spans
-from fzero.optim._measured import measuring
 from fzero.optim._returned import need_params, returned, versions
 from fzero.state.entered import cuts, entered
 from fzero.state.moments import apart, copied, zeros_like
@@ -137,8 +136,7 @@ class Elementwise:
     @property
     def transformation(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True,
-            measures=True, elementwise=True,
+            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True, elementwise=True
         )  # fmt: skip
 
     def init(self, params: object) -> Kept:
@@ -195,22 +193,19 @@ class Elementwise:
             return (1.0 / grads.scale, *self.hyper(now, count)), one
 
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
-        fields = getattr(old, "_fields", ("",) * len(old))
-        names = [name for name, tree in zip(fields, old, strict=True) if isinstance(tree, Sharded)]
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled, g = key.unit in draw.compiled, grads.local(key)
-            for slots, start, stop, missed in spans(old[0], params, key):
+            for start, stop, missed in spans(old[0], params, key):
                 numbers, one = of_count(old[0].value - missed + 1)
                 own, its, drawn = stored, g, counters
                 if stop - start < g.numel():
                     own, its = [x.cut(start, stop) for x in stored], g[start:stop]
                     drawn = counters.cut(start, stop)
-                with measuring(draw.squares, params, key, ("params", "updates", *names), slots, start) as measure:
-                    if its.numel():
-                        run(self.formula, numbers, own, its, drawn, compiled, one, self.generated, measure)
+                if its.numel():
+                    run(self.formula, numbers, own, its, drawn, compiled, one, self.generated)
         return self.state(old[0].next(), *old[1:])
 
     def label(self, path: str) -> str:

@@ -158,7 +158,7 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
         if update.changes is None:
             return 0
         metric(*new, None, update.changes)
-        others = () if len(parts) > 1 or update.changes.squares is not None else {*empty.layout.trainable} - {*every}
+        others = () if len(parts) > 1 else {*empty.layout.trainable} - {*every}
         return sum([nbytes(empty.format(key), empty.layout.shard_numel(key)) for key in others])
 
 

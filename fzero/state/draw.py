@@ -1,11 +1,10 @@
-"""What an update of params is given besides: where its random bits begin, and where it puts the squares of values."""
+"""What an update of params is given besides: where its random bits begin."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -15,26 +14,13 @@ from fzero.state.sliced import Sliced, sliced_in
 from fzero.table.layout import Key, Layout
 
 
-class Squares(NamedTuple):
-    """Sums of squares of this rank's parts of some leaves, in several trees: of params, updates, moments.
-
-    Attributes:
-        sums: float64[leaves, names].
-    """
-
-    leaves: Sequence[int]
-    names: Sequence[str]
-    sums: torch.Tensor
-
-
 @dataclass(frozen=True)
 class Draw:
-    """The origin of the random bits of one update, the units in which its kernels are to be compiled, its norms."""
+    """The origin of the random bits of one update, the units in which its kernels are to be compiled."""
 
     seed: int
     count: int
     compiled: frozenset[str] = frozenset()
-    squares: list[Squares] | None = field(default=None, compare=False)  # to which an update adds those of its leaves
 
     def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
         """The counters of rank's shard of a group: those of whole leaves, also where it has slices of them."""

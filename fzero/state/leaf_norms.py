@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.follow import root
-from fzero.state.draw import Squares
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.squares import LeafSquares, over_ranks, squares_of
 
 Norms = dict[str, torch.Tensor]  # path of a leaf -> 0-d float64
+
+
+class Squares(NamedTuple):
+    """The sums of squares of this rank's parts of a tree's leaves, float64[leaves]."""
+
+    name: str
+    leaves: Sequence[int]
+    sums: torch.Tensor
 
 
 def norms_by_leaf(tree: Sharded) -> Norms:
@@ -55,7 +63,7 @@ def parts_of(name: str, tree: Sharded) -> list[Squares]:
 def named_squares(name: str, squares: Mapping[int, torch.Tensor]) -> Squares:
     """Those of a tree's leaves, which are known."""
     own = LeafSquares.of(squares)
-    return Squares([*own.leaves], (name,), own.vector.unsqueeze(1))
+    return Squares(name, [*own.leaves], own.vector)
 
 
 def norms_of_squares(parts: Sequence[Squares], like: Sharded) -> dict[str, Norms]:
@@ -64,7 +72,7 @@ def norms_of_squares(parts: Sequence[Squares], like: Sharded) -> dict[str, Norms
     Args:
         parts: of the same leaves, in the same order, on all ranks.
     """
-    names = [(leaf, name) for part in parts for leaf in part.leaves for name in part.names]
+    names = [(leaf, part.name) for part in parts for leaf in part.leaves]
     if not names:
         return {}
     order = sorted(range(len(names)), key=lambda place: names[place][0])

@@ -15,6 +15,7 @@ from fzero.base import pages
 from fzero.stores.handle import Handle
 
 BLOCK = 4096  # bytes, of which O_DIRECT wants multiples: in memory, in the file, and of the length
+_SECTOR = 512  # bytes, the least that O_DIRECT moves anywhere
 CHUNK = 8 << 20  # bytes that travel by one call of the system
 
 _Call = Callable[[int, list[memoryview], int], int]
@@ -118,8 +119,8 @@ def _move(call: _Call, handle: Handle, buffers: list[memoryview], offset: int) -
         if moved == 0:
             break
         done += moved
-        if done < total and done % BLOCK:
-            handle.go_buffered()  # O_DIRECT cannot go on from within a block
+        if handle.direct and done % _SECTOR:  # the file ends there
+            break
     return done
 
 

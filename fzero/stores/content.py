@@ -10,22 +10,28 @@ from dataclasses import dataclass, field
 
 from fzero.stores import blocks
 from fzero.stores.disk import Disk
-from fzero.stores.handle import Opener
+from fzero.stores.handle import Handle, open_file
 from fzero.stores.pool import Pool, Room
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the transfers of one folder share. It does not hold the folder, which may end while they run."""
+    """What the transfers of one folder share. It does not hold the folder, which may end while they run.
+
+    Attributes:
+        direct: whether its filesystem takes O_DIRECT.
+        failing: set since a failed write was told of, while none has gone well.
+    """
 
     path: str
+    direct: bool
     pid: int = field(default_factory=os.getpid)
     pool: Pool = field(default_factory=Pool)
     room: Room = field(default_factory=Room)
-    opener: Opener = field(default_factory=Opener)
-    failing: threading.Event = field(
-        default_factory=threading.Event
-    )  # since a failed write was told of, none went well
+    failing: threading.Event = field(default_factory=threading.Event)
+
+    def open(self, path: str, flags: int, disk: Disk) -> Handle:
+        return open_file(path, flags, disk.direct, self.direct)
 
     def need_own_process(self) -> None:
         """Raises RuntimeError in a child that was forked: the threads are not there, nor are the files its own."""
@@ -47,7 +53,6 @@ class Content:
         sums: the checksum of each chunk, where the disk verifies.
         whole: whether it is written.
         dropped: whether nobody wants it any more.
-        repeated: how many chunks were read a second time.
     """
 
     def __init__(self, path: str, nbytes: int, what: str, disk: Disk, over: str | None = None) -> None:
@@ -55,23 +60,11 @@ class Content:
         self.over = over
         self.sums = [0] * math.ceil(nbytes / blocks.CHUNK) if disk.verify else []
         self.whole = self.dropped = False
-        self.repeated = 0
-        self._lock = threading.Lock()
 
     @property
     def room(self) -> int:
         """Bytes that the file takes."""
         return blocks.rounded(self.nbytes)
-
-    def count_repeated(self) -> None:
-        with self._lock:
-            self.repeated += 1
-
-    def stopped(self, shared: Shared) -> str:
-        """Why it is no longer worth the while to move it; "" where it is."""
-        if self.dropped:
-            return "nobody refers to it any more"
-        return "the folder was closed" if shared.pool.closed else ""
 
     def drop(self, shared: Shared) -> None:
         """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
@@ -88,11 +81,6 @@ class Content:
 
 
 def remove(path: str) -> None:
-    """Removes a file, or an empty folder that somebody has put in its place, if it is there."""
-    try:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except IsADirectoryError:
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
-    except OSError:
-        pass

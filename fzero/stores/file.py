@@ -52,11 +52,6 @@ class File:
         """Whether all is written, and the source is free."""
         return self._write.ended and self._write.failure is None and not self._copying.locked()
 
-    @property
-    def repeated(self) -> int:
-        """How many chunks were read a second time, as the first had failed."""
-        return self._content.repeated
-
     def give_away(self) -> str | None:
         """Leaves its path on the disk to another File, and is not read again; None where it is not whole, and freed."""
         if not self._content.whole or self._freed.detach() is None:
@@ -124,7 +119,7 @@ class File:
         write, room = Write(self._content, source, self._shared), self._shared.room
         try:
             room.take(write, self.nbytes, self._content.disk.in_flight)
-            hazards.departing(lambda: write.start(self._shared.pool))
+            hazards.departing(write.start)
         except BaseException:  # an interrupt: nobody else wakes who waits for this room
             room.give(write)
             raise
@@ -137,11 +132,12 @@ class File:
                 copy(target.data_ptr(), source.data_ptr(), self.nbytes)
                 return _done
         read = Read(self._content, target, self._shared)
-        read.start(self._shared.pool)
+        read.start()
         return functools.partial(self._finish, read)
 
     def _finish(self, read: Read) -> None:
         """Bound to the file, which is not freed while somebody may wait."""
+        self._shared.need_own_process()
         read.finish()
 
 

@@ -26,7 +26,7 @@ class DiskBuffer(Away):
         """The values of a tensor, to which nobody writes any more, on their way to a file."""
         source = tensor.detach()
         if source.device.type != "cpu":
-            source = _empty(source.numel(), source.dtype).copy_(source)
+            source = aligned(source.numel(), source.dtype).copy_(source)
         file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk, over)
         return DiskBuffer(file, disk, tensor.dtype, tensor.numel(), device, what)
 
@@ -35,7 +35,7 @@ class DiskBuffer(Away):
 
     def _start_read(self, target: torch.Tensor | None) -> Wait:
         if self.device.type == "cpu":
-            return self._start(_empty(self.numel(), self.dtype) if target is None else target)
+            return self._start(aligned(self.numel(), self.dtype) if target is None else target)
         wait = self._start_open(False)
 
         def arrived() -> torch.Tensor:
@@ -48,7 +48,7 @@ class DiskBuffer(Away):
         return arrived
 
     def _start_open(self, takes: bool) -> Wait:
-        return self._start(_empty(self.numel(), self.dtype))
+        return self._start(aligned(self.numel(), self.dtype))
 
     def _start(self, target: torch.Tensor) -> Wait:
         wait = self.file.start_read(target)
@@ -63,8 +63,3 @@ class DiskBuffer(Away):
         # a transfer that is on its way holds the file
         over = self.file if takes and private.entry_holders(vars(self), "file") == 0 else None
         return DiskBuffer.of(tensor, self._disk, self.device, self.what, over)
-
-
-def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The host's memory that files are read into."""
-    return aligned(numel, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import weakref
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from fzero.stores.blocks import Bounce
 
 Task = Callable[[Bounce], None]
-_ENDED = "the folder's threads have ended, as the interpreter does"
 _LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
 
 
@@ -27,12 +25,16 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def submit(self, task: Task, threads: int) -> None:
-        """Lets a thread run a task; more threads are started where there are fewer than it will want."""
+    def submit(self, task: Task, times: int) -> None:
+        """Lets so many threads run a task; more are started where there are fewer.
+
+        Raises:
+            RuntimeError: they have ended, or none can be started.
+        """
         with self._lock:
             if self.closed:
-                raise RuntimeError(_ENDED)
-            while len(self._threads) < threads:
+                raise RuntimeError("the folder's threads have ended, as the interpreter does")
+            while len(self._threads) < times:
                 thread = threading.Thread(target=_work, args=(self._tasks,), name="fzero-disk", daemon=True)
                 try:
                     thread.start()
@@ -41,18 +43,8 @@ class Pool:
                         raise
                     break
                 self._threads.append(thread)
-        self.put(task)
-
-    def put(self, task: Task) -> None:
-        """Lets one more thread run a task, once one is free.
-
-        Raises:
-            RuntimeError: they have ended.
-        """
-        with self._lock:
-            if self.closed:
-                raise RuntimeError(_ENDED)
-            self._tasks.put(task)
+            for _ in range(times):
+                self._tasks.put(task)
 
     def close(self) -> None:
         """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""
@@ -75,31 +67,6 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
     tasks.put(None)  # for the next thread: also for one that an interrupt has kept from being noted
 
 
-class Latch:
-    """A door that opens once. threading's Event stands on code that an interrupt may leave with its lock taken."""
-
-    def __init__(self) -> None:
-        self._door, self.is_open, self._process = threading.Lock(), False, os.getpid()
-        self._door.acquire()
-
-    def open(self) -> None:
-        """Lets all through who wait, and who come later."""
-        if not self.is_open:
-            self.is_open = True
-            self._door.release()
-
-    def wait(self) -> None:
-        while not self.is_open:
-            if self._process != os.getpid():
-                raise RuntimeError(
-                    f"Process {os.getpid()} was forked from process {self._process} while that read or wrote state "
-                    "on a disk, and lacks its threads. Use that state in the process that has made it, or fork "
-                    "between steps."
-                )
-            with self._door:  # nothing comes between the taking of such a lock and its giving back
-                pass
-
-
 class Room:
     """A bound on the bytes of writes that are on their way: memory that their sources still take.
 
@@ -108,8 +75,7 @@ class Room:
 
     def __init__(self) -> None:
         self._taken: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._waiting: list[Latch] = []
+        self._changed = threading.Condition()
 
     @property
     def taken(self) -> int:
@@ -117,19 +83,11 @@ class Room:
 
     def take(self, owner: object, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
-        while True:
-            with self._lock:
-                taken = self.taken
-                if not taken or taken + nbytes <= bound:
-                    self._taken[owner] = nbytes
-                    return
-                latch = Latch()
-                self._waiting.append(latch)
-            latch.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= bound)
+            self._taken[owner] = nbytes
 
     def give(self, owner: object) -> None:
-        with self._lock:
+        with self._changed:
             self._taken.pop(owner, None)
-            waiting, self._waiting = self._waiting, []
-        for latch in waiting:
-            latch.open()
+            self._changed.notify_all()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 
-import torch
-
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Memory
-from fzero.stores.content import Content, Shared
-from fzero.stores.handle import Handle, Replaced
+from fzero.stores.handle import Handle
 from fzero.stores.transfer import Transfer
 
 
@@ -21,52 +19,25 @@ class Unread(Exception):
 class Read(Transfer):
     """Fills a target from a whole file. A chunk that fails or comes back short is read once more."""
 
-    def __init__(self, content: Content, target: torch.Tensor, shared: Shared) -> None:
-        super().__init__(content.nbytes, content.disk.threads)
-        self.content = content
-        self._memory: Memory | None = Memory(target)
-        self._shared = shared
-
-    def stopped(self) -> str:
-        return self.content.stopped(self._shared)
-
     def open(self) -> Handle:
         try:
             return self._open()
         except OSError:
-            self.content.count_repeated()
-        return self._open()
+            return self._open()
 
     def _open(self) -> Handle:
-        return self._shared.opener.open(self.content.path, os.O_RDONLY, self.content.disk.direct)
+        return self._shared.open(self.content.path, os.O_RDONLY, self.content.disk)
 
-    def move(self, handle: Handle, begin: int, end: int, bounce: Bounce) -> None:
-        content, memory = self.content, self._memory
-        assert memory is not None
-
-        def read() -> int:
-            return blocks.read(handle, memory, begin, end, bounce)
-
-        def attempt() -> int:
-            return self._shared.opener.attempt(content.path, handle, content.disk.direct, read)
-
-        try:
-            got = attempt()
-        except OSError:
-            got = 0
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+        got, sums = 0, self.content.sums
+        with contextlib.suppress(OSError):
+            got = blocks.read(handle, memory, begin, end, bounce)
         if got < end - begin:
-            content.count_repeated()
-            got = attempt()
+            got = blocks.read(handle, memory, begin, end, bounce)
         if got < end - begin:
             raise Unread(f"got {got} of {end - begin} bytes: the file was cut short")
-        if content.sums and zlib.crc32(memory.bytes[begin:end]) != content.sums[begin // self.chunk]:
+        if sums and zlib.crc32(memory.bytes[begin:end]) != sums[begin // self.chunk]:
             raise Unread(f"the {end - begin} bytes there are not those that were written (their checksum differs)")
-
-    def complete(self) -> None:
-        pass
-
-    def let_go(self) -> None:
-        self._memory = None
 
     def finish(self) -> None:
         """Waits for the values; from any thread, any number of times.
@@ -80,8 +51,6 @@ class Read(Transfer):
         offset, cause = self.failure
         if isinstance(cause, FileNotFoundError):
             said, lost = f"got 0 of {self.nbytes} bytes: the file is gone", True
-        elif isinstance(cause, Replaced):
-            said, lost = f"{cause.strerror}", True
         else:
             lost = isinstance(cause, Unread)
             said = str(cause) if lost else f"{type(cause).__name__}: {cause}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import torch
+
 from fzero.stores import blocks
-from fzero.stores.blocks import Bounce
+from fzero.stores.blocks import Bounce, Memory
+from fzero.stores.content import Content, Shared
 from fzero.stores.handle import Handle
-from fzero.stores.pool import Latch, Pool
 
 
 class Stopped(Exception):
@@ -24,90 +26,64 @@ class Failure(NamedTuple):
     cause: BaseException
 
 
-class Transfer(ABC):
+class Transfer:
     """Opens a file once, moves chunks until there are none left or one fails, and ends once, whatever happens.
 
     Its threads hold what it moves; nobody has to wait for it.
     """
 
-    def __init__(self, nbytes: int, threads: int) -> None:
-        self.nbytes, self.chunk = nbytes, blocks.CHUNK
+    def __init__(self, content: Content, tensor: torch.Tensor, shared: Shared) -> None:
+        self.content, self.nbytes, self.chunk = content, content.nbytes, blocks.CHUNK
         self.failure: Failure | None = None
-        self._running = self._runners = max(1, min(threads, math.ceil(nbytes / self.chunk)))
-        self._unbegun = [None]  # whoever takes this decides whether it begins
+        self.ended = False
+        self._shared = shared
+        self._memory: Memory | None = Memory(tensor)
+        self._running = max(1, min(content.disk.threads, math.ceil(self.nbytes / self.chunk)))
         self._next = 0
         self._handle: Handle | None = None
-        self._lock, self._ended = threading.Lock(), Latch()
+        self._lock, self._door = threading.Lock(), threading.Lock()
+        self._door.acquire()  # open at the end; threading's Event may be left locked by an interrupt
 
-    @abstractmethod
     def open(self) -> Handle:
         """Opens the file; called once."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def move(self, handle: Handle, begin: int, end: int, bounce: Bounce) -> None:
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
         """Moves one chunk."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def stopped(self) -> str:
-        """Why it is no longer worth the while; "" where it is."""
-
-    @abstractmethod
     def complete(self) -> None:
         """All chunks are moved, and the file is closed; what this raises is a failure too."""
 
-    @abstractmethod
     def let_go(self) -> None:
         """The very end, after a failure too: lets go of what is held."""
 
-    def start(self, pool: Pool) -> None:
-        """Begins, or ends at once where there are no threads. An interrupt is raised; it has begun then, or ended."""
+    def start(self) -> None:
+        """Begins, or ends at once where there are no threads."""
         try:
-            pool.submit(lambda bounce: self._begin(pool, bounce), self._runners)
-        except BaseException as error:
-            if self._claimed():
-                self._fail(0, error)
-                self._end()
-            if not isinstance(error, Exception):
-                raise
-
-    def _claimed(self) -> bool:
-        """Whether the caller decides what becomes of it: the first thread that comes for it, or who ends it before."""
-        try:
-            self._unbegun.pop()
-        except IndexError:
-            return False
-        return True
-
-    def _begin(self, pool: Pool, bounce: Bounce) -> None:
-        """What the first thread does: no signal comes between what it asks of the others."""
-        if not self._claimed():
-            return
-        for _ in range(self._runners - 1):
-            try:
-                pool.put(self._run)
-            except Exception:  # the threads are ending, or memory is short: this one does it all
-                with self._lock:
-                    self._running -= 1
-        self._run(bounce)
+            self._shared.pool.submit(self._run, self._running)
+        except Exception as error:
+            self._fail(0, error)
+            self._end()
 
     def wait(self) -> None:
         """Waits for the end; `failure` then says how it was."""
-        self._ended.wait()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_open
+        if not self.ended:
+            with self._door:
+                pass
 
     def _run(self, bounce: Bounce) -> None:
         """What each thread does."""
-        begin = 0
+        begin, memory = 0, self._memory
+        assert memory is not None
         try:
             handle = self._opened()
             while (taken := self._take()) is not None:
                 begin = taken
-                self.move(handle, begin, min(begin + self.chunk, self.nbytes), bounce)
+                self.move(handle, memory, begin, min(begin + self.chunk, self.nbytes), bounce)
         except BaseException as error:
             self._fail(begin, error)
+        del memory  # whoever waits for the end wants it alone
         with self._lock:
             self._running -= 1
             last = not self._running
@@ -128,8 +104,10 @@ class Transfer(ABC):
             return self._handle
 
     def _need_wanted(self) -> None:
-        if why := self.stopped():
-            raise Stopped(why)
+        if self.content.dropped:
+            raise Stopped("nobody refers to it any more")
+        if self._shared.pool.closed:
+            raise Stopped("the folder was closed")
 
     def _take(self) -> int | None:
         """Where the next chunk begins."""
@@ -149,11 +127,13 @@ class Transfer(ABC):
     def _end(self) -> None:
         try:
             if self._handle is not None:
-                self._handle.close()
+                os.close(self._handle.descriptor)
             if self.failure is None:
                 self.complete()
         except BaseException as error:
             self._fail(0, error)
         finally:
+            self._memory = None
             self.let_go()
-            self._ended.open()
+            self.ended = True
+            self._door.release()

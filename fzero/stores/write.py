@@ -12,7 +12,7 @@ import torch
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Memory
 from fzero.stores.content import Content, Shared, remove
-from fzero.stores.handle import Handle, Replaced
+from fzero.stores.handle import Handle
 from fzero.stores.transfer import Stopped, Transfer
 
 _NOT_HERE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # a filesystem that cannot reserve space
@@ -25,40 +25,28 @@ class Write(Transfer):
     """
 
     def __init__(self, content: Content, source: torch.Tensor, shared: Shared) -> None:
-        super().__init__(content.nbytes, content.disk.threads)
-        self.content = content
+        super().__init__(content, source, shared)
         self.source: torch.Tensor | None = source
-        self._memory: Memory | None = Memory(source)
-        self._shared = shared
-
-    def stopped(self) -> str:
-        return self.content.stopped(self._shared)
 
     def open(self) -> Handle:
         content, shared = self.content, self._shared
-        direct = content.disk.direct
         over, content.over = content.over, None
         if over is not None:
-            with contextlib.suppress(FileNotFoundError, Replaced):  # somebody has deleted it
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
                 os.rename(over, content.part)
-                return shared.opener.open(content.part, os.O_WRONLY, direct)
-            remove(content.part)
-        handle = shared.opener.open(content.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+                return shared.open(content.part, os.O_WRONLY, content.disk)
+        handle = shared.open(content.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, content.disk)
         try:
             _reserve(handle.descriptor, content.room)
         except BaseException:
-            handle.close()
+            os.close(handle.descriptor)
             raise
         return handle
 
-    def move(self, handle: Handle, begin: int, end: int, bounce: Bounce) -> None:
-        content, memory = self.content, self._memory
-        assert memory is not None
-        if content.sums:
-            content.sums[begin // self.chunk] = zlib.crc32(memory.bytes[begin:end])
-        self._shared.opener.attempt(
-            content.part, handle, content.disk.direct, lambda: blocks.write(handle, memory, begin, end, bounce)
-        )
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+        if self.content.sums:
+            self.content.sums[begin // self.chunk] = zlib.crc32(memory.bytes[begin:end])
+        blocks.write(handle, memory, begin, end, bounce)
 
     def complete(self) -> None:
         os.rename(self.content.part, self.content.path)
@@ -66,7 +54,6 @@ class Write(Transfer):
         self._shared.failing.clear()
 
     def let_go(self) -> None:
-        self._memory = None
         if self.failure is not None:
             remove(self.content.part)
         if self.failure is None or self.content.dropped:

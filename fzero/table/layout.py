@@ -162,7 +162,7 @@ class Layout:
     # updates of the optimizers that ranks have compared, the last ones
     compared: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
     # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
-    spans: dict[object, Sequence[tuple[slice, int, int, int]]] = field(default_factory=dict, repr=False)
+    spans: dict[object, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

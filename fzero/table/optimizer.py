@@ -66,7 +66,6 @@ class GradientTransformation(NamedTuple):
         paused: `fused` as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
             the result, and returns its part of the state. So other groups go on meanwhile.
         sends: `sends(params, state) -> [{group: what is sent to make leaves whole}]`, for `fz.plan`.
-        measures: True if `fused` can add up squares of what it computes (for `metrics=("leaf_norms",)`).
         combine: `combine(params, state, parts) -> state`: joins what `paused` has returned for each group.
         paused_update: `update` as such a generator, `paused_update(updates, state, params) -> (updates, state)`, for
             members of a chain.
@@ -97,7 +96,6 @@ class GradientTransformation(NamedTuple):
     exchanges: int = 0
     paused: Callable[..., Paused] | None = None  # given several groups, it may pause or not
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
-    measures: bool = False
     # of the old state; the trees of `parts` are empty. Without it, the last part is the state of all groups
     combine: Callable[..., object] | None = None
     paused_update: Callable[..., PausedUpdate] | None = None  # writes its trees in place, and no params

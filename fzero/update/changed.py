@@ -46,8 +46,8 @@ def _alike(new: object, old: Sharded) -> Sharded:
     return new
 
 
-class Changed:
-    """One entry of the next state, which changes the params of each group as soon as these are updated."""
+class Entry:
+    """One entry of the next state, which is written with the params of each group: it changes them, or follows them."""
 
     def __init__(
         self, extra: Extra, state: TrainState, donates: bool, copied: Callable[[str], None], host: Collection[Key]
@@ -56,31 +56,21 @@ class Changed:
         self.writing = Writing(state.extra[extra.name], "moments", donates, copied, host)
 
     def write(self, keys: Sequence[Key], own: Sharded) -> None:
-        """Writes to the params of some groups, which the optimizer has written to."""
+        """Writes to some groups, whose params the optimizer has written to."""
         tree = self.writing.open(keys)
-        for key in keys:  # one at a time, as each makes its next values before they are written
+        if self.extra.changes is None:
+            self._follow(tree, own)
+        for key in keys if self.extra.changes is not None else ():  # each makes its next values before it is written
             new = changed(self.extra, values(tree.only([key])), values(own.only([key])))
             for target, value in zip((tree, own), new, strict=True):
                 write_values(target, key, value.local(key), self._draw)
             del new
         self.writing.close(keys)
 
-
-class Fused:
-    """One entry of the next state, which is written of the params of each group as soon as these are final."""
-
-    def __init__(
-        self, extra: Extra, state: TrainState, donates: bool, copied: Callable[[str], None], host: Collection[Key]
-    ) -> None:
-        self.extra = extra
-        self.writing = Writing(state.extra[extra.name], "moments", donates, copied, host)
-
-    def write(self, keys: Sequence[Key], own: Sharded) -> None:
-        """Writes to some groups of the entry, whose params are updated and changed."""
+    def _follow(self, tree: Sharded, own: Sharded) -> None:
         assert self.extra.fused is not None
         try:
-            self.extra.fused(self.writing.open(keys), own)
+            self.extra.fused(tree, own)
         except Exception as error:
             error.add_note(f"This was in the update of state.extra[{self.extra.name!r}], by {self.extra.source}.")
             raise
-        self.writing.close(keys)

@@ -1,7 +1,6 @@
 """The metric "leaf_norms" of an update: norms of params, grads, updates and moments, leaf by leaf.
 
-An elementwise optimizer's update adds their squares up as it comes by the values. Of others the new values are read
-again, and the old params are kept for it.
+The old params are kept for it, and the new values are read again.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import torch
 
 from fzero.formats.formats import Stored
 from fzero.state.counts import trained_moments
-from fzero.state.draw import Squares
 from fzero.state.leaf_norms import (
+    Squares,
     moment_norms,
     moments_by_name,
     named_squares,
@@ -23,48 +22,33 @@ from fzero.state.leaf_norms import (
 )
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key
-from fzero.table.spec import LEAF_NORMS, Spec
 
 _TREES = ("params", "grads", "updates")  # the other names are those of moments
 Metric = dict[str, object]
 
 
 class Changes:
-    """What is kept of an update on its way for the norms of its leaves.
+    """What is kept of an update on its way for the norms of its leaves."""
 
-    Args:
-        measures: whether the optimizer adds squares up by itself.
-
-    Attributes:
-        squares: where it puts them; None where it does not.
-    """
-
-    def __init__(self, measures: bool) -> None:
-        self.squares = list[Squares]() if measures else None
+    def __init__(self) -> None:
         self._old: dict[Key, Stored] = {}
         self._found = list[Squares]()
 
     def keep(self, params: Sharded) -> None:
         """Keeps some groups, as they are stored, that are about to be written to."""
-        if self.squares is None:
-            own = {key: params.stored(key) for key in params.groups}
-            self._old |= {key: Stored(x.format, tuple([part.clone() for part in x.parts])) for key, x in own.items()}
+        own = {key: params.stored(key) for key in params.groups}
+        self._old |= {key: Stored(x.format, tuple([part.clone() for part in x.parts])) for key, x in own.items()}
 
     def measure(self, params: Sharded) -> None:
         """Measures those that have been written to, and leaves what was kept."""
-        for key in params.groups if self.squares is None else ():
+        for key in params.groups:
             new, old = _wide(params.local(key)), self._old.pop(key)
             update = params.with_buffers({key: new - old.to(new.dtype)})
             self._found += [*parts_of("params", params.only([key])), *parts_of("updates", update)]
 
     def found(self, moments: object) -> list[Squares]:
         """The squares of this rank's parts after the update."""
-        return self.squares if self.squares is not None else [*self._found, *_of_moments(moments)]
-
-
-def changes_of(step: Spec, in_place: bool) -> Changes | None:
-    """Where a step wants its leaves' norms."""
-    return Changes(in_place and step.optimizer.measures) if LEAF_NORMS in step.metrics else None
+        return [*self._found, *_of_moments(moments)]
 
 
 def metric(
@@ -83,7 +67,7 @@ def metric(
         parts = changes.found(moments)
     else:
         (now,) = parts_of("params", own)
-        parts = [now, now._replace(names=("updates",), sums=torch.zeros_like(now.sums)), *_of_moments(moments)]
+        parts = [now, now._replace(name="updates", sums=torch.zeros_like(now.sums)), *_of_moments(moments)]
     if grads:
         parts = [named_squares("grads", grads), *parts]
     norms = norms_of_squares(parts, own)
@@ -91,7 +75,7 @@ def metric(
     return _ordered({"grads": nothing, **norms})
 
 
-def followed_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
+def differentiable_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
     """The same where a transform goes on through the update, of its trees."""
     before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
     norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}

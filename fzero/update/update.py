@@ -34,11 +34,11 @@ from fzero.stores.put import HOST
 from fzero.table.layout import Key
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
-from fzero.update.beside import Beside, spare_cores
-from fzero.update.changed import Changed, Fused, due
-from fzero.update.followed import followed_update
+from fzero.update.changed import Entry, due
+from fzero.update.cpu_worker import CpuWorker, spare_cores
+from fzero.update.differentiable import differentiable_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
-from fzero.update.leaf_norms import changes_of, metric
+from fzero.update.leaf_norms import Changes, metric
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
@@ -54,13 +54,13 @@ def apply_update(
     """
     if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
         grads = with_kept(state, grads) if squares is None else grads
-        return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
+        return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
         if not holds_values(own):
             return _applied(step, own, grads, grad_norm, squares)
         grads = with_kept(own, grads) if squares is None else grads
         with torch.no_grad():
-            new, metrics = followed_update(step, own, grads, grad_norm, known_metrics(step, own))
+            new, metrics = differentiable_update(step, own, grads, grad_norm, known_metrics(step, own))
         return new.changed(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
 
 
@@ -159,17 +159,14 @@ class Update:
         self._fused = in_place(step, self.layout)
         self._on_host = on_host(step, self.layout)
         self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
-        self.changes = changes_of(step, self._fused and not due(step, state))  # or behind what changes params besides
-        squares = self.changes.squares if self.changes is not None else None
-        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled, squares)
+        self.changes = Changes() if LEAF_NORMS in step.metrics else None
+        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         # what has no trees in it stays as it is: it may be as much as there are leaves, for each group
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
         trees = self._split.leaves[0] if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
-        made = [(Changed, due(step, state)), (Fused, [x for x in step.extras if x.fused])]  # what is changed goes first
-        self._entries = [
-            kind(x, state, step.donates, copied.append, self._on_host) for kind, some in made for x in some
-        ]
+        entries = [*due(step, state), *[x for x in step.extras if x.fused]]  # what changes the params goes first
+        self._entries = [Entry(x, state, step.donates, copied.append, self._on_host) for x in entries]
         self._trees = [self.params, *self._moments, *[each.writing for each in self._entries]]
         self._after: object = state.moments
         if copied and not saved:
@@ -181,7 +178,7 @@ class Update:
                 stacklevel=6,
             )
         cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
-        self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
+        self._worker = CpuWorker[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
         self._running = Running(ahead=1)  # the next unit is pulled back while one waits
         self._parts: list[object] = []  # what the optimizer has returned of each group
@@ -231,8 +228,8 @@ class Update:
         else:
             down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
             del grads
-            if self._beside is not None:
-                self._beside.start(functools.partial(self._write_down, keys, down, extra))
+            if self._worker is not None:
+                self._worker.start(functools.partial(self._write_down, keys, down, extra))
                 return
             writing = self._write(keys, down(), extra)
         self._running.begin(self._then_gather(keys, writing))
@@ -250,7 +247,7 @@ class Update:
 
     def _catch_up(self) -> None:
         """Waits for the update that runs beside."""
-        written = self._beside.wait() if self._beside is not None else None
+        written = self._worker.wait() if self._worker is not None else None
         if written is not None:
             self._written(*written)
 
@@ -366,7 +363,7 @@ class Update:
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
             ends: list[Callable[[], object]] = [*self._running.waits]
-            ends += [self._beside.end] if self._beside is not None else []
+            ends += [self._worker.end] if self._worker is not None else []
             finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
 
     def extra(self) -> dict[str, Sharded]:

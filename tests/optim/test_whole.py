@@ -517,23 +517,11 @@ def test_rows_are_clipped_by_their_own_params() -> None:
     assert_trees_close(got, want, rtol=1e-6)
 
 
-def test_ranks_that_disagree_on_a_states_form_are_told() -> None:
+@pytest.mark.parametrize("begun", [lambda rank: torch.zeros(2 + rank), lambda rank: torch.full((2,), float(rank))])
+def test_ranks_whose_states_begin_otherwise_are_told(begun: Any) -> None:
     def on(rank: int) -> None:
-        def begin(params: Any) -> Any:
-            return {path: torch.zeros(2 + rank) for path in params}
-
-        step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, lambda g, s, p: (g, s)))))
-        step(step.init(drawn([(3, 3)], 1)), torch.ones(2, dtype=F64))
-
-    with pytest.raises(RankError, match=r"fz\.whole: the states of leaves differ between the ranks"):
-        run_ranks(on, 2)
-
-
-def test_ranks_that_begin_with_other_values_are_told() -> None:
-    def on(rank: int) -> None:
-        begin = lambda params: torch.full((2,), float(rank))
-        step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, lambda g, s, p: (g, s)))))
-        step.init(drawn([(3, 3)], 1))
+        own = fz.GradientTransformation(lambda params: begun(rank), lambda g, s, p: (g, s))
+        fz.shard_zero3(fz.train_step(loss, own)).init(drawn([(3, 3)], 1))
 
     with pytest.raises(RankError, match=r"fz\.whole: the states of leaves differ between the ranks"):
         run_ranks(on, 2)

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,8 +29,8 @@ from fzero.stores.blocks import BLOCK
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
-from fzero.stores.pool import Latch, Pool, Room
-from fzero.stores.write import Write
+from fzero.stores.pool import Pool
+from fzero.stores.transfer import Transfer
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 SIZE = 20 * BLOCK + 100  # several chunks, and a tail
@@ -246,39 +245,11 @@ def test_room_is_given_back_whatever_happens(folder: Folder, disk: Disk, writes:
     assert folder.shared.room.taken == 0
 
 
-def test_an_interrupted_wait_for_room_takes_none() -> None:
-    room, owner = Room(), Latch()
-    room.take(owner, 10, 10)
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Latch, "wait", _interrupt)
-        room.take(Latch(), 1, 10)
-    room.give(owner)
-    room.take(owner, 10, 10)
-    assert room.taken == 10
-
-
 def test_a_write_that_an_interrupt_keeps_from_starting_takes_no_room(folder: Folder, disk: Disk) -> None:
-    """Also where another thread waits for that room."""
-    disk, waits, start = Disk(disk.path, in_flight=SIZE), threading.Event(), Write.start
-
-    def interrupted(self: Write, pool: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return start(self, pool)
-        waits.set()
-        until(lambda: bool(folder.shared.room._waiting))
-        raise KeyboardInterrupt
-
-    def other() -> None:
-        waits.wait()
-        folder.start_write(some(1), "x", disk).written()
-
-    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Write, "start", interrupted)
-        written = threads.submit(other)
-        with pytest.raises(KeyboardInterrupt):
-            folder.start_write(some(0), "x", disk)
-        written.result(10)
-    assert folder.shared.room.taken == 0
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Transfer, "start", _interrupt)
+        folder.start_write(some(0), "x", disk)
+    assert folder.shared.room.taken == 0 and state_files(folder) == []
 
 
 def _interrupt(*_: object) -> None:
@@ -292,7 +263,7 @@ def test_an_interrupted_wait_leaves_all_as_it_was(folder: Folder, disk: Disk, re
     reads.open.clear()
     wait = file.start_read(target := torch.empty_like(source))
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Latch, "wait", _interrupt)
+        patch.setattr(Transfer, "wait", _interrupt)
         wait()
     reads.open.set()
     wait()
@@ -494,7 +465,7 @@ def whole(folder: Folder, disk: Disk) -> File:
 
 def test_a_read_that_fails_once_is_tried_again(whole: File, reads: Gate) -> None:
     reads.errors = [errno.EIO]
-    assert torch.equal(back(whole), some(0)) and whole.repeated == 1
+    assert torch.equal(back(whole), some(0))
 
 
 def test_a_read_that_fails_always(whole: File, reads: Gate) -> None:
@@ -529,7 +500,7 @@ def test_after_a_failure_the_rest_is_left_out(folder: Folder, reads: Gate, tmp_p
 def test_a_read_that_comes_back_short(whole: File, monkeypatch: pytest.MonkeyPatch) -> None:
     read, short = os.preadv, [True]
     monkeypatch.setattr(os, "preadv", lambda *given: 0 if short and short.pop() else read(*given))
-    assert torch.equal(back(whole), some(0)) and whole.repeated == 1
+    assert torch.equal(back(whole), some(0))
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -540,42 +511,12 @@ def test_a_file_that_was_cut_short(folder: Folder, disk: Disk, length: int, dire
     os.truncate(file.path, length)
     with pytest.raises(RuntimeError, match=r"moments of 'w' from .* got \d+ of \d+ bytes: the file was cut short"):
         back(file)
-    assert file.repeated
 
 
 def test_a_file_that_was_deleted(whole: File) -> None:
     whole.path.unlink()
     with pytest.raises(RuntimeError, match=rf"got 0 of {SIZE} bytes: the file is gone"):
         back(whole)
-    assert whole.repeated == 1
-
-
-def _put(what: str, path: Path) -> None:
-    if what == "folder":
-        path.mkdir()
-    elif what == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
-def test_what_lies_in_a_files_place_is_not_read(whole: File, what: str) -> None:
-    """Nor waited for: to open a pipe waits for a writer."""
-    whole.path.unlink()
-    _put(what, whole.path)
-    with pytest.raises(RuntimeError, match=r"something else lies there than a file\. It is lost: begin"):
-        back(whole)
-
-
-@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
-def test_what_lies_in_a_files_place_is_not_written_to(folder: Folder, disk: Disk, whole: File, what: str) -> None:
-    whole.path.unlink()
-    _put(what, whole.path)
-    other = folder.start_write(some(1), "x", disk, over=whole)
-    other.written()
-    assert torch.equal(back(other), some(1)) and other.path.is_file() and not other.path.is_symlink()
-    assert state_files(folder) == [other.path.name]
 
 
 @pytest.mark.parametrize("place", [0, 3 * BLOCK, SIZE - 1])
@@ -658,76 +599,13 @@ def test_folders_are_shared_whatever_the_options(folder: Folder, disk: Disk) -> 
     assert folder_of(Disk(disk.path, direct=False, threads=1, verify=True), lambda: "other") is folder
 
 
-def test_an_interrupt_leaves_no_lock_taken() -> None:
-    """A signal may come as a call that takes a lock returns: in code of Python's, its lock would stay taken."""
-    room, armed = Room(), [True]
-
-    def interrupt(frame: Any, event: str, _: object) -> None:
-        if armed and event == "c_return" and frame.f_code.co_name in ("__enter__", "take", "wait"):
-            armed.clear()
-            raise KeyboardInterrupt
-
-    def taken() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            sys.setprofile(interrupt)
-            try:
-                room.take(latch, 10, 10)
-                latch.wait()
-                raise KeyboardInterrupt  # nothing that it stands on is code of Python's
-            finally:
-                sys.setprofile(None)
-
-    latch = Latch()
-    latch.open()
-    taken()
-    thread = threading.Thread(target=room.give, args=(latch,), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive() and room.taken == 0
-    latch.wait()
-
-
 def test_an_interrupt_as_a_thread_begins_leaves_none_behind() -> None:
     """It runs by then, and nobody has noted it: it takes tasks as the others do, and ends with them."""
-    pool, ran, before = Pool(), [threading.Event(), threading.Event()], threading.active_count()
+    pool, ran, before = Pool(), threading.Event(), threading.active_count()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threading.Event, "wait", _interrupt)  # as Thread.start waits for the thread
-        pool.submit(lambda bounce: ran[0].set(), 2)
-    pool.submit(lambda bounce: ran[1].set(), 2)
-    assert ran[1].wait(10) and threading.active_count() == before + 3
+        pool.submit(lambda bounce: None, 2)
+    pool.submit(lambda bounce: ran.set(), 2)
+    assert ran.wait(10) and threading.active_count() == before + 3
     pool.close()
     until(lambda: threading.active_count() == before)
-
-
-def test_an_interrupt_as_a_transfer_begins_is_raised_and_moves_nothing_else(disk: Disk, folder: Folder) -> None:
-    """A thread that runs has the file open; closed under it, its number would be given to somebody else's."""
-    pool, came = folder.shared.pool, threading.Event()
-    put, write = pool.put, Write.move
-
-    def move(self: Write, *given: Any) -> None:
-        came.set()
-        time.sleep(0.2)
-        write(self, *given)
-
-    for after in (False, True):  # the thread has come for it
-
-        def interrupted(task: Any, after: bool = after) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                return put(task)
-            if after:
-                put(task)
-                assert came.wait(10)
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(pool, "put", interrupted)
-            patch.setattr(Write, "move", move)
-            folder.start_write(some(0), "x", disk)
-        mine = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
-        until(lambda: not folder.shared.room.taken and not state_files(folder))
-        for number in mine:
-            assert os.readlink(f"/proc/self/fd/{number}") == os.devnull
-            os.close(number)
-    file, target = folder.start_write(some(1), "x", disk), torch.empty_like(some(1))
-    file.start_read(target)()
-    assert torch.equal(target, some(1))

@@ -146,7 +146,7 @@ def test_differences_of_params_in_bfloat16_are_not_rounded() -> None:
     check(metrics["leaf_norms"]["updates"], {path: now[path] - old[path] for path in now}, 1e-6)
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-25, 1e-12, 1.0, 1e15])
+@pytest.mark.parametrize("size", [0.0, 1e-25, 1e15])
 def test_squares_beyond_single_precision(size: float) -> None:
     """Those that the update of a large buffer adds up: of moments of tiny grads, and of many values in some pieces."""
     policy = fz.Policy(param=F32, grad=torch.bfloat16, moment=F32)  # which torch's own kernels do not take

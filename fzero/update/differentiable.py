@@ -26,12 +26,12 @@ from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.changed import changed, draw_of, due
-from fzero.update.leaf_norms import followed_metric
+from fzero.update.leaf_norms import differentiable_metric
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
 
-def followed_update(
+def differentiable_update(
     step: Spec, state: TrainState, grads: Sharded, grad_norm: object, known: Mapping[str, object]
 ) -> tuple[TrainState, dict[str, object]]:
     """The next state and the metrics, as differentiable functions of the state, the grads and the optimizer's tensors.
@@ -68,7 +68,7 @@ def followed_update(
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
-        metrics[LEAF_NORMS] = followed_metric(state.params, params, moments, grads)
+        metrics[LEAF_NORMS] = differentiable_metric(state.params, params, moments, grads)
     seen = as_seen(params)
     others = {
         each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras

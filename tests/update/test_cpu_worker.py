@@ -21,7 +21,7 @@ from fzero.kernels.build import threads
 from fzero.optim import _paused as paused
 from fzero.testing import assert_trees_equal, run_ranks
 from fzero.update import update as updates
-from fzero.update.beside import Beside, spare_cores
+from fzero.update.cpu_worker import CpuWorker, spare_cores
 
 pytestmark = pytest.mark.usefixtures("hazards")
 X = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(4, 10)
@@ -167,14 +167,14 @@ def test_an_update_that_fails(fuse: str | None, at: int, donates: bool, monkeypa
 
 
 def test_a_thread_raises_what_its_job_did() -> None:
-    beside = Beside[int](torch.device("cpu"), 1)
-    assert beside.wait() is None
-    beside.start(lambda: 1 // 0)
+    worker = CpuWorker[int](torch.device("cpu"), 1)
+    assert worker.wait() is None
+    worker.start(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        beside.wait()
-    beside.start(lambda: int(torch.is_grad_enabled()))
-    assert beside.wait() == 0
-    beside.end()
+        worker.wait()
+    worker.start(lambda: int(torch.is_grad_enabled()))
+    assert worker.wait() == 0
+    worker.end()
 
 
 def test_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def spare_cores(device: torch.device) -> int:
     return max(1, share() - 1)
 
 
-class Beside(Generic[T]):
+class CpuWorker(Generic[T]):
     """One job at a time on a thread that lasts as long as this; what it raises, `wait` does."""
 
     def __init__(self, device: torch.device, cores: int) -> None:
