@@ -46,7 +46,7 @@ def on_rank(rank: int, args: argparse.Namespace, store: str, results: Any) -> No
     start(rank, args.ranks, store, "cpu")
     by_adamw = training(args, fz.adamw(1e-3))
     by_muon = training(args, fz.partition({"*norm*": fz.adamw(1e-3), "blocks.*": fz.muon(1e-3), "*": fz.adamw(1e-3)}))
-    tree, layout, data = by_muon.state.params.alias(), by_muon.state.layout, batches(args, rank)
+    tree, layout, data = by_muon.state.params, by_muon.state.layout, batches(args, rank)
     keys = [key for key in layout.trainable if layout.groups[key].row.optimizer.startswith("muon")]
     mine = [slot.shape for key in keys for slot in owned(tree, key)]
     del tree

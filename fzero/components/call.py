@@ -11,11 +11,12 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
-from fzero.components.line import AHEAD, Line, shapes_of
+from fzero.components.line import AHEAD, Line, refusing_cut_sequences, shapes_of
 from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
+from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
 from fzero.engine.weighing import counted, own_weights, share
@@ -79,7 +80,7 @@ class Call:
         self._error = error
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
-        self.counts = Counts()
+        self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
         parts: Sequence[Sequence[object]] = ()
         try:
             wires = default_inputs(wires, len(inputs))
@@ -87,8 +88,8 @@ class Call:
                 parts, self.counts = counted(micro, last, inputs)
             else:
                 if micro.count > 1:
-                    self.counts.split(micro.examples(inputs))
-                parts = micro.split(inputs)
+                    self.shares.count_examples(inputs, self.counts)
+                parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
         except Exception as caught:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
@@ -196,9 +197,10 @@ class Call:
             if task.kind is Kind.RECEIVE:
                 arrived = line.receive(task)
                 if self._error is None:
-                    self._arrived(task, arrived)
+                    self._arrived(task, arrived, line)
             elif self._error is None and task.kind is Kind.SEND:
-                line.send(task, self._leaving(task))
+                rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
+                line.send(task, self._leaving(task), rows)
             elif self._error is None:
                 self._do(task, pieces, retain_graph, leaves)
         except Lost:
@@ -216,7 +218,8 @@ class Call:
         """
         stage, microbatch, last = task.stage, task.microbatch, task.stage == self.wires.stages - 1
         if task.kind is Kind.FORWARD:
-            self.flow.forward(stage, microbatch)
+            with refusing_cut_sequences(self.line, stage):
+                self.flow.forward(stage, microbatch)
         elif task.kind is Kind.PARAMS:
             self.flow.params(stage, microbatch)
         else:
@@ -238,15 +241,17 @@ class Call:
         wires = self.wires.between(task.peer, task.stage)
         return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires)
 
-    def _arrived(self, task: Task, values: Sequence[object]) -> None:
+    def _arrived(self, task: Task, values: Sequence[object], line: Line) -> None:
         assert task.peer is not None
         if task.peer < task.stage:
             wires = self.wires.between(task.peer, task.stage)
             for wire, value in zip(wires, values, strict=True):
                 self.flow.arrived(wire, task.microbatch, value, [task.stage])
             return
+        times = line.times(task.stage, task.peer)
         for wire, value in zip(self.wires.between(task.stage, task.peer), values, strict=True):
-            self.flow.came_back(wire, task.microbatch, task.peer, value)
+            own = pytree.map(lambda x: x * times, value) if times != 1 and value is not None else value
+            self.flow.came_back(wire, task.microbatch, task.peer, own)
 
     # ---- what all places know at the end
 
@@ -266,9 +271,10 @@ class Call:
                 own = make()
             except Exception as error:
                 self._error = error
-        said = self.agreed((shapes_of(own) if self.has_last else None, sum(self.counts.sizes or ())))
+        examples = sum(self.counts.sizes or ()) // self.shares.count
+        said = self.agreed((shapes_of(own) if self.has_last else None, examples))
         self.line.need_same(said, self.wires.stages - 1)
-        return own if self.has_last else said[self.line.partner(self.wires.stages - 1)][0]
+        return own if self.has_last else self.line.nearest(said, self.wires.stages - 1)[0]
 
     def grads(self, times: float) -> PerStage:
         """The gradients of the components here, over `times`."""
@@ -279,7 +285,7 @@ class Call:
         """The last stage's outputs, or aux, of all microbatches."""
         factors = self.counts.of_rank if what == "aux" else self.counts.factors
         every = [fetch(found[i]) for i in range(self.micro.count)]
-        return self.micro.merge(every, what, factors)
+        return self.shares.together(self.micro.merge(every, what, factors), what)
 
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
@@ -287,7 +293,7 @@ class Call:
             [fetch(x) for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
             for i in range(self.micro.count)
         ]
-        whole = self.micro.merge_inputs(inputs, flat)
+        whole = self.shares.inputs_together(inputs, self.micro.merge_inputs(inputs, flat))
         if times != 1.0:
             whole = [None if x is None else x / times for x in whole]
         if self.line is not None:

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import during, over_means
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
 from fzero.components.messages import Lost, MessageId, Messages
 from fzero.components.packing import Packed
+from fzero.components.remote.digests import Digest, digest_of, is_close
 from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
+from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.check import alive
 from fzero.schedules.task import Schedule, Task
 
 ALL = MessageId("all", 0, 0)  # what a rank says to all others at the end of a call
 AHEAD = 4  # messages that are received before their turn
-
-
-class Seat(NamedTuple):
-    """Where a rank is in a pipeline.
-
-    Attributes:
-        place: whose tasks it does.
-        data, datas: its number among the place's ranks that have different examples, and their count.
-        copy, copies: its number among those that have the same, as the ranks of a tensor axis do, and their count.
-    """
-
-    place: int
-    data: int
-    datas: int
-    copy: int
-    copies: int
+Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 
 class Line:
@@ -51,18 +42,22 @@ class Line:
     Attributes:
         count: the number of the call that is running.
         places: how many there are.
+        shares: how many of the smallest shares of a batch this rank has.
     """
 
     def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat], identity: str) -> None:
         self.rank, self.seats = backend.rank_in(group), seats
         self.place, self.places = seats[self.rank].place, len(schedule.places)
         self._messages, self._schedule = Messages(group), schedule
+        self._routes: dict[tuple[int, int], list[Route]] = {}
         self._gone: set[tuple[int, MessageId]] = set()  # what was sent in this call
+        self._noted: Noted = []  # of values that go to places with other numbers of copies
         self.count, self._verb, self._identity = 0, "", identity
+        self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
 
     def begin_call(self, verb: str) -> None:
         """Every message says which call it is of: ranks that make different ones are told, and take nothing else."""
-        self.count, self._verb = self.count + 1, verb
+        self.count, self._verb, self._noted = self.count + 1, verb, []
 
     @functools.cached_property
     def most_alive(self) -> int:
@@ -94,10 +89,12 @@ class Line:
             )
         return content
 
-    def partner(self, stage: int, rank: int | None = None) -> int:
-        """The rank at a stage's place that has the same examples, and the same slices of leaves, as this or another."""
-        seat = self.seats[self.rank if rank is None else rank]
-        return self.seats.index(seat._replace(place=self._schedule.place_of(stage)))
+    def routes(self, source: int, target: int) -> list[Route]:
+        """The routes between the places of two stages."""
+        pair = self._schedule.place_of(source), self._schedule.place_of(target)
+        if pair not in self._routes:
+            self._routes[pair] = routes(self.seats, *pair)
+        return self._routes[pair]
 
     def _ident(self, task: Task) -> MessageId:
         """What a message is known by, seen from the stage that gives it."""
@@ -108,17 +105,41 @@ class Line:
         number = (source * stages + target) * count + task.microbatch
         return MessageId((source, target), task.microbatch, 1 + number)
 
-    def send(self, task: Task, values: Sequence[object]) -> None:
-        """Sends values to the rank that takes them."""
+    def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
+        """Sends values to every rank that takes some of them.
+
+        Args:
+            rows: how many examples this rank has in them, where that is known.
+        """
         assert task.peer is not None
-        self._send(self.partner(task.peer), self._ident(task), self._packed(tuple(values)))
+        ident, what = self._ident(task), f"what stage {task.stage} gives to stage {task.peer}"
+        here, there = (self._seat_of(stage).copies for stage in (task.stage, task.peer))
+        if here != there and here > 1:
+            own = [(x.shape, digest_of(x)) for x in pytree.leaves(values) if isinstance(x, torch.Tensor)]
+            self._noted.append((f"{what} in microbatch {task.microbatch}", own))
+        for route in self.routes(task.stage, task.peer):
+            if route.source == self.rank:
+                own = [cut(value, route, what, rows) for value in values]
+                self._send(route.target, ident, self._packed(own))
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
         assert task.peer is not None
-        rank, ident = self.partner(task.peer), self._ident(task)
-        if (rank, ident) not in self._gone:
-            self._send(rank, ident, self._packed(self._told(error)))
+        ident = self._ident(task)
+        for route in self.routes(task.stage, task.peer):
+            if route.source == self.rank and (route.target, ident) not in self._gone:
+                self._send(route.target, ident, self._packed(self._told(error)))
+
+    def times(self, stage: int, other: int) -> float:
+        """By what cotangents of another place are multiplied here.
+
+        Each rank's are those of its own mean; the gradient is the mean over the ranks of a place.
+        """
+        return self._seat_of(stage).datas / self._seat_of(other).datas
+
+    def _seat_of(self, stage: int) -> Seat:
+        """One of the seats at the place of a stage."""
+        return next(seat for seat in self.seats if seat.place == self._schedule.place_of(stage))
 
     def need_same(self, said: Sequence[tuple[object, int]], stage: int) -> None:
         """Refuses shares of a batch that differ between places: microbatches would count there what they do not here.
@@ -127,25 +148,38 @@ class Line:
             said: by each rank, something and its number of examples.
         """
         for rank, (_, examples) in enumerate(said):
-            _, other = said[self.partner(stage, rank)]
+            _, other = self.nearest(said, stage, rank)
             if examples != other:
                 raise ValueError(
                     f"pipeline: rank {rank} of its group was given {examples} examples, and the rank of the last "
                     f"stage that has its share {other}; expected the same share of the batch in all places."
                 )
 
+    def nearest(self, said: Sequence[Any], stage: int, rank: int | None = None) -> Any:
+        """What a rank of a stage's place said, of all that ranks did: the one that has this rank's examples."""
+        place, own = self._schedule.place_of(stage), self.seats[self.rank if rank is None else rank]
+        found = {seat.data: rank for rank, seat in enumerate(self.seats) if seat.place == place and not seat.copy}
+        return said[found[own.data % len(found)]]
+
     def begin(self, task: Task) -> None:
         """Starts to receive what a task will wait for."""
         assert task.peer is not None
-        self._messages.begin(self.partner(task.peer), self._ident(task))
+        for route in self.routes(task.peer, task.stage):
+            if route.target == self.rank:
+                self._messages.begin(route.source, self._ident(task))
 
     def receive(self, task: Task) -> Sequence[object]:
         """The values that another stage gives to this one; raises `Failed` if that could not make them."""
         assert task.peer is not None
-        values = self._received(self.partner(task.peer), self._ident(task))
-        if isinstance(values, Failure):
-            raise Failed(values)
-        return values
+        ident, parts = self._ident(task), list[Any]()
+        for route in self.routes(task.peer, task.stage):
+            if route.target == self.rank:
+                parts.append(self._received(route.source, ident))
+        failed = next((part for part in parts if isinstance(part, Failure)), None)
+        if failed is not None:
+            raise Failed(failed)
+        what = f"what stage {task.peer} gives to stage {task.stage}"
+        return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
     def exchange(self, own: object, error: BaseException | None) -> list[Any]:
         """What every rank says, in rank order; raises on all of them if one has failed.
@@ -155,11 +189,11 @@ class Line:
         """
         failed = self._told(error) if error is not None else None
         try:
-            packed = self._packed((failed, own))
+            packed = self._packed((failed, own, self._noted))
         except Exception as caught:  # of what cannot be sent
             error, own = error or caught, None
             failed = self._told(error)
-            packed = self._packed((failed, None))
+            packed = self._packed((failed, None, []))
         ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         try:
@@ -168,7 +202,7 @@ class Line:
             for rank in others:
                 self._messages.begin(rank, ALL)
             said = {rank: self._received(rank, ALL) for rank in others}
-            said[self.rank] = failed, own
+            said[self.rank] = failed, own, self._noted
             self._messages.end_call()
         except Lost as lost:
             if error is None or isinstance(error, Failed):
@@ -182,7 +216,63 @@ class Line:
         if first is not None:
             where = f"rank {first.rank} at place {self.seats[first.rank].place}"
             raise error_of(first._replace(message=f"pipeline: {where} failed: {first.kind}: {first.message}"))
+        need_alike(self.seats, [said[rank][2] for rank in range(ranks)])
         return [said[rank][1] for rank in range(ranks)]
+
+
+def need_alike(seats: Sequence[Seat], noted: Sequence[Noted]) -> None:
+    """Refuses what differs between ranks of a place that have the same examples, of what each rank has noted.
+
+    Where it goes to a place with fewer of them, one's alone is taken.
+    """
+    for rank, seat in enumerate(seats):
+        first = next(i for i, other in enumerate(seats) if (other.place, other.data) == (seat.place, seat.data))
+        for (what, own), (_, other) in zip(noted[rank], noted[first], strict=True):
+            like = [a == b and is_close(x, y) for (a, x), (b, y) in zip(own, other, strict=False)]
+            if len(own) != len(other) or not all(like):
+                raise ValueError(
+                    f"pipeline: {what} differs between ranks {first} and {rank} of its group, which have the same "
+                    "examples, and it goes to a place with another number of such ranks, where one's alone would be "
+                    "taken; expected the same on all. Put the ranks' slices together in the stage (fz.parallel.gather "
+                    "or sum; in front of what each computes with its own slice, fz.parallel.copy), or give both places "
+                    "as many ranks of the axis that leaves are cut over."
+                )
+
+
+@contextlib.contextmanager
+def refusing_cut_sequences(line: Line | None, stage: int) -> Iterator[None]:
+    """Around a stage's function: where places are of other numbers of ranks, values go between them by examples.
+
+    A function that also goes over the axis along dim 0 changes between sequences and examples by itself.
+
+    Raises:
+        ValueError: it cuts sequences over ranks whose parts other places would take for examples.
+    """
+    counts = sorted({seat.datas for seat in line.seats}) if line is not None else []
+    if len(counts) < 2:
+        yield
+        return
+    cut: dict[tuple[int, ...], tuple[str, str]] = {}
+    by_examples: set[tuple[int, ...]] = set()
+
+    def noted(ax: Axis, who: str, dim: int) -> None:
+        if dim:
+            cut.setdefault(ax.members, (who, ax.name))
+        else:
+            by_examples.add(ax.members)
+
+    with during(over_means, noted):
+        yield
+    for members, (who, name) in cut.items():
+        if members not in by_examples:
+            raise ValueError(
+                f"pipeline: stage {stage} calls fz.parallel.{who} over axis {name!r}, ranks {list(members)}, each of "
+                "which has a part of the same sequences there, and its step takes means over them. The places have "
+                f"{counts} ranks that means are over: values between them are cut by examples, the rows of dim 0; "
+                "expected examples of each rank's own at the ends of the function. Say x = fz.parallel.all_to_all(x, "
+                "ax, split=1, concat=0) at its beginning and x = fz.parallel.all_to_all(x, ax, split=0, concat=1) at "
+                "its end, or give the places as many ranks."
+            )
 
 
 def shapes_of(tree: object) -> object:

@@ -12,6 +12,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import meaned
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
+from fzero.components.shares import Shares
 from fzero.engine.outcome import need_structure, scalar_loss
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
@@ -28,14 +29,14 @@ class Losses:
 
     def __init__(self, micro: Microbatches, cotangent: object) -> None:
         self._micro, self._cotangent = micro, cotangent
-        self._counts = Counts()
+        self._shares, self._counts = Shares(1, micro), Counts()
         self._losses: dict[int, Any] = {}  # by microbatch
         self._pieces: dict[int, object] = {}
         self.times = 1.0
 
-    def begin(self, counts: Counts) -> None:
+    def begin(self, shares: Shares, counts: Counts) -> None:
         """A call begins, whose microbatches will count so."""
-        self._counts = counts
+        self._shares, self._counts = shares, counts
 
     def note(self, microbatch: int, output: object) -> object:
         """Takes the loss of an output, or notes its form; returns what else is to be kept of it."""
@@ -51,7 +52,7 @@ class Losses:
             self._losses[microbatch] = scalar_loss(output, WHO)
         if not self._pieces:
             several = self._micro.count > 1 or self._counts.factors
-            cotangent = self._cotangent
+            cotangent = self._shares.apart(self._cotangent, "the outputs' cotangent")
             if cotangent is not None:
                 need_structure(cotangent, pytree.flatten(output)[1])
             if cotangent is None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.components.line import Line, Seat
+from fzero.components.line import Line
+from fzero.components.routes import Seat
 from fzero.components.wiring import Wiring
 from fzero.schedules.task import Schedule
 from fzero.table.spec import Spec
@@ -64,10 +65,11 @@ class AllPlaces:
             return dict(own or {})
         self.line.begin_call("what all places know")
         said = self.line.exchange(dict(own or {}), error)
-        return {c: said[self.line.partner(stage)][c] for c, stage in self._home.items()} if own else {}
+        return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
 
 
 ELSEWHERE = "Take components of fz.remote as stages that differ in that: values between them are cut as needed."
+EXPECTED = 'None, a mesh of one axis such as mesh["pp"], or a list of ranks for each place of the schedule'
 
 
 def need_groups(groups: object, schedule: Schedule) -> None:
@@ -90,8 +92,6 @@ def need_groups(groups: object, schedule: Schedule) -> None:
             f"pipeline: got groups={groups}, expected {count} lists of ranks, one for each place of the schedule "
             f"{schedule.name!r}, no rank in two of them."
         )
-    if len({len(ranks) for ranks in groups}) > 1:
-        raise ValueError(f"pipeline: got groups={groups}, expected as many ranks in each place. {ELSEWHERE}")
     if any(list(ranks) != sorted(ranks) for ranks in groups):
         raise ValueError(
             f"pipeline: got groups={groups}, expected the ranks of each place in ascending order: shares of the batch "
@@ -136,7 +136,11 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
 
     seats = [Seat(*map(int, text.split())) for text in _heard(group, seat)]
-    _need_same_shares({seat.datas for seat in seats})
+    if wires.shared and len({seat.datas for seat in seats}) > 1:
+        raise ValueError(
+            f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
+            "that have different examples; expected as many in each place, where components are shared."
+        )
     return Line(group, schedule, seats, identity)
 
 
