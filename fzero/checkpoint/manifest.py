@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.checkpoint.folder import NAME, is_url
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.remote import folder_at
 from fzero.state.sliced import Sliced
 
 # 2 has no slices of leaves, 3 no complex tensors, 4 none in 8 bits and of whole numbers without a sign, 5 one number of
@@ -49,6 +49,10 @@ def as_filed(tensor: torch.Tensor) -> torch.Tensor:
 
 class DamagedCheckpoint(OSError):
     """A file of a checkpoint is missing, cut, changed, or belongs to another save. The message names it."""
+
+
+class NoCheckpoint(FileNotFoundError):
+    """A folder has no manifest."""
 
 
 class Piece(NamedTuple):
@@ -192,7 +196,7 @@ def read_manifest(folder: str) -> Manifest:
             text = there.read(NAME)
     except FileNotFoundError:
         what = "is empty or holds no whole one" if there.exists() else "does not exist"
-        raise FileNotFoundError(
+        raise NoCheckpoint(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
     line = text.find(b"\n") + 1

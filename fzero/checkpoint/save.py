@@ -12,9 +12,10 @@ from fzero.base.arguments import named, wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.files import Folder
 from fzero.checkpoint.fill import as_said
-from fzero.checkpoint.folder import Folder, path_of
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.together import NAME as TOGETHER
 from fzero.checkpoint.write import abandon, write

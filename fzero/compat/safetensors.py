@@ -14,7 +14,7 @@ from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.copies import Copies, need_same
+from fzero.checkpoint.copies import copies_of, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
@@ -251,7 +251,7 @@ def save_safetensors(
         of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
         said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
-        need_same(axis, agreed(axis, lambda: Copies.of({"values": tree})), "save_safetensors")
+        need_same(axis, agreed(axis, lambda: copies_of({"values": tree})), "save_safetensors")
         export.token = Everyone(axis).exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):

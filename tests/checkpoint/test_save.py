@@ -322,7 +322,7 @@ def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saving = fz.save_async(tmp_path, state)
     assert begun.wait(30)
     with pytest.raises(BlockingIOError, match="another run is saving there"):
-        with files.only_writer(str(tmp_path)):
+        with files.Folder(str(tmp_path)).only_writer():
             pass
     go.set()
     saving.wait()
