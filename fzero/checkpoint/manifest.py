@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +39,13 @@ OF_TENSORS = {
 }
 CODES_OF_TENSORS = {dtype: code for code, dtype in OF_TENSORS.items()}
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def header_of(tensors: Mapping[str, object]) -> bytes:
+    """What stands before the data in a safetensors file: what is said of its tensors, by their names."""
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def as_filed(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import Run, runs, share, written
 from fzero.checkpoint.copies import Copies, copies_of
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed
+from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
@@ -167,7 +166,7 @@ class Snapshot:
         return out
 
     def header(self, pieces: list[tuple[Piece, torch.dtype]]) -> bytes:
-        """What stands before the data in a safetensors file: the names, dtypes and places of its tensors."""
+        """What stands before the data in the file: the names, dtypes and places of its tensors."""
         said: dict[str, object] = {"__metadata__": {"format": "fzero checkpoint"}}
         for piece, dtype in pieces:
             kept = self.kept[piece.item]
@@ -179,9 +178,7 @@ class Snapshot:
             begin, end = piece.offset, piece.offset + piece.nbytes
             shape = [piece.nbytes // dtype.itemsize]
             said[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(said, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return header_of(said)
 
     def data(self) -> Iterator[memoryview]:
         """The slices themselves, one after the other; buffers are brought from where they lie, and let go."""

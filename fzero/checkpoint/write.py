@@ -52,14 +52,6 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         board.leave(rank, ranks)
 
 
-def abandon(board: Board, rank: int, ranks: int) -> None:
-    """Tells the other ranks that this one does not take part."""
-    said = f"rank {rank} was interrupted as the save began"
-    for name, text in {"begun": said, "ended": said}.items() if rank == 0 else [(str(rank), json.dumps([said]))]:
-        board.post(name, text)
-    board.leave(rank, ranks)
-
-
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
     lead = lambda: f"{folder.path}: rank 0 of this save has not been heard of"
     if (said := board.read("begun", 0, lead)) != _WELL:

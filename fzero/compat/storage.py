@@ -79,12 +79,6 @@ class _Durable(FileSystem):
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return False
 
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        pass
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        pass
-
 
 class _Stream(io.BufferedIOBase):
     """What torch writes into a new file in many small pieces, and flushes and closes at any time."""

@@ -17,7 +17,7 @@ from fzero.checkpoint.copies import Copies, copies_of
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import Folder
 from fzero.checkpoint.staging import on_host
-from fzero.compat.moments import word_of
+from fzero.compat.trees import word_of
 from fzero.formats.formats import ALIGN
 from fzero.state.checks import check_buffers
 from fzero.state.items import items_in

@@ -31,10 +31,10 @@ class LiveBytes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        self.peak, self._on_change = 0, on_change
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         out = func(*args, **(kwargs or {}))
@@ -43,10 +43,7 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and tensor.device.type != "meta":
                 self._storages[storage._cdata] = storage
-        total = self.now()
-        if self._on_change is not None:
-            self._on_change(total)
-        self.peak = max(self.peak, total)
+        self.peak = max(self.peak, self.now())
         return out
 
     def now(self) -> int:

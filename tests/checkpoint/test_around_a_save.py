@@ -71,12 +71,14 @@ def test_what_a_save_began_with_is_what_it_writes(tmp_path: Path, monkeypatch: p
         step = fz.offload(step, **away) if away else step
         state, _ = step(step.init(params()), X)
         expected = fz.gather({"params": state.params, "moments": state.moments})
-        saving = fz.save_async(tmp_path / "it", state)
+        extra = {"losses": [1.0]}
+        saving = fz.save_async(tmp_path / "it", state, extra)
+        extra["losses"].append(2.0)
         for _ in range(3):
             state, _ = step(state, X)
         saving.wait()
         again = fz.load(tmp_path / "it", step)
-        assert again.step == 1
+        assert again.step == 1 and fz.load_extra(tmp_path / "it") == {"losses": [1.0]}
         assert_trees_equal(fz.gather({"params": again.params, "moments": again.moments}), expected)
 
     monkeypatch.setattr(files, "write", slowly)
