@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.pool import AsyncResult, ThreadPool
+from concurrent.futures import Future
 
 from fzero.base import cores
 
@@ -29,14 +31,34 @@ def digest(data: memoryview | bytes | bytearray) -> str:
 
 def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None], workers: int) -> Iterator[str]:
     """The checksum of each chunk of each piece, in order, made by some threads; it is written meanwhile."""
-    under = collections.deque[AsyncResult[str]]()
-    with ThreadPool(workers) as pool:  # an executor refuses jobs once the interpreter waits for the save to end
+    under, jobs = collections.deque[Future[str]](), queue.SimpleQueue[tuple[memoryview, Future[str]] | None]()
+    # threads of its own: an executor refuses jobs once the interpreter waits for the save to end
+    threads = [threading.Thread(target=_digests, args=(jobs,), name="fzero-save") for _ in range(workers)]
+    begun = list[threading.Thread]()
+    try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
         for piece in pieces:
             for start in range(0, len(piece), CHUNK):
                 chunk = piece[start : start + CHUNK]
-                under.append(pool.apply_async(digest, (chunk,)))
+                under.append(Future())
+                jobs.put((chunk, under[-1]))
                 put(chunk)
-                if len(under) > workers:
-                    yield under.popleft().get()
+                if len(under) > len(threads):
+                    yield under.popleft().result()
         while under:
-            yield under.popleft().get()
+            yield under.popleft().result()
+    finally:
+        for _ in begun:
+            jobs.put(None)
+        for thread in begun:
+            thread.join()
+
+
+def _digests(jobs: queue.SimpleQueue[tuple[memoryview, Future[str]] | None]) -> None:
+    """What a thread does until it is told to end."""
+    while (job := jobs.get()) is not None:
+        chunk, done = job
+        done.set_result(digest(chunk))
+        del job, chunk  # the state's memory

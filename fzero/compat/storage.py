@@ -8,7 +8,6 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -93,7 +92,7 @@ class _Stream(io.BufferedIOBase):
     def tell(self) -> int:
         return self._at
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._buffer += data
         self._at += len(data)
         if len(self._buffer) > _AT_ONCE:

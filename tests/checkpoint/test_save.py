@@ -192,6 +192,25 @@ def test_a_failed_save_holds_nothing_of_the_state(tmp_path: Path, monkeypatch: p
         saving.wait()
 
 
+def test_a_hashing_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, and no thread is left that waits for work."""
+    before = set(threading.enumerate())
+
+    class Short(threading.Thread):
+        made = 0
+
+        def start(self) -> None:
+            Short.made += 1
+            if Short.made == 2:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(chunks.threading, "Thread", Short)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(chunks.hashed([memoryview(bytes(100))], lambda piece: None, workers=2))
+    assert before.issuperset(threading.enumerate())
+
+
 def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, fails = files.write, [True]
 
