@@ -9,7 +9,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.copies import Copies, need_same
+from fzero.checkpoint.copies import Copies, copies_of, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
@@ -139,7 +139,7 @@ class _State(Origin):
 
     def copies(self) -> Copies:
         """The checksums of what other ranks hold, too."""
-        return Copies.of({name: value for name, value in self._items.values() if is_sharded(value)})
+        return copies_of({name: value for name, value in self._items.values() if is_sharded(value)})
 
     def tree(self, name: str) -> Source:
         return _Tree(self._items[name].value, self.said if self._sums and name == "params" else None)

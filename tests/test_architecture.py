@@ -127,7 +127,7 @@ def test_one_place_for_private_torch() -> None:
     private = r"\btorch\._(?!_file__|foreach|fused)[a-zC]|\btorch\.(?!testing)[a-z_.]*\._[a-z]"
     random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}  # dispatch keys
     kernels = {"base/flash.py"}
-    testing = {"testing/_memory.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
+    testing = {"planning/live.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
     operators = {"base/operators.py", "base/program.py", "base/flops.py"}  # what they do, and dispatch modes
     private_files = {
         "base/private.py",

@@ -53,18 +53,15 @@ class Board:
         """
         if self._store is None:
             return self._own[name]
-        pause, signs, looked = 0.0005, 0, time.monotonic()
-        end = looked + self._timeout
+        pause, signs, end = 0.0005, 0, time.monotonic() + self._timeout
         with _reached(who):
             while not self._store.check([self._prefix + name]):
-                now = time.monotonic()
-                if now - looked > self._timeout / 4:
-                    before, looked = signs, now
-                    signs = self._store.add(f"{self._prefix}signs of {of}", 0)
-                    end = now + self._timeout if signs > before else end
-                if now > end:
-                    self.post("gone", f"rank {self._rank} has given up waiting")
-                    raise TimeoutError(f"{who()} within {self._timeout:.0f} s, the timeout of the process group")
+                if time.monotonic() > end:
+                    before, signs = signs, self._store.add(f"{self._prefix}signs of {of}", 0)
+                    end += self._timeout
+                    if signs == before:
+                        self.post("gone", f"rank {self._rank} has given up waiting")
+                        raise TimeoutError(f"{who()} within {self._timeout:.0f} s, the timeout of the process group")
                 self.go_on()
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)

@@ -27,8 +27,15 @@ def folder_of(path: object, who: str) -> str:
     return given
 
 
-class Local:
-    """A folder on a local disk, or on one that is mounted."""
+class Folder:
+    """A folder on a local disk, or on one that is mounted. `Remote` is one behind a URL.
+
+    Files are written to once, and read from at any place. What fails is an `OSError` that names the file.
+
+    Attributes:
+        path: of it.
+        guarded: whether no second writer can begin inside of `only_writer`; otherwise the first one is told later.
+    """
 
     guarded = True
 
@@ -38,24 +45,37 @@ class Local:
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name) if name else self.path
 
-    def child(self, name: str) -> Local:
-        return Local(self._at(name))
+    def child(self, name: str) -> Folder:
+        return Folder(self._at(name))
 
     def make(self) -> None:
-        make_folder(self.path)
+        """Makes it and its parents, each of them durable."""
+        parent = os.path.dirname(self.path)
+        if not os.path.isdir(self.path):
+            if parent and parent != self.path:
+                Folder(parent).make()
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path)
+            sync_folder(parent)
+        if not os.path.isdir(self.path):
+            raise NotADirectoryError(f"{self.path} is not a folder. Give the path of a folder, or of one to make.")
 
     def names(self) -> list[str]:
+        """What lies in it; nothing if it is not there."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.listdir(self.path)
         return []
 
     def folders(self) -> list[str]:
+        """The folders that lie in it."""
         return [name for name in self.names() if os.path.isdir(self._at(name))]
 
     def exists(self, name: str = "") -> bool:
+        """Whether a file is there, or the folder itself."""
         return os.path.exists(self._at(name))
 
     def size(self, name: str) -> int:
+        """The bytes of a file."""
         return os.stat(self._at(name)).st_size
 
     def read(self, name: str) -> bytes:
@@ -66,6 +86,7 @@ class Local:
             raise FileNotFoundError(error.errno, error.strerror, error.filename) from None
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        """Fills memory from a file; how many bytes there were, fewer if it ends before. From any thread."""
         descriptor = os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             with naming(self._at(name)):
@@ -75,6 +96,7 @@ class Local:
 
     @contextlib.contextmanager
     def writing(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
+        """Makes a new file of so many bytes from what the function is given, durable at the end."""
         descriptor, offset, begun = create(self._at(name)), 0, 0
 
         def put(data: memoryview) -> None:
@@ -95,53 +117,75 @@ class Local:
         sync_folder(self.path)
 
     def replace(self, name: str, content: bytes) -> None:
-        replace_file(self.path, name, content)
+        """Gives a file other content: at any time it has the old or the new one; durable when this returns."""
+        with self.writing(f"{name}.new", len(content)) as put:
+            put(memoryview(content))
+        rename(self._at(f"{name}.new"), self._at(name))
+        sync_folder(self.path)
 
     def remove(self, name: str) -> None:
-        remove(self._at(name))
-
-    @contextlib.contextmanager
-    def only_writer(self, token: str) -> Iterator[Callable[[], None]]:
-        with only_writer(self.path):
-            yield lambda: None
+        """Removes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self._at(name))
 
     def discard(self, name: str) -> None:
+        """Removes a folder in it, which is a whole checkpoint or none at any time; `tidy` then removes its files."""
         rename(self._at(name), self._at(f"{_GOING}{uuid.uuid4().hex[:8]}-{name}"))
 
     def tidy(self) -> None:
+        """Removes what was being discarded as a run was killed."""
         sync_folder(self.path)
         for name in self.names():
             if name.startswith(_GOING) and os.path.islink(self._at(name)):
-                remove(self._at(name))  # what it leads to is somebody else's
+                self.remove(name)  # what it leads to is somebody else's
             elif name.startswith(_GOING):
                 shutil.rmtree(self._at(name), ignore_errors=True)
 
+    @contextlib.contextmanager
+    def only_writer(self, token: str = "") -> Iterator[Callable[[], None]]:
+        """Around a save: refuses a second one into the same folder, also of another process.
 
-def make_folder(path: str) -> None:
-    """Makes a folder and its parents, each of them durable."""
-    parent = os.path.dirname(path)
-    if not os.path.isdir(path):
-        if parent and parent != path:
-            make_folder(parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        sync_folder(parent)
-    if not os.path.isdir(path):
-        raise NotADirectoryError(f"{path} is not a folder. Give the path of a folder, or of one to make.")
+        The lock's file says that a save has begun: if there is one and no manifest, none has ever ended here. The
+        function raises if another run has begun to save there meanwhile, which only a `Remote` folder lets it.
 
+        Raises:
+            BlockingIOError: another run is saving there.
+        """
+        path, there, descriptor = self._at(LOCK), False, -1
+        try:
+            while not there:
+                if descriptor >= 0:  # its owner has removed it meanwhile
+                    os.close(descriptor)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                self._lock(descriptor, path)
+                with contextlib.suppress(FileNotFoundError):
+                    there = os.path.samestat(os.fstat(descriptor), os.stat(path))
+            if not b"process ".startswith(os.pread(descriptor, 8, 0).rstrip(b"\0")):  # a crash may leave less of it
+                raise not_ours(path)
+            with naming(path):
+                os.ftruncate(descriptor, 0)
+                write(descriptor, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()), 0)
+                sync(descriptor)
+            sync_folder(self.path)
+            yield lambda: None
+            self.remove(LOCK)
+        finally:
+            if descriptor >= 0:
+                if there:  # closing alone would not: a process that was forked meanwhile has the file, too
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
 
-def replace_file(folder: str, name: str, content: bytes) -> None:
-    """A file whose content is the old one's or this, whatever happens meanwhile; durable when this returns."""
-    new = os.path.join(folder, f"{name}.new")
-    descriptor = create(new)
-    try:
-        with naming(new):
-            write(descriptor, memoryview(content), 0)
-            sync(descriptor)
-    finally:
-        os.close(descriptor)
-    rename(new, os.path.join(folder, name))
-    sync_folder(folder)
+    def _lock(self, descriptor: int, path: str) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(descriptor, 200, 0).decode(errors="replace")
+            raise BlockingIOError(
+                f"{self.path}: another run is saving there ({who or 'which has not said who it is'}). Save into a "
+                "folder of your own, or wait until it has ended."
+            ) from None
+        except OSError as error:  # of a filesystem without locks
+            raise OSError(error.errno, f"cannot be locked ({error.strerror}); save elsewhere", path) from None
 
 
 @contextlib.contextmanager
@@ -193,55 +237,3 @@ def sync_folder(path: str) -> None:
 
 def rename(old: str, new: str) -> None:
     os.rename(old, new)
-
-
-def remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.unlink(path)
-
-
-# ---- one writer at a time
-
-
-@contextlib.contextmanager
-def only_writer(folder: str) -> Iterator[None]:
-    """Around a save: refuses a second one into the same folder, also of another process.
-
-    The lock's file says that a save has begun: where there is one and no manifest, none has ever ended here.
-
-    Raises:
-        BlockingIOError: another run is saving there.
-    """
-    path, there = os.path.join(folder, LOCK), False
-    descriptor = -1
-    try:
-        while not there:
-            if descriptor >= 0:  # its owner has removed it meanwhile
-                os.close(descriptor)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if not isinstance(error, BlockingIOError):  # of a filesystem without locks
-                    raise OSError(error.errno, f"cannot be locked ({error.strerror}); save elsewhere", path) from None
-                who = os.pread(descriptor, 200, 0).decode(errors="replace")
-                raise BlockingIOError(
-                    f"{folder}: another run is saving there ({who or 'which has not said who it is'}). Save into a "
-                    "folder of your own, or wait until it has ended."
-                ) from None
-            with contextlib.suppress(FileNotFoundError):
-                there = os.path.samestat(os.fstat(descriptor), os.stat(path))
-        if not b"process ".startswith(os.pread(descriptor, 8, 0).rstrip(b"\0")):  # a crash may leave less of it
-            raise not_ours(path)
-        with naming(path):
-            os.ftruncate(descriptor, 0)
-            write(descriptor, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()), 0)
-            sync(descriptor)
-        sync_folder(folder)
-        yield
-        remove(path)
-    finally:
-        if descriptor >= 0:
-            if there:  # closing alone would not: a process that was forked meanwhile has the file, too
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)

@@ -13,7 +13,7 @@ import torch
 from fzero.base import pytree
 from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.comm.axis import Axis
 from fzero.optim._late import need_own_counts
 from fzero.state.check_state import check_same_optimizer
@@ -48,7 +48,8 @@ def agreed(axis: Axis, job: Callable[[], T]) -> T:
 
 def as_said(kind: str, text: str) -> Exception:
     """An error of another rank, of the same kind where a text makes one."""
-    own = DamagedCheckpoint if kind == DamagedCheckpoint.__name__ else getattr(builtins, kind, RuntimeError)
+    ours = {each.__name__: each for each in (DamagedCheckpoint, NoCheckpoint)}
+    own = ours.get(kind) or getattr(builtins, kind, RuntimeError)
     try:
         return own(text)
     except TypeError:

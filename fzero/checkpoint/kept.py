@@ -17,9 +17,9 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.folder import LOCK, NAME, is_url, path_of
 from fzero.checkpoint.load import load_both
-from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.checkpoint.read import is_whole
+from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.save import Saving, begin
 from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
@@ -128,9 +128,7 @@ class Checkpoints:
         while names := [name for name, ended in found.items() if ended and name not in damaged]:
             try:
                 out = load_both(lambda: asked(names[0]), step, params_only)
-            except (DamagedCheckpoint, FileNotFoundError) as error:
-                if isinstance(error, FileNotFoundError) and self._has_manifest(names[0], axis):
-                    raise  # a callable's of `like`, say
+            except (DamagedCheckpoint, NoCheckpoint) as error:
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
                 continue
@@ -189,11 +187,6 @@ class Checkpoints:
             time.sleep(0.05)
             return self._look(glances - 1)
         return names
-
-    def _has_manifest(self, name: str, axis: Axis) -> bool:
-        """Whether rank 0 sees one in a subfolder."""
-        there = agreed(axis, lambda: Everyone(axis).leads and NAME in self._there.child(name).names())
-        return Everyone(axis).exchange(str(there), "restore")[0] == "True"
 
     def _need_folder(self) -> None:
         """Refuses what is no folder of checkpoints: nothing begins anew where there was something."""

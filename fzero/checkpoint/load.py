@@ -12,15 +12,14 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Choice, Wanted, choose
+from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.folder import path_of
-from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, Manifest, read_manifest
+from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest
 from fzero.checkpoint.read import Reader
 from fzero.checkpoint.structure import Unnamed, built
 from fzero.checkpoint.together import read_together
-from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
 from fzero.state.metrics import Component, State
@@ -89,7 +88,7 @@ def load(
 
 
 def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tuple[TrainState, object]:
-    """The state of a checkpoint and its `extra`, which are of one save also while another is made there."""
+    """The state of a checkpoint and its `extra`."""
 
     def check() -> Wanted:
         need_bool(params_only, "fz.load", "params_only")
@@ -97,54 +96,18 @@ def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tup
 
     wanted = agreed(step.axis(), check)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
-        state, extra, choice = _newest(wanted, step, params_only)
-        if Everyone(state.params.axis).leads:
+        axis, place = step.axis().of_component(step.name), wanted.place
+        everyone = Everyone(axis)
+        manifest = agreed(axis, lambda: read_manifest(place))
+        advice = "Give every rank the same path, and let nobody save there meanwhile."
+        axis.check_same(f"{place} {manifest.token}", "The checkpoints", advice)
+        with contextlib.closing(_Checkpoint(place, manifest)) as origin:
+            agreed(axis, lambda: origin.reader.check(everyone.number, everyone.count))
+            choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
+            state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
+        if everyone.leads:
             choice.warn(wanted, 3)
-        return state, extra
-
-
-def _newest(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object, Choice]:
-    """Reads a checkpoint, and again where another one was saved there meanwhile."""
-    axis, before = step.axis().of_component(step.name), ""
-    while True:
-        manifest = _same(wanted, axis)
-        try:
-            return _read(wanted, step, params_only, axis, manifest)
-        except DamagedCheckpoint:  # perhaps as another one was saved there meanwhile
-            if manifest.token == before or _token(wanted.place, axis) == manifest.token:
-                raise
-            before = manifest.token
-
-
-def _same(wanted: Wanted, axis: Axis) -> Manifest:
-    """The manifest that all ranks see; read again as long as another one is put there between their looks."""
-    seen: list[str] = []
-    while True:
-        manifest = agreed(axis, lambda: read_manifest(wanted.place))
-        text, before = f"{wanted.place} {manifest.token}", seen
-        seen = Everyone(axis).exchange(text, "load")
-        if len({*seen}) == 1 or seen == before:
-            axis.check_same(text, "The checkpoints", "Give every rank the same path.")
-            return manifest
-
-
-def _token(folder: str, axis: Axis) -> str:
-    """Of the checkpoint that rank 0 sees there now; "" where it sees none."""
-    token = ""
-    with contextlib.suppress(OSError, ValueError):
-        token = read_manifest(folder).token if Everyone(axis).leads else ""
-    return Everyone(axis).exchange(token, "load")[0]
-
-
-def _read(
-    wanted: Wanted, step: Spec, params_only: bool, axis: Axis, manifest: Manifest
-) -> tuple[TrainState, object, Choice]:
-    folder = wanted.place
-    with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
-        agreed(axis, lambda: origin.reader.check(Everyone(axis).number, Everyone(axis).count))
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
-        state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
-    return state, manifest.extra, choice
+        return state, manifest.extra
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.checkpoint.folder import NAME, is_url
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.remote import folder_at
 from fzero.state.sliced import Sliced
 
 # 2 has no slices of leaves, 3 no complex tensors, 4 none in 8 bits and of whole numbers without a sign, 5 one number of
@@ -41,6 +41,13 @@ CODES_OF_TENSORS = {dtype: code for code, dtype in OF_TENSORS.items()}
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
+def header_of(tensors: Mapping[str, object]) -> bytes:
+    """What stands before the data in a safetensors file: what is said of its tensors, by their names."""
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def as_filed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as files have it: complex numbers as pairs, other dtypes that they do not name as whole numbers."""
     real = pytree.as_reals(tensor)
@@ -49,6 +56,10 @@ def as_filed(tensor: torch.Tensor) -> torch.Tensor:
 
 class DamagedCheckpoint(OSError):
     """A file of a checkpoint is missing, cut, changed, or belongs to another save. The message names it."""
+
+
+class NoCheckpoint(FileNotFoundError):
+    """A folder has no manifest."""
 
 
 class Piece(NamedTuple):
@@ -192,7 +203,7 @@ def read_manifest(folder: str) -> Manifest:
             text = there.read(NAME)
     except FileNotFoundError:
         what = "is empty or holds no whole one" if there.exists() else "does not exist"
-        raise FileNotFoundError(
+        raise NoCheckpoint(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
     line = text.find(b"\n") + 1

@@ -12,7 +12,7 @@ import torch
 
 from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
-from fzero.checkpoint.folder import Folder
+from fzero.checkpoint.files import Folder
 from fzero.checkpoint.manifest import (
     OF_TENSORS,
     DamagedCheckpoint,
@@ -23,7 +23,7 @@ from fzero.checkpoint.manifest import (
     read_manifest,
     readable,
 )
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.remote import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
 
 
@@ -176,7 +176,8 @@ class Reader:
                 yield
         except FileNotFoundError:
             raise DamagedCheckpoint(
-                f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
+                f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint. If "
+                "another run has saved there meanwhile, load again."
             ) from None
 
     def _cut(self, file: File, got: int) -> DamagedCheckpoint:

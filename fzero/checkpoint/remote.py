@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fzero.checkpoint.folder import LOCK, NAME, not_ours
+from fzero.checkpoint.files import Folder
+from fzero.checkpoint.folder import LOCK, NAME, is_url, not_ours
 
 _BLOCK, _BLOCKS = 16 << 20, 8000  # bytes that are sent at once; of an upload to S3, which takes 10,000
 _OURS = re.compile(rb"([0-9a-f]{12})?")  # a token, or the mark of what is being removed
 
 
-class Remote:
+class Remote(Folder):
     """A folder in a filesystem of fsspec."""
 
     guarded = False
@@ -128,7 +129,7 @@ class Remote:
             self._fs.rm_file(self._at(name))
 
     @contextlib.contextmanager
-    def only_writer(self, token: str) -> Iterator[Callable[[], None]]:
+    def only_writer(self, token: str = "") -> Iterator[Callable[[], None]]:
         def mine() -> bool:
             with contextlib.suppress(FileNotFoundError):  # who began later has ended
                 return self.read(LOCK) == token.encode()
@@ -160,3 +161,12 @@ class Remote:
 
     def tidy(self) -> None:
         pass
+
+
+def folder_at(path: str) -> Folder:
+    """The folder of a path.
+
+    Raises:
+        ImportError, ValueError: a URL for which there is no filesystem.
+    """
+    return Remote(path) if is_url(path) else Folder(path)

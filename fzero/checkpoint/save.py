@@ -12,12 +12,13 @@ from fzero.base.arguments import named, wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.files import Folder
 from fzero.checkpoint.fill import as_said
-from fzero.checkpoint.folder import Folder, path_of
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.together import NAME as TOGETHER
-from fzero.checkpoint.write import abandon, write
+from fzero.checkpoint.write import write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
@@ -104,21 +105,10 @@ class Saving:
         self._process = os.getpid()
         self._told, self._ended = False, threading.Event()
         # the interpreter waits for it, and nothing but it holds the state
-        begun, self._cancelled = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, args=([snapshot], then, begun), name="fzero-save")
-        try:
-            self._thread.start()
-        except BaseException:  # an interrupt, perhaps with the thread there: the other ranks would wait for this one
-            self._cancelled = True
-            abandon(board, Everyone(snapshot.axis).number, Everyone(snapshot.axis).count)
-            raise
-        finally:
-            begun.set()
+        self._thread = threading.Thread(target=self._run, args=([snapshot], then), name="fzero-save")
+        self._thread.start()
 
-    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None, begun: threading.Event) -> None:
-        begun.wait()  # or the caller would wait for Python's lock, which a thread that begins has
-        if self._cancelled:
-            return
+    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None) -> None:
         try:
             write(self._folder, snapshot.pop(), self._board, then)
         except BaseException as error:

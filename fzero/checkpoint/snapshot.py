@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,9 +12,9 @@ from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import Run, runs, share, written
-from fzero.checkpoint.copies import Copies, held, sum_of, totals_of, whole_sums
+from fzero.checkpoint.copies import Copies, copies_of
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed
+from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
@@ -29,11 +28,7 @@ from fzero.table.layout import Key, Layout
 
 
 class Slice(NamedTuple):
-    """A rank's share of one group of one tree: elements [low, high) of it, of a buffer that begins at `base`.
-
-    Attributes:
-        size: elements of the buffer where other ranks hold it, too; otherwise 0.
-    """
+    """A rank's share of one group of one tree: elements [low, high) of it, of a buffer that begins at `base`."""
 
     item: int
     key: Key
@@ -41,7 +36,6 @@ class Slice(NamedTuple):
     base: int
     low: int
     high: int
-    size: int
 
 
 @dataclass(eq=False)
@@ -56,7 +50,7 @@ class Snapshot:
         slices: with the buffers of each, which are let go as they are written.
         tensors: those that are in no tree, by the number of their item, as files have them; all ranks hold them alike,
             but for a carry, and rank 0 saves them.
-        alike: the checksums of what other ranks hold, too, known once it is written.
+        copies: the checksums of what other ranks hold, too.
     """
 
     layout: Layout
@@ -72,7 +66,7 @@ class Snapshot:
     kept: list[Kept] = field(default_factory=list)
     slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    alike: Copies = field(default_factory=lambda: Copies({}, {}))
+    copies: Copies = field(default_factory=Copies)
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
@@ -116,7 +110,7 @@ class Snapshot:
             if is_sharded(value):
                 scale = value.scale
                 check_buffers("fz.save", f"state.{name}", value)
-                self.alike.sums.update(whole_sums(value, f"{name} in full"))
+                self.copies |= copies_of({name: value})
                 for key in value.groups:
                     own = value.placed(key)
                     if lost := [part.dtype for part in own.format.parts if part.dtype not in CODES]:
@@ -124,9 +118,7 @@ class Snapshot:
                             f"state.{name}: the leaf {self.layout.groups[key].slots[0].path!r} is stored as {lost[0]}, "
                             f"expected one of {', '.join(map(str, CODES))}: no other is kept in a checkpoint."
                         )
-                    self.slices.append(
-                        (Slice(number, key, own.format, *share(value, key), held(value, key)), list(own.parts))
-                    )
+                    self.slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
                     forms.update({slot.leaf: str(own.format) for slot in self.layout.groups[key].slots})
                     del own
                 value = None
@@ -173,7 +165,7 @@ class Snapshot:
         return out
 
     def header(self, pieces: list[tuple[Piece, torch.dtype]]) -> bytes:
-        """What stands before the data in a safetensors file: the names, dtypes and places of its tensors."""
+        """What stands before the data in the file: the names, dtypes and places of its tensors."""
         said: dict[str, object] = {"__metadata__": {"format": "fzero checkpoint"}}
         for piece, dtype in pieces:
             kept = self.kept[piece.item]
@@ -185,9 +177,7 @@ class Snapshot:
             begin, end = piece.offset, piece.offset + piece.nbytes
             shape = [piece.nbytes // dtype.itemsize]
             said[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        text = json.dumps(said, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return header_of(said)
 
     def data(self) -> Iterator[memoryview]:
         """The slices themselves, one after the other; buffers are brought from where they lie, and let go."""
@@ -198,12 +188,9 @@ class Snapshot:
         while self.slices:
             own, buffers = self.slices.pop()
             buffers.reverse()
-            own_runs = dict(runs(self.layout, own.key, own.form, own.base, own.base + own.size))
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
                 buffer = tensor_of(buffers.pop()).detach()
-                name, first = self.kept[own.item].name, (own.low - own.base) // own.form.parts[part].every
-                self.alike.sums.update(sum_of(self.layout, own_runs[part], part, name, buffer))
-                self.alike.totals.update(totals_of(self.layout, found, own.form, part, name, buffer[first:]))
+                first = (own.low - own.base) // own.form.parts[part].every
                 for run in self._written(found):
                     yield buffer[first + run.low : first + run.high]
                 del buffer

@@ -7,7 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from fzero.checkpoint.manifest import DamagedCheckpoint, readable
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.remote import folder_at
 
 NAME = "components.json"
 

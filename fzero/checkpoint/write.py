@@ -13,7 +13,8 @@ from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.copies import Copies, difference
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.folder import NAME, Folder
+from fzero.checkpoint.files import Folder
+from fzero.checkpoint.folder import NAME
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.state.items import CARRY, entry_of
@@ -27,7 +28,7 @@ class _Written(NamedTuple):
 
     Attributes:
         shared: what the rank holds as all must.
-        alike: the checksums of what it holds as some others must.
+        copies: the checksums of what it holds as some others must.
     """
 
     name: str
@@ -35,7 +36,7 @@ class _Written(NamedTuple):
     sha256: list[str]
     pieces: list[Piece]
     shared: dict[str, str]
-    alike: Copies
+    copies: Copies
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -49,14 +50,6 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)
     finally:
         board.leave(rank, ranks)
-
-
-def abandon(board: Board, rank: int, ranks: int) -> None:
-    """Tells the other ranks that this one does not take part."""
-    said = f"rank {rank} was interrupted as the save began"
-    for name, text in {"begun": said, "ended": said}.items() if rank == 0 else [(str(rank), json.dumps([said]))]:
-        board.post(name, text)
-    board.leave(rank, ranks)
 
 
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
@@ -99,7 +92,7 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                     raise OSError(f"rank {rank}: {said}")
                 written.append(_Written(*record))
                 _compare(folder, written[0].shared, rank, written[-1].shared)
-            if said := difference([Copies(*own.alike) for own in written], snapshot.axis.ranks):
+            if said := difference([own.copies for own in written]):
                 raise OSError(f"{folder.path}: {said}")
             _look(folder, written)
             manifest = _manifest(snapshot, board.token, written)
@@ -154,7 +147,7 @@ def _write_own(folder: Folder, snapshot: Snapshot, board: Board) -> _Written:
         put(memoryview(header))
         said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put_next, snapshot.workers)]
     placed = [own._replace(offset=own.offset + len(header)) for own, _ in pieces]
-    return _Written(name, nbytes, said, placed, shared, snapshot.alike)
+    return _Written(name, nbytes, said, placed, shared, snapshot.copies)
 
 
 def _look(folder: Folder, written: list[_Written]) -> None:

@@ -20,10 +20,10 @@ from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.compat.moments import WORDS, kinds_of, one_count, word_of
 from fzero.compat.ties import need_same_values, ties_of, untied
+from fzero.compat.trees import WORDS, WholeLeaves, kinds_of, one_count, word_of
 from fzero.compat.writing import Writing
-from fzero.formats.formats import ALIGN, Format, Plain
+from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.items import Item
 from fzero.state.origin import TREES, Origin
@@ -325,7 +325,7 @@ class _Reading(Origin):
         return out
 
 
-class _Tree:
+class _Tree(WholeLeaves):
     """One of its trees."""
 
     def __init__(self, origin: _Reading, name: str, names: Mapping[str, str]) -> None:
@@ -353,17 +353,8 @@ class _Tree:
             )
         return Plain(dtype)
 
-    def sliced(self, path: str) -> None:
-        return None
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        name = self._names[path]
-        out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=self._origin.dtype(name), device="cpu")]
-        if start < stop:
-            self._origin.read(name, start, stop, out[0][: stop - start])
-        return out
+    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
+        self._origin.read(self._names[path], start, stop, out)
 
 
 def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata], dict[str, str]]:

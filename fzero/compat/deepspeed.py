@@ -15,11 +15,11 @@ from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
-from fzero.compat.moments import kinds_of, one_count, word_of
 from fzero.compat.names import Names, by_path, need_names, paths_of
 from fzero.compat.partitions import Saved, Spread, saved
 from fzero.compat.pickles import verify
-from fzero.formats.formats import ALIGN, Format, Plain
+from fzero.compat.trees import WholeLeaves, kinds_of, one_count, word_of
+from fzero.formats.formats import Format, Plain
 from fzero.state.items import Item
 from fzero.state.origin import TREES, Origin
 from fzero.state.source import Source
@@ -185,7 +185,7 @@ class _Reading(Origin):
         return _Tree(self.place, name, {path: spreads.get(own) for path, own in self._names.items()})
 
 
-class _Tree:
+class _Tree(WholeLeaves):
     """One of its trees."""
 
     def __init__(self, place: str, name: str, spreads: Mapping[str, Spread | None]) -> None:
@@ -202,14 +202,7 @@ class _Tree:
             )
         return Plain(spread.parts[0].dtype)
 
-    def sliced(self, path: str) -> None:
-        return None
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
+    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
         spread = self._spreads[path]
         assert spread is not None
-        out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=spread.parts[0].dtype, device="cpu")]
-        spread.read(start, stop, out[0])
-        return out
+        spread.read(start, stop, out)

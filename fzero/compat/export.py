@@ -31,12 +31,9 @@ _PEFT = re.compile(
 )  # of peft
 _ADAPTED = (
     "fz.save_safetensors: got {!r}, a leaf of a model of peft, for the folder {}; expected the names of the model that "
-    "it wraps: from_pretrained takes random weights for all others. Save the adapter: gather what trains, with "
-    "names = [name for name, p in model.named_parameters() if p.requires_grad] and "
-    "trained = fz.gather(state.params, '|'.join(names), to=0), and on rank 0 put it into the model, "
-    "model.load_state_dict(trained, strict=False), before model.save_pretrained(folder). Or save the merged model, by "
-    "the same of fz.gather(state.params, to=0), and model.merge_and_unload().save_pretrained(folder). What only "
-    "fz.load_safetensors reads may be one file: 'folder/state.safetensors'."
+    "it wraps: from_pretrained takes random weights for all others. Put trained = fz.gather(state.params, to=0) into "
+    "the model, model.load_state_dict(trained, strict=False), and write the adapter by model.save_pretrained(folder), "
+    "or all by model.merge_and_unload().save_pretrained(folder). What only fz.load_safetensors reads may be one file."
 )
 _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 
@@ -58,7 +55,8 @@ class Export:
         dtype: torch.dtype | None,
         most: int,
     ) -> None:
-        self._folder, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
+        path, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
+        self._folder = files.Folder(path)
         self._tree, self._also, self.token = tree, dict(also), ""
         check_buffers("fz.save_safetensors", "the tree", tree)
         self._names = {path: path if names is None else renamed(names, path) for path in tree}
@@ -74,8 +72,8 @@ class Export:
         for name, form, _ in self.tensors:
             _check(name, form)
             if single is None and _PEFT.fullmatch(name):
-                raise ValueError(_ADAPTED.format(name, self._folder))
-        self._files = planned(self._folder, single, self.tensors, most)
+                raise ValueError(_ADAPTED.format(name, path))
+        self._files = planned(path, single, self.tensors, most)
         self._places = {own.name: own for file in self._files for own in file.entries}
         self._leads = Everyone(tree.axis).leads
         self._named = {file.name: file.name for file in self._files}  # as they are planned -> as they will be
@@ -87,8 +85,8 @@ class Export:
         """The first rank makes the files, as long as they will be."""
         if not self._leads:
             return
-        files.make_folder(self._folder)
-        self._locked.enter_context(files.only_writer(self._folder))
+        self._folder.make()
+        self._locked.enter_context(self._folder.only_writer())
         there = self._tidied()
         if len(self._files) > 1:
             known = _named_by_index(self._folder) or set[str]()
@@ -107,11 +105,10 @@ class Export:
 
     def _tidied(self) -> set[str]:
         """The names in the folder, without what saves have left that never ended: nobody else writes here."""
-        folder, known = files.Local(self._folder), _named_by_index(self._folder)
-        there = {*folder.names()}
+        known, there = _named_by_index(self._folder), {*self._folder.names()}
         for name in sorted(there):
             if _UNFINISHED.fullmatch(name) or (NAMED.fullmatch(name) and known is not None and name not in known):
-                folder.remove(name)
+                self._folder.remove(name)
                 there.remove(name)
         return there
 
@@ -162,19 +159,19 @@ class Export:
         """
         if not self._leads:
             return
-        folder, names = files.Local(self._folder), {*self._named.values()}
+        folder, names = self._folder, {*self._named.values()}
         for file in self._files:
             self._met = self._index is None
-            new = os.path.join(self._folder, self._named[file.name])
+            new = os.path.join(folder.path, self._named[file.name])
             files.rename(self._unfinished(file.name), new)
             self._begun.append(self._named[file.name])
-        files.sync_folder(self._folder)
+        files.sync_folder(folder.path)
         if self._index is not None:
             self._met = True
-            files.replace_file(self._folder, INDEX, self._index)
+            folder.replace(INDEX, self._index)
             names.add(INDEX)
             folder.remove(SINGLE)
-            files.sync_folder(self._folder)
+            files.sync_folder(folder.path)
         if self._index is not None or SINGLE in names:
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
                 for name in folder.names():
@@ -189,21 +186,20 @@ class Export:
             os.close(descriptor)
         with contextlib.suppress(OSError):  # the next save removes them
             if self._leads and self._open and not self._done:
-                folder = files.Local(self._folder)
                 for file in self._files:
-                    folder.remove(os.path.basename(self._unfinished(file.name)))
-                if not self._met or (self._index is not None and not self._is_index(folder)):
+                    self._folder.remove(os.path.basename(self._unfinished(file.name)))
+                if not self._met or (self._index is not None and not self._is_index()):
                     for name in self._begun:
-                        folder.remove(name)
+                        self._folder.remove(name)
         with contextlib.suppress(OSError):
             self._locked.close()
 
-    def _is_index(self, folder: files.Local) -> bool:
+    def _is_index(self) -> bool:
         """Whether the index that lies there is this one: its renaming may be what came last."""
-        return folder.exists(INDEX) and folder.read(INDEX) == self._index
+        return self._folder.exists(INDEX) and self._folder.read(INDEX) == self._index
 
     def _unfinished(self, name: str) -> str:
-        return os.path.join(self._folder, f".{name}.{self.token}")
+        return os.path.join(self._folder.path, f".{name}.{self.token}")
 
 
 def _check(name: str, dtype: torch.dtype) -> None:
@@ -226,10 +222,10 @@ def _check(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _named_by_index(folder: str) -> set[str] | None:
+def _named_by_index(folder: files.Folder) -> set[str] | None:
     """The files that the index of a folder names, none where it has none; None where it cannot be read."""
     try:
-        return {str(name) for name in json.loads(files.Local(folder).read(INDEX))["weight_map"].values()}
+        return {str(name) for name in json.loads(folder.read(INDEX))["weight_map"].values()}
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

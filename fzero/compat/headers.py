@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.checkpoint.manifest import CODES, DTYPES, DamagedCheckpoint
+from fzero.checkpoint.manifest import CODES, DTYPES, DamagedCheckpoint, header_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Tensor = tuple[str, torch.dtype, tuple[int, ...]]  # its name, dtype and shape
@@ -113,8 +113,6 @@ def _planned(folder: str, name: str, tensors: Sequence[Tensor]) -> Planned:
         said[own] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         places.append(Entry(own, os.path.join(folder, name), CODES[dtype], shape, offset, nbytes))
         offset += nbytes
-    text = json.dumps(said, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    moved = tuple(own._replace(offset=own.offset + start) for own in places)
-    return Planned(name, len(text).to_bytes(8, "little") + text, moved, start + offset)
+    header = header_of(said)
+    moved = tuple(own._replace(offset=own.offset + len(header)) for own in places)
+    return Planned(name, header, moved, len(header) + offset)

@@ -1,4 +1,4 @@
-"""The safetensors files of a model, each opened once: what is read is of one model, whoever saves over it meanwhile."""
+"""The safetensors files of a model, each opened once: what is read is of one model, also if it is saved over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fzero.checkpoint.snapshot import bytes_of
 from fzero.compat.headers import Entry, entries_of
 from fzero.compat.models import Model, check_index, model_of
 
-_TRIES = 20  # to open all files between two saves
 _SOME = 64  # bytes of a tensor that stand for it
 
 
@@ -42,62 +41,45 @@ class Opened:
             FileNotFoundError: a file is not there.
             DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
             ValueError: two files have one tensor.
-            BlockingIOError: they are saved over, again and again.
+            BlockingIOError: they are saved over meanwhile.
         """
-        for _ in range(_TRIES):
-            models = [model_of(path) for path in self._paths]
-            try:
-                self._open(models)
-            except (OSError, ValueError):
-                self.close()
-                if self._listed(models):  # nobody has saved meanwhile: it is the files' own
-                    raise
-                continue
-            # one file is what it is; of several, one may have been opened before a save and one after it
-            if len(self._files) == 1 or (self._in_place() and self._listed(models)):
-                return
-            self.close()
-        raise BlockingIOError(
-            f"{self._paths[0]}: got other files each time that they were opened, as another run is saving over them; "
-            "expected them to stay. Wait until it has ended."
-        )
-
-    def _open(self, models: Sequence[Model]) -> None:
-        found: dict[str, Entry] = {}
+        models = [model_of(path) for path in self._paths]
         for path in [path for model in models for path in model.files]:
-            if path in self._files:
-                raise ValueError(f"{path}: got the file twice, expected each once.")
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                raise FileNotFoundError(f"{path}: got no such file, expected a safetensors file.") from None
-            self._files[path] = _File(descriptor, os.fstat(descriptor))
-            try:
-                own = entries_of(path, descriptor)
-            except IsADirectoryError:
-                raise DamagedCheckpoint(f"{path}: got a folder, expected a safetensors file.") from None
-            for entry in own:
-                if entry.name in found:
-                    raise ValueError(
-                        f"{path}: has a tensor {entry.name!r}, as {found[entry.name].file} has; expected each in one "
-                        "file. Give the files of one model."
-                    )
-                found[entry.name] = entry
+            self._open(path)
         for model in models:
-            check_index(model, {name: own.file for name, own in found.items()})
-        self.entries = found
+            check_index(model, {name: own.file for name, own in self.entries.items()})
+        # one file is what it is; of several, one may have been opened before a save and one after it
+        if len(self._files) > 1 and not self._in_place(models):
+            raise BlockingIOError(
+                f"{self._paths[0]}: got other files while they were opened, as another run is saving over them; "
+                "expected them to stay. Wait until it has ended."
+            )
 
-    def _in_place(self) -> bool:
-        """Whether the files that are open still lie where they were: then all did as the last one was opened."""
+    def _open(self, path: str) -> None:
+        if path in self._files:
+            raise ValueError(f"{path}: got the file twice, expected each once.")
         try:
-            return all(os.path.samestat(os.stat(path), own.stat) for path, own in self._files.items())
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return False
-
-    def _listed(self, models: Sequence[Model]) -> bool:
-        """Whether the paths still stand for the same files."""
+            raise FileNotFoundError(f"{path}: got no such file, expected a safetensors file.") from None
+        self._files[path] = _File(descriptor, os.fstat(descriptor))
         try:
-            return [model_of(path) for path in self._paths] == models
+            own = entries_of(path, descriptor)
+        except IsADirectoryError:
+            raise DamagedCheckpoint(f"{path}: got a folder, expected a safetensors file.") from None
+        for entry in own:
+            if entry.name in self.entries:
+                raise ValueError(
+                    f"{path}: has a tensor {entry.name!r}, as {self.entries[entry.name].file} has; expected each in "
+                    "one file. Give the files of one model."
+                )
+            self.entries[entry.name] = entry
+
+    def _in_place(self, models: Sequence[Model]) -> bool:
+        """Whether the paths still stand for the files that are open: then all lay there as the last was opened."""
+        try:
+            stay = all(os.path.samestat(os.stat(path), own.stat) for path, own in self._files.items())
+            return stay and [model_of(path) for path in self._paths] == models
         except (OSError, ValueError):
             return False
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -72,7 +68,7 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
         yield ChunkStorageMetadata(torch.Size((row, *own.offsets)), torch.Size((1, *own.sizes)))
 
 
-class Save(SavePlanner):
+class Save(DefaultSavePlanner):
     """Plans what one rank writes.
 
     Args:
@@ -88,6 +84,7 @@ class Save(SavePlanner):
         known: Mapping[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]],
         slices: Mapping[str, tuple[Sliced, int]],
     ) -> None:
+        super().__init__()
         self._known = known
         self._parts: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor]] = {}
         self._items: list[WriteItem] = []
@@ -104,9 +101,6 @@ class Save(SavePlanner):
                     self._parts[name, tuple(place.offsets)] = _part(make, at, end, own.sizes, box)
                 at = end
 
-    def set_up_planner(self, *args: object, **kwargs: object) -> None:
-        pass
-
     def create_local_plan(self) -> SavePlan:
         return SavePlan(self._items)
 
@@ -121,9 +115,6 @@ class Save(SavePlanner):
                 tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
         keys = {name: keys for name, (_, _, keys) in self._known.items()}
         return all_plans, Metadata({**tensors}, planner_data=keys)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._parts[write_item.index.fqn, tuple(write_item.index.offset or ())]()
@@ -157,35 +148,15 @@ def _part(
     return values
 
 
-class Load(LoadPlanner):
-    """Fills the boxes of one slice."""
+class Load(DefaultLoadPlanner):
+    """Fills the boxes of one slice, which are named by their offsets."""
 
     def __init__(self, targets: Mapping[torch.Size, torch.Tensor]) -> None:
-        self._targets = targets  # by the boxes' offsets
+        super().__init__()
+        self._targets = targets
 
-    def set_up_planner(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        out = self._targets[read_item.dest_index.offset or torch.Size(())]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            out = out.narrow(dim, start, length)
-        return out
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._targets[index.offset or torch.Size(())]
 
 
 class Reader(FileSystemReader):

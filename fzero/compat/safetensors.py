@@ -14,7 +14,7 @@ from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.copies import Copies, need_same
+from fzero.checkpoint.copies import copies_of, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
@@ -25,6 +25,7 @@ from fzero.compat.headers import Entry
 from fzero.compat.names import Names, by_path, need_names, paths_of, renamed
 from fzero.compat.opened import Opened
 from fzero.compat.ties import Tie, need_same_values, ties_of, untied
+from fzero.compat.trees import WholeLeaves
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.origin import Origin
@@ -115,7 +116,7 @@ def load_safetensors(
         return state
 
 
-class _Files(Origin):
+class _Files(WholeLeaves, Origin):
     """Safetensors files as the origin of params."""
 
     call, anew = "fz.load_safetensors(step, files, lossy=True)", "step.init(params)"
@@ -174,17 +175,8 @@ class _Files(Origin):
             )
         return Plain(DTYPES[own.dtype]) if own is not None else None
 
-    def sliced(self, path: str) -> None:
-        return None
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        own = self.found[path]
-        dtype = DTYPES[own.dtype]
-        out = into or [torch.zeros(-(-(stop - start) // 64) * 64, dtype=dtype, device="cpu")]
-        self._opened.read_into(own, out[0][: stop - start], start * dtype.itemsize)
-        return out
+    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
+        self._opened.read_into(self.found[path], out, start * out.itemsize)
 
 
 def _floats(own: Entry) -> bool:
@@ -251,7 +243,7 @@ def save_safetensors(
         of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
         said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
-        need_same(axis, agreed(axis, lambda: Copies.of({"values": tree})), "save_safetensors")
+        need_same(axis, agreed(axis, lambda: copies_of({"values": tree})), "save_safetensors")
         export.token = Everyone(axis).exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):

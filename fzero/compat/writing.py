@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from fzero.base.pytree import Count
-from fzero.checkpoint import files
 from fzero.checkpoint.contents import share, written
-from fzero.checkpoint.copies import Copies
+from fzero.checkpoint.copies import Copies, copies_of
 from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.files import Folder
 from fzero.checkpoint.staging import on_host
-from fzero.compat.moments import word_of
+from fzero.compat.trees import word_of
 from fzero.formats.formats import ALIGN
 from fzero.state.items import items_in
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
@@ -87,7 +87,7 @@ class Writing:
             seen = 0 if path in begins else own(path)
             self._one(path, functools.partial(names, word="step"), torch.tensor(float(seen), device="cpu"))
         self._planner = Save(self._pieces, self.known, self._slices)
-        self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
+        self._folder, self._locked, self._naming = Folder(folder), contextlib.ExitStack(), False
         self._writer: Writer | None = None
 
     def _named(
@@ -130,7 +130,7 @@ class Writing:
 
     def copies(self) -> Copies:
         """The checksums of what other ranks hold, too."""
-        return Copies.of(self._trees)
+        return copies_of(self._trees)
 
     def plan(self) -> str:
         from fzero.compat.planners import text_of
@@ -142,8 +142,8 @@ class Writing:
         if self._leads:
             from fzero.compat.storage import clear
 
-            files.make_folder(self._folder)
-            self._locked.enter_context(files.only_writer(self._folder))
+            self._folder.make()
+            self._locked.enter_context(self._folder.only_writer())
             clear(self._folder, begun=True)
 
     def write(self, plans: Sequence[str], rank: int) -> str:
@@ -153,7 +153,7 @@ class Writing:
         from fzero.compat.planners import text_of, value_of
         from fzero.compat.storage import Writer
 
-        self._writer = writer = Writer(self._folder, self.token)
+        self._writer = writer = Writer(self._folder.path, self.token)
         writer.set_up_storage_writer(self._leads)
         everyone, self._metadata = self._planner.create_global_plan([value_of(text, SavePlan) for text in plans])
         everyone = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in everyone])

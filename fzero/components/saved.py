@@ -11,7 +11,7 @@ from fzero.checkpoint.folder import NAME as NAME_OF_ONE
 from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.save import as_json, save
 from fzero.checkpoint.together import NAME, read_together, together
 from fzero.components.places import AllPlaces

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from fzero.base.context import during, own_copies, proves
 from fzero.base.flops import Flops, flops_of
 from fzero.base.program import Operation, Value, map_views
 from fzero.engine.recorded import Unit, looking
-from fzero.state.train_state import TrainState
 from fzero.table.microbatch import Microbatches
 from fzero.table.names import EVERY_NAME, need_given
 from fzero.table.rows import Row
@@ -56,23 +55,13 @@ class Activations:
     chosen: Choice
 
 
-class _Verbs(Protocol):
-    """Those of a step."""
-
-    def init(self, params: object) -> TrainState: ...
-
-    def vjp(self, state: TrainState, *inputs: object, argnums: tuple[int, ...]) -> tuple[object, Callable[..., object]]:
-        """Its outputs, the pullback and maybe an aux."""
-        ...
-
-
 def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tuple[tuple[Activations, ...], int]:
     """What the units of a step keep, in the order of their calls, and the FLOPs of a forward run and its pullback."""
     rules = tuple(rule for rule in step.rules if rule.column not in _ELSEWHERE)
     optimizer = step.optimizer._replace(init=_no_moments)
     plain = dataclasses.replace(step, rules=rules, extras=(), microbatches=Microbatches(), donates=False, fusion=None)
     plain = dataclasses.replace(plain, optimizer=optimizer)
-    looks = cast(_Verbs, plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)"))
+    looks: Any = plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)")
     found: list[Unit] = []
     with during(own_copies, {}), thread_state.without_values():
         batch = step.microbatches.split(tuple(inputs))[0]

@@ -78,10 +78,10 @@ def draw_bars(axes: Axes, sizes: Mapping[str, Sequence[float]]) -> Axes:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of the ranks that are drawn: blocks of the first axis below one another, then rows, then columns.
+    """The cells of the ranks that are drawn: those of the last axis side by side, and a line for each place on others.
 
     Attributes:
-        sizes: axis -> its ranks. Axes of one rank are left out, and of more than three the first are taken as one.
+        sizes: axis -> its ranks. Axes of one rank are left out.
         shown: axis -> how many of its ranks are drawn, the first ones.
         columns: cells side by side; the ranks of a long axis that is alone go on in the next line.
     """
@@ -92,38 +92,33 @@ class Grid:
 
     @staticmethod
     def of(mesh: Mapping[str, int]) -> Grid:
-        large = [(axis, size) for axis, size in mesh.items() if size > 1] or [(next(iter(mesh), "rank"), 1)]
-        if more := large[:-2]:
-            large[:-2] = [("×".join(axis for axis, _ in more), math.prod(size for _, size in more))]
-        sizes, shown, room = dict(large), dict[str, int](), LIMIT
-        for axis, size in reversed(large):
-            shown[axis] = min(size, room)
+        sizes = {axis: size for axis, size in mesh.items() if size > 1} or {next(iter(mesh), "rank"): 1}
+        shown, room = dict.fromkeys(sizes, 1), LIMIT
+        for axis in reversed(sizes):
+            shown[axis] = min(sizes[axis], room)
             room //= shown[axis]
-        last = shown[large[-1][0]]
-        return Grid(sizes, {axis: shown[axis] for axis in sizes}, min(last, LINE) if len(sizes) == 1 else last)
-
-    @property
-    def wraps(self) -> bool:
-        return len(self.sizes) == 1 and self.columns < self.extent[2]
-
-    @property
-    def extent(self) -> tuple[int, int, int]:
-        """The ranks that are drawn along the three axes, 1 along those that there are not."""
-        blocks, rows, columns = (1, 1, 1, *self.shown.values())[-3:]
-        return blocks, rows, columns
+        last = [*shown.values()][-1]
+        return Grid(sizes, shown, min(last, LINE) if len(sizes) == 1 else last)
 
     @property
     def lines(self) -> int:
-        """The rows of cells, all blocks together."""
-        blocks, rows, columns = self.extent
-        return blocks * rows * -(-columns // self.columns)
+        return -(-math.prod(self.shown.values()) // self.columns)
 
-    def cells(self) -> Iterator[tuple[int, int, int, int]]:
-        """(rank, block, line, column) of every rank that is drawn."""
-        _, rows, columns = (1, 1, 1, *self.sizes.values())[-3:]
-        for block, row, column in itertools.product(*map(range, self.extent)):
-            line = block * self.extent[1] + row + column // self.columns
-            yield (block * rows + row) * columns + column, block, line, column % self.columns
+    def cells(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, line, column) of every rank that is drawn."""
+        for number, place in enumerate(itertools.product(*map(range, self.shown.values()))):
+            rank = 0
+            for index, size in zip(place, self.sizes.values(), strict=True):
+                rank = rank * size + index
+            yield rank, *divmod(number, self.columns)
+
+    def label(self, line: int) -> str:
+        """Where the ranks of a line are on all axes but the last."""
+        words = list[str]()
+        for axis, count in [*self.shown.items()][-2::-1]:
+            line, place = divmod(line, count)
+            words.insert(0, f"{axis} {place}")
+        return ", ".join(words)
 
 
 class Box(NamedTuple):
@@ -174,18 +169,14 @@ class View:
     def own(self, held: Held) -> list[Box]:
         """The flat piece of a rank's slice: the end of a row, whole rows, the beginning of one."""
         width = self.columns if self.down else sum(size for _, size in self.pieces(held))
-        if held.start >= held.stop:
-            return []
-        first, last = held.start // width, (held.stop - 1) // width
-        ends = held.start % width, (held.stop - 1) % width + 1
-        if first == last:
-            runs = [(first, first + 1, *ends)]
-        else:
-            whole = first + (ends[0] > 0), last + (ends[1] == width)
-            runs = [(first, first + 1, ends[0], width)] if ends[0] else []
-            runs += [(*whole, 0, width)] if whole[0] < whole[1] else []
-            runs += [(last, last + 1, 0, ends[1])] if ends[1] < width else []
-        return [box for run in runs for box in self._placed(held, *run)]
+        start, boxes = held.start, list[Box]()
+        while start < held.stop:
+            row, left = divmod(start, width)
+            whole = 0 if left else (held.stop - start) // width
+            right = width if whole else min(width, left + held.stop - start)
+            boxes += self._placed(held, row, row + max(whole, 1), left, right)
+            start += max(whole, 1) * (right - left)
+        return boxes
 
     @property
     def _across(self) -> int:
@@ -215,7 +206,6 @@ class View:
 NUMBER, MARGIN = 0.24, 0.07  # of a cell: the line with its rank, and around the leaf
 SIDE, HEAD, FOOT = 1.4, 1.1, 1.0  # of a panel: what lies beside, above and below its cells
 WORDS = 5.0  # cells that a panel's words take at least
-GAP = 0.45  # between blocks
 INCHES = 0.62  # of a cell
 
 
@@ -231,7 +221,7 @@ def draw_mesh(axes: Axes, holdings: Holdings, rows: Sequence[Row], notes: Sequen
         own, rest = rest[:across], rest[across:]
         cell = NUMBER + 2 * MARGIN + (1 - 2 * MARGIN) * max(view.height for _, view in own)
         placed += [(place * width, height, cell, *pair) for place, pair in enumerate(own)]
-        height += HEAD + grid.lines * cell + (grid.extent[0] - 1) * GAP + FOOT
+        height += HEAD + grid.lines * cell + FOOT
     axes = axes or new_axes(INCHES * (across * width + 0.3), INCHES * (height + 1.6))
     for left, top, cell, row, view in placed:
         _Panel(axes, grid, left + SIDE, top + HEAD, cell).draw(holdings, row, view)
@@ -260,12 +250,11 @@ class _Panel:
     cell: float
 
     def draw(self, holdings: Holdings, row: Row, view: View) -> None:
-        grid, right = self.grid, self.left + self.grid.columns
-        what = "×".join(map(str, row.shape)) or "scalar"
+        grid, what = self.grid, "×".join(map(str, row.shape)) or "scalar"
         self._text(self.left, self.top - 0.75, row.path, ha="left", weight="bold")
         self._text(self.left, self.top - 0.35, f"{what}; {cuts_of(row, holdings.ranks)}", ha="left")
-        for rank, block, line, column in grid.cells():
-            x, y = self.left + column, self._line(block, line)
+        for rank, line, column in grid.cells():
+            x, y = self.left + column, self.top + line * self.cell
             self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
             held = holdings.of(row.path, rank)
             hue = HUES[0 if held.dim is None else holdings.ranks.place(holdings.ranks.tensor, rank) % len(HUES)]
@@ -275,25 +264,9 @@ class _Panel:
             self._fill(place, view, [Box(0, 0, 1, 1)], fill=False, edgecolor=LINES, linewidth=0.5)
             # what is thinner than a line is still seen
             self._fill(place, view, view.own(held), facecolor=hue, edgecolor=hue, linewidth=0.8)
-        blocks, lines, columns = grid.extent
-        names = ["", "", *grid.shown][-3:]
-        bottom = self._line(blocks - 1, grid.lines - 1) + self.cell
-        if not grid.wraps:
-            for column in range(columns):
-                self._text(self.left + column + 0.5, bottom + 0.18, str(column))
-        more = f" (in lines of {grid.columns})" if grid.wraps else ""
-        self._text((self.left + right) / 2, bottom + (0.25 if grid.wraps else 0.5), f"{names[2]}{more}")
-        for block in range(blocks):
-            for line in range(lines if names[1] else 0):
-                self._text(self.left - 0.25, self._line(block, block * lines + line) + self.cell / 2, str(line))
-            middle = self._line(block, block * lines) + lines * self.cell / 2
-            if names[1]:
-                self._text(self.left - 0.6, middle, names[1], rotation=90)
-            if names[0]:
-                self._text(self.left - 1.05, middle, f"{names[0]} {block}", rotation=90)
-
-    def _line(self, block: int, line: int) -> float:
-        return self.top + line * self.cell + block * GAP
+        for line in range(grid.lines if len(grid.sizes) > 1 else 0):
+            self._text(self.left - 0.1, self.top + (line + 0.5) * self.cell, grid.label(line), ha="right")
+        self._text(self.left + grid.columns / 2, self.top + grid.lines * self.cell + 0.25, f"{[*grid.sizes][-1]} →")
 
     def _text(self, x: float, y: float, text: str, ha: str = "center", color: str = TEXT, **more: object) -> None:
         size = more.pop("size", 8)

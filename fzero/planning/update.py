@@ -9,17 +9,16 @@ import collections
 import dataclasses
 import heapq
 import itertools
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
 from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
+from fzero.planning.live import LiveBytes
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
 from fzero.state.sent import Sent, round_a_ring
@@ -212,50 +211,33 @@ def _filled(empty: Sharded, keys: Iterable[Key]) -> Sharded:
     return filled(empty, dict.fromkeys(keys, torch.device("cpu")))
 
 
-class Live(dispatch.TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside and that still exist. A number that is read is a half."""
+class Live(LiveBytes):
+    """Counts the bytes that a function without values takes. A number that is read is a half."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes = dict[int, int]()
-        self._now = self._most = self._begun = 0
+    _begun = 0
 
     def begin(self, spare: int) -> None:
         """Counts from now on, beyond what there is and so many bytes."""
-        self._most, self._begun = self._now, self._now + spare
+        self.reset_peak()
+        self._begun = self.peak + spare
 
     @property
     def beyond(self) -> int:
         """The most bytes beyond those that there were."""
-        return max(0, self._most - self._begun)
+        return max(0, self.peak - self._begun)
 
     def __torch_dispatch__(
         self,
         func: Callable[..., object],
         types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         if str(func) == "aten._local_scalar_dense.default":
             (x,) = args
             assert isinstance(x, torch.Tensor)
             return 0.5 if x.is_floating_point() else x.dtype == torch.bool or 1
-        out = func(*args, **(kwargs or {}))
-        for x in pytree.flatten(out)[0]:
-            if isinstance(x, torch.Tensor):
-                self._note(x.untyped_storage())
-        return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        if place not in self._sizes:
-            self._sizes[place] = size
-            self._now += size
-            self._most = max(self._most, self._now)
-            weakref.finalize(storage, self._forget, place)
-
-    def _forget(self, place: int) -> None:
-        self._now -= self._sizes.pop(place)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _grad(layout: Layout, key: Key) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from fzero.comm.divergence import checked_collectives, recorded_collectives
 from fzero.comm.hazards import hazards
+from fzero.planning.live import LiveBytes
 from fzero.purity.strict import strict
 from fzero.testing._asserts import (
     assert_all_finite,
@@ -12,7 +13,7 @@ from fzero.testing._asserts import (
     assert_trees_close,
     assert_trees_equal,
 )
-from fzero.testing._memory import LiveBytes, assert_peak_bytes
+from fzero.testing._memory import assert_peak_bytes
 from fzero.testing._mesh import fake_mesh
 from fzero.testing._ranks import RankError, run_ranks
 

@@ -267,7 +267,7 @@ def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
 def test_nothing_is_used_before_it_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, other: str, memory: Any
 ) -> None:
-    read = files.Local.read_into
+    read = files.Folder.read_into
 
     def late(*given: Any) -> int:
         time.sleep(0.005)
@@ -281,7 +281,7 @@ def test_nothing_is_used_before_it_has_arrived(
         step = fz.offload(step, params=memory, moments=memory) if memory else step
         assert_trees_equal(values(fz.load(tmp_path, step)), values(state))
 
-    monkeypatch.setattr(files.Local, "read_into", late)
+    monkeypatch.setattr(files.Folder, "read_into", late)
     for stage, new in ((1, 3), (3, 1)):
         run_ranks(functools.partial(rank_main, stage=stage, new=new), 2)
 

@@ -15,8 +15,8 @@ import torch
 
 import fzero as fz
 from fzero.checkpoint import remote
-from fzero.checkpoint.files import Local
-from fzero.checkpoint.folder import LOCK, NAME, Folder
+from fzero.checkpoint.files import Folder
+from fzero.checkpoint.folder import LOCK, NAME
 from fzero.checkpoint.remote import Remote
 from fzero.testing import assert_trees_equal, run_ranks
 
@@ -193,7 +193,7 @@ def test_a_filesystem_that_is_not_there(url: str) -> None:
 def test_what_a_folder_does(tmp_path: Path, url: str, kind: str) -> None:
     path = str(tmp_path / "a" / "b")
     places: dict[str, Callable[[], Folder]] = {
-        "local": lambda: Local(path),
+        "local": lambda: Folder(path),
         "file": lambda: Remote(f"file://{path}"),
         "memory": lambda: Remote(f"{url}/b"),
     }

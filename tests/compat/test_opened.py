@@ -79,7 +79,7 @@ def test_an_index_of_what_is_not_there(tmp_path: Path) -> None:
 def test_saved_over_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Save, then: list[Save], place: str
 ) -> None:
-    """Between two files, and between two tensors."""
+    """Before a file is opened, which may be refused, and between two tensors."""
     saved(tmp_path, 1, 1.0, first)
     left, calls = [*then], [0]
     own, name = (opened, "entries_of") if place == "open" else (opened.Opened, "read_into")
@@ -93,12 +93,13 @@ def test_saved_over_while_it_is_read(
         return real(*given)
 
     monkeypatch.setattr(own, name, meanwhile)
-    assert by_us(tmp_path) in (1.0, 2.0)
-    assert not left
+    with contextlib.suppress(*([BlockingIOError] if place == "open" else [])):
+        assert by_us(tmp_path) in ((1.0, 2.0, None) if place == "open" else (1.0, 2.0))
+    assert not left and by_us(tmp_path) in (1.0, 2.0)
 
 
 def test_a_folder_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing but the files says which there are, those of one moment are read."""
+    """Where nothing but the files says which there are, those of one moment are read, or none."""
     for name in "ab":
         save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
     real = opened.entries_of
@@ -111,24 +112,10 @@ def test_a_folder_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         return real(*given)
 
     monkeypatch.setattr(opened, "entries_of", meanwhile)
+    with pytest.raises(BlockingIOError, match="another run is saving over them"):
+        fz.load_safetensors(step_of(), tmp_path)
     found = fz.gather(fz.load_safetensors(step_of(), tmp_path).params)
     assert {name: float(x[0]) for name, x in found.items()} == {"a": 1.0, "b": 0.0, "c": 0.0}
-
-
-def test_saved_over_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path, 1, 1.0, several)
-    real, calls = opened.entries_of, [0]
-
-    def meanwhile(*given: Any) -> Any:
-        calls[0] += 1
-        saved(tmp_path, 1, float(calls[0]), several)
-        return real(*given)
-
-    monkeypatch.setattr(opened, "entries_of", meanwhile)
-    monkeypatch.setattr(opened, "_TRIES", 3)
-    with pytest.raises(BlockingIOError, match="another run is saving over them"):
-        by_us(tmp_path)
-    assert 3 <= calls[0] <= 6
 
 
 def test_written_in_place_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

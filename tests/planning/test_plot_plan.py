@@ -97,7 +97,7 @@ def test_every_rank_is_a_cell(mesh: dict[str, int]) -> None:
     drawn = min(64, plan.world_size)
     assert drawn // 2 < len(cells) <= drawn or plan.world_size <= 64 == len(cells) or len(cells) == plan.world_size
     assert len({cell[1:] for cell in cells}) == len({cell[0] for cell in cells}) == len(cells)
-    assert all(line < grid.lines and column < grid.columns for _, _, line, column in cells)
+    assert all(line < grid.lines and column < grid.columns for _, line, column in cells)
     names = list(grid.sizes)
     for rank, *_ in cells:
         own = plan.ranks.coordinates(rank)

@@ -1,9 +1,12 @@
-"""Others' words for an optimizer's moments: torch's, which DeepSpeed shares."""
+"""Others' trees: leaves that are whole, and words for moments, torch's, which DeepSpeed shares."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
+from fzero.formats.formats import ALIGN, Format, zeros
 from fzero.state.items import Item
 from fzero.state.origin import TREES
 
@@ -14,6 +17,30 @@ WORDS = {
     "momentum": "momentum_buffer",
     "count": "step",
 }
+
+
+class WholeLeaves:
+    """A source of leaves that are not cut, of which a subclass fills any range."""
+
+    def format(self, path: str) -> Format | None:
+        raise NotImplementedError
+
+    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fills a flat tensor with elements [start, stop) of a leaf."""
+        raise NotImplementedError
+
+    def sliced(self, path: str) -> None:
+        return None
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
+        form = self.format(path)
+        assert form is not None
+        out = into or zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu")
+        if start < stop:
+            self.fill(path, start, stop, out[0][: stop - start])
+        return out
 
 
 def word_of(item: str) -> str:
