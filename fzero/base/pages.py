@@ -63,7 +63,7 @@ def _mapped(nbytes: int) -> torch.Tensor:
 
 
 _library.impl("mapped", _mapped, "BackendSelect")
-_library._register_fake("mapped", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+_library._register_fake("mapped", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def _in_large_pages(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fzero.checkpoint.files import replace_file
+from fzero.checkpoint.files import Folder
 from fzero.loops.numbers import STEP
 
 Row = Mapping[str, float]
@@ -80,7 +80,8 @@ class Table:
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """The file with these rows, to which others are added; the old one stays until it is whole."""
-        replace_file(*os.path.split(self.path), _text(columns, rows, header=bool(columns)))
+        folder, name = os.path.split(self.path)
+        Folder(folder).replace(name, _text(columns, rows, header=bool(columns)))
         self._columns, self._at = columns, int(rows[-1][STEP]) if rows else -1
 
     def add(self, row: Row) -> None:
