@@ -57,7 +57,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(out, 5)
         self.tensors: list[torch.Tensor] = []
 
-    def reducer_override(self, value: object) -> Any:
+    def reducer_override(self, value: object) -> object:
         """Of all that pickle does not write by itself: what `_Unpickler` makes it of."""
         if isinstance(value, torch.Tensor):
             need_plain(value)
