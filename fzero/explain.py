@@ -17,10 +17,10 @@ from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.engine.births import BACKWARD, FORWARD, Birth, Taint, fault_of
-from fzero.engine.explanation import STATE, UPDATE, Explanation, Fault, Overflow, short
-from fzero.engine.operands import is_plain
-from fzero.engine.values import Observed, Values
+from fzero.explaining.births import BACKWARD, FORWARD, Birth, Taint, fault_of
+from fzero.explaining.operands import is_plain
+from fzero.explaining.report import STATE, UPDATE, Explanation, Fault, Overflow, short
+from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_state
 from fzero.state.checks import constants, need_derivatives

@@ -20,7 +20,7 @@ ROOT = Path(fz.__file__).parent
 WINGS = (
     *("base", "comm", "channels", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
     *("purity", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components", "loops"),
-    "planning",
+    *("explaining", "planning"),
 )
 TOP = ("step", "scan", "unit", "functional", "derivatives", "convert", "pipeline", "remote", "loop", "explain")
 FILES = sorted(ROOT.rglob("*.py"))

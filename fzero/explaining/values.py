@@ -20,10 +20,13 @@ from fzero.base.context import in_function
 from fzero.base.patterns import ROOT
 from fzero.base.places import Place, frames, is_library, place_in
 from fzero.base.thread_state import without_dispatch_modes
-from fzero.engine.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
 from fzero.engine.dispatch import plain_call
 from fzero.engine.op import UnitOp
-from fzero.engine.operands import (
+from fzero.engine.outcome import split_result
+from fzero.engine.traversal import current, here
+from fzero.engine.traversal import known as known_leaves
+from fzero.explaining.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
+from fzero.explaining.operands import (
     Operand,
     Operator,
     is_plain,
@@ -33,9 +36,6 @@ from fzero.engine.operands import (
     overwritten_by,
     writes,
 )
-from fzero.engine.outcome import split_result
-from fzero.engine.traversal import current, here
-from fzero.engine.traversal import known as known_leaves
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
 from fzero.table.layout import Group, Key
@@ -350,7 +350,7 @@ class Observed:
         return out
 
 
-_ENGINES = ("Node", "_Quick", "_Gate", "_Full")  # nodes, by the names of their Functions
+_ENGINES = ("Node", "_Quick", "_Full")  # nodes, by the names of their Functions
 _PLAIN: CodeType = plain_call.__code__
 _UNTIL = (Observed.__call__.__code__,)
 _ENTRIES = (_PLAIN, UnitOp._called.__code__)
