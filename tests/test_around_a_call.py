@@ -256,37 +256,6 @@ def test_a_child_forked_inside_the_function_does_not_wait_for_threads(
     assert os.waitstatus_to_exitcode(done[1]) == {"exits": 7, "raises": 8, "goes on": 9}[ends]
 
 
-def test_a_child_keeps_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fzero.stores.write import Write
-
-    begun_writing, go, real = threading.Event(), threading.Event(), Write.move
-
-    def move(self: Write, *given: Any) -> None:
-        begun_writing.set()
-        go.wait(30)
-        real(self, *given)
-
-    monkeypatch.setattr(Write, "move", move)
-    step = fz.offload(fz.train_step(LOSS, fz.adamw(1e-2)), params=fz.Disk(tmp_path, threads=1))
-    state: Any = step.init(PARAMS)
-    assert begun_writing.wait(30)
-    mine, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(theirs, b".")
-        time.sleep(30)
-        os._exit(0)
-    go.set()
-    os.read(mine, 1)
-    kept = [os.readlink(f"/proc/{child}/fd/{name}") for name in os.listdir(f"/proc/{child}/fd")]
-    assert not [path for path in kept if ".state" in path]
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    os.close(mine)
-    os.close(theirs)
-    fz.gather(state.params)
-
-
 def test_hazards_in_threads() -> None:
     """The same on ranks whose gathers arrive late."""
 

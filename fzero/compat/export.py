@@ -31,9 +31,12 @@ _PEFT = re.compile(
 )  # of peft
 _ADAPTED = (
     "fz.save_safetensors: got {!r}, a leaf of a model of peft, for the folder {}; expected the names of the model that "
-    "it wraps: from_pretrained takes random weights for all others. Put trained = fz.gather(state.params, to=0) into "
-    "the model, model.load_state_dict(trained, strict=False), and write the adapter by model.save_pretrained(folder), "
-    "or all by model.merge_and_unload().save_pretrained(folder). What only fz.load_safetensors reads may be one file."
+    "it wraps: from_pretrained takes random weights for all others. Save the adapter: gather what trains, with "
+    "names = [name for name, p in model.named_parameters() if p.requires_grad] and "
+    "trained = fz.gather(state.params, '|'.join(names), to=0), and on rank 0 put it into the model, "
+    "model.load_state_dict(trained, strict=False), before model.save_pretrained(folder). Or save the merged model, by "
+    "the same of fz.gather(state.params, to=0), and model.merge_and_unload().save_pretrained(folder). What only "
+    "fz.load_safetensors reads may be one file: 'folder/state.safetensors'."
 )
 _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 
