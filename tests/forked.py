@@ -31,7 +31,7 @@ sys.path.insert(0, str(EXAMPLES))
 import launch
 import train_lm
 
-OPERATIONS = ("create", "write", "sync", "sync_folder", "rename", "remove")  # of a save, in files.py
+OPERATIONS = ("create", "write", "sync", "sync_folder", "rename")  # of a save, in files.py
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER: whoever outlives its parent becomes a child of this process
 
 
@@ -164,5 +164,5 @@ def _stand_still(operation: int, tell: Any) -> None:
 
         return call
 
-    for name in OPERATIONS:
-        setattr(files, name, counted(name, getattr(files, name)))
+    for owner, name in (*[(files, name) for name in OPERATIONS], (files.Folder, "remove")):
+        setattr(owner, name, counted(name, getattr(owner, name)))

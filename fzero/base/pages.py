@@ -63,7 +63,8 @@ def _mapped(nbytes: int) -> torch.Tensor:
 
 
 _library.impl("mapped", _mapped, "BackendSelect")
-_library._register_fake("mapped", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+_new = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
+torch.library.register_fake("fzero::mapped", _new, lib=_library)
 
 
 def _in_large_pages(x: torch.Tensor) -> torch.Tensor:

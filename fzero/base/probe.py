@@ -40,6 +40,7 @@ NAMES: Mapping[str, str] = {
         get_unwrapped is_batchedtensor is_functorch_wrapped_tensor maybe_current_level maybe_get_level
         peek_interpreter_stack pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth
         push_dynamic_layer_stack""",
+    "torch._C._nn": "flatten_dense_tensors",
     "torch._C._distributed_c10d": "_set_thread_isolation_mode",
     "torch._VF": "_make_dual",
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fzero.base import pages, private
+from fzero.base import private
 from fzero.comm import hazards
 from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
@@ -231,18 +231,16 @@ class Schedule:
         if before is not None:
             before.fetch_ahead()
 
-    def buffer(self, key: Key, numel: int) -> torch.Tensor:
-        """A new buffer for the full cotangent of a group; then nothing but its unit's other groups is in flight."""
+    def make_room(self, key: Key) -> None:
+        """Before the full cotangent of a group is made: then nothing but its unit's other groups is in flight."""
         if key in self._reducing or any(other.unit != key.unit for other in self._reducing):
             self.finish_reductions()
-        use = self.uses[key]
-        return pages.empty(numel, use.wire, use.device)
 
     def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
         """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.
 
         Args:
-            full: of `buffer`; it is not the caller's any more.
+            full: in the dtype that travels; it is not the caller's any more.
             then: called by the next `finish_reductions` at the latest: nobody else knows the share before.
         """
         use = self.uses[key]

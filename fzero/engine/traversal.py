@@ -153,8 +153,8 @@ class Traversal:
         own = [None] * len(cotangents) if self.mask.masked else cotangents
         if self.delivery is not None and self.delivery.add_into(key, own):
             return None
-        full = self.schedule.buffer(key, self.layout.groups[key].numel)
-        self.layout.groups[key].join_into(full, own)
+        self.schedule.make_room(key)
+        full = self.layout.groups[key].full_of(own, self.uses[key].wire, self.uses[key].device)
         if isinstance(cotangents, list):
             cotangents.clear()
         if self.delivery is not None:

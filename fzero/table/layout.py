@@ -17,6 +17,8 @@ from fzero.base import pages
 from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
+_SMALL = 1 << 16  # elements, up to which one operation on all of a buffer costs less than some on parts
+
 
 def _aligned(numel: int, step: int = ALIGN) -> int:
     return -(-numel // step) * step
@@ -88,6 +90,18 @@ class Group:
         base = full.storage_offset()
         return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
 
+    def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
+        parts: list[torch.Tensor] = []
+        for gap, x in zip(self.split_sizes[::2], (*leaves, None), strict=True):
+            if gap:
+                parts.append(torch.zeros(gap, dtype=dtype, device=device))
+            if x is not None and x.dtype == dtype and x.layout == torch.strided:
+                parts.append(x)
+        if self.numel < _SMALL and len(parts) == len(leaves) + len(self._gaps):
+            return torch._C._nn.flatten_dense_tensors(parts)  # type: ignore[attr-defined]
+        return self.join_into(pages.empty(self.numel, dtype, device), leaves)
+
     def join_into(
         self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None], there: Sequence[bool] = ()
     ) -> torch.Tensor:
@@ -97,7 +111,7 @@ class Group:
             there: for each leaf whether it is in its place already.
         """
         parts = list(self.cut(full).values())
-        if self.numel < 1 << 16 and not any(there):  # filling all of it costs less than finding the gaps
+        if self.numel < _SMALL and not any(there):  # filling all of it costs less than finding the gaps
             full.zero_()
         else:
             there = there or (False,) * len(parts)

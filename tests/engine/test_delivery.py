@@ -53,7 +53,7 @@ def test_a_group_is_delivered_once_and_with_its_last_use() -> None:
         schedule.called(keys)
     delivery = Delivery(schedule, traversal.layout, lambda key, _: delivered.append(key))
     for count in range(2):
-        delivery.add(first, schedule.buffer(first, traversal.layout.groups[first].numel).zero_())
+        delivery.add(first, torch.zeros(traversal.layout.groups[first].numel))
         assert delivered == [first] * count
     delivery.finish({})
     assert sorted(delivered) == sorted(traversal.layout.trainable)

@@ -26,6 +26,13 @@ def test_joining_what_was_cut_gives_the_buffer_with_zeros_between() -> None:
         torch.testing.assert_close(joined.sum(), torch.stack([x.sum() for x in leaves.values()]).sum())
         for views in (group.cut(joined), group.views(joined)):
             assert all(torch.equal(views[leaf], value) for leaf, value in leaves.items())
+        every: list[torch.Tensor | None] = list(leaves.values())
+        assert torch.equal(group.full_of(every, full.dtype, full.device), joined)
+        without = [None, *every[1:]]
+        for given, dtype in ((without, full.dtype), (every, torch.float64), (without, torch.bfloat16)):
+            want = group.join_into(torch.full((group.numel,), float("nan"), dtype=dtype), given)
+            got = group.full_of(given, dtype, full.device)
+            assert got.dtype == dtype and torch.equal(got, want)
         own = full.untyped_storage().data_ptr()
         assert all(view.untyped_storage().data_ptr() == own for view in group.cut(full).values())
 
