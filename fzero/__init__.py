@@ -5,7 +5,7 @@ from fzero.base.carriers import register_carrier
 from fzero.base.collecting import collect, collected
 from fzero.base.malloc import keep_memory
 from fzero.base.ragged import Ragged
-from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.checkpoint.load import load, load_extra
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.checkpoint.save import Saving, save, save_async

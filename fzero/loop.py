@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from fzero.base.arguments import need_int, need_path, need_str, wrong
-from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.loops.asked import Asked, warn_of
 from fzero.loops.evaluation import Evaluation
 from fzero.loops.given import need_functions, need_saves, numbered, pair, taken

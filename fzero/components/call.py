@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
-from fzero.components.line import AHEAD, Line, refusing_cut_sequences, shapes_of
+from fzero.components.line import Line, refusing_cut_sequences, shapes_of
 from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
@@ -27,6 +27,7 @@ from fzero.state.train_state import TrainState
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
+AHEAD = 4  # messages that are received before their turn
 Pieces = Callable[[int], object]
 T = TypeVar("T")
 

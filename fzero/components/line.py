@@ -24,7 +24,6 @@ from fzero.schedules.check import alive
 from fzero.schedules.task import Schedule, Task
 
 ALL = MessageId("all", 0, 0)  # what a rank says to all others at the end of a call
-AHEAD = 4  # messages that are received before their turn
 Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from fzero.base.arguments import named, need_int, wrong
-from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.loops.saves import OWN
 from fzero.state.sharded import check_buffers
 from fzero.state.train_state import TrainState

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 
-from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.checkpoint.save import Saving
 from fzero.loops.ranks import Ranks
 from fzero.state.train_state import TrainState

@@ -1,4 +1,4 @@
-"""The bytes of one flat tensor, on a disk or on their way there."""
+"""The bytes of one flat tensor, on a disk or on their way there; a write that has failed is tried again."""
 
 from __future__ import annotations
 
