@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import pages
+from fzero.base import pages, private
 from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
@@ -99,7 +99,7 @@ class Group:
             if x is not None and x.dtype == dtype and x.layout == torch.strided:
                 parts.append(x)
         if self.numel < _SMALL and len(parts) == len(leaves) + len(self._gaps):
-            return torch._C._nn.flatten_dense_tensors(parts)  # type: ignore[attr-defined]
+            return private.flattened(parts)
         return self.join_into(pages.empty(self.numel, dtype, device), leaves)
 
     def join_into(
