@@ -14,6 +14,7 @@ from fzero.base import probe, tangents
 
 probe.need(probe.NAMES)
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
+flattened: Callable[..., torch.Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 K = TypeVar("K")
 
 
@@ -25,8 +26,6 @@ class Context(torch.autograd.function.FunctionCtx):
         def __getattr__(self, name: str) -> Any: ...
 
         def __setattr__(self, name: str, value: object) -> None: ...
-# all elements of some tensors of one dtype, in a new one
-flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 
 
 def without_autocast() -> AbstractContextManager[object]:
