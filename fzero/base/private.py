@@ -14,7 +14,7 @@ from fzero.base import probe, tangents
 
 probe.need(probe.NAMES)
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
-flattened: Callable[..., torch.Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
+flattened = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 K = TypeVar("K")
 
 
