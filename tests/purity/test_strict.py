@@ -40,9 +40,9 @@ def test_alone():
 
 
 def test_what_begins_later_is_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_later=TESTS)
+    pytester.makepyfile(test_made_in_strict=TESTS)
     always = ("-p", "fzero.testing.plugin", "-p", "no:cacheprovider")
     pytester.runpytest_inprocess(*always, "-k", "test_alone").assert_outcomes(passed=1, deselected=2)
     found = pytester.runpytest_inprocess(*always, "--strict-pure")
     found.assert_outcomes(failed=3)
-    found.stdout.fnmatch_lines(["*ValueError: Unit * keeps a tensor*test_later.py*"] * 3)
+    found.stdout.fnmatch_lines(["*ValueError: Unit * keeps a tensor*test_made_in_strict.py*"] * 3)
