@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import optree
@@ -24,6 +25,14 @@ def flatten(tree: Any, is_leaf: Test | None = None) -> tuple[list[Any], Spec]:
 
 def unflatten(spec: Spec, leaves: Iterable[object]) -> Any:
     return optree.tree_unflatten(spec, leaves)
+
+
+def one_level(tree: Any) -> tuple[Sequence[object], tuple[Hashable, ...], Callable[[Sequence[Any]], object] | None]:
+    """A node's children, their keys, and what makes such a node of others; nothing of a leaf."""
+    if optree.tree_is_leaf(tree, none_is_leaf=True):
+        return (), (), None
+    children, metadata, keys, made = optree.tree_flatten_one_level(tree, none_is_leaf=True)
+    return children, keys, partial(made, metadata)
 
 
 def spread(prefix: object, tree: object) -> list[object]:

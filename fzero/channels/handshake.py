@@ -23,7 +23,7 @@ from fzero.channels import mappings
 from fzero.channels.deadline import Deadline
 from fzero.channels.errors import Refused, TimedOut
 
-VERSION = 1
+VERSION = 2
 MAX_NAME = 200  # bytes
 
 _HELLO = struct.Struct(f"<8sHBB32s{MAX_NAME}s")  # magic, version, can share memory, length of the name, nonce, name

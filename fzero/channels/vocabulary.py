@@ -1,8 +1,8 @@
 """Values as bytes: pickled, and read by an unpickler that knows no classes and functions, so that nothing can be run.
 
 None, bool, int, float (to the bit), str, bytes, list, tuple, dict, torch.dtype, torch.Size (arrives as a tuple), and
-tensors, which are not among the bytes: each takes its place in a list. Subclasses of these are refused: a NamedTuple or
-numpy.float64 would need its class.
+tensors, which are not among the bytes: each takes its place in a list. A container that holds itself arrives
+so. Subclasses of these are refused: a NamedTuple or numpy.float64 would need its class.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def decode(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 class _Pickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
-        super().__init__(out, 5)
+        super().__init__(out, 3)  # later ones write sets and bytearrays without a word
         self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, value: object) -> object:
@@ -71,7 +71,7 @@ class _Pickler(pickle.Pickler):
             return _size, tuple(value)
         if any(value is known for known in (_tensor, _dtype, _size)):
             return NotImplemented  # as a name
-        kind = type(value)
+        kind = value if isinstance(value, type) and value in (set, frozenset, bytearray) else type(value)
         raise TypeError(
             f"connection.send: got a value of type {kind.__module__}.{kind.__qualname__}, expected None, bool, int, "
             "float, str, bytes, list, tuple, dict, torch.dtype or torch.Tensor, and no subclass of these. Convert it."

@@ -22,8 +22,8 @@ from fzero.table.layout import Key
 Copies = dict[str, dict[str, int]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 15  # entries that are summed at once
-_WEIGHTS = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-_WEIGHTS = (_WEIGHTS ^ (_WEIGHTS >> np.uint64(29)) | np.uint64(1)).view(np.int64)
+_ODD, _OTHER = 0x9E3779B97F4A7C15, np.uint64(0x94D049BB133111EB)
+_PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_ODD)
 
 
 def copies_of(trees: Mapping[str, Sharded]) -> Copies:
@@ -58,13 +58,16 @@ def _add(out: Copies, name: str, tree: Sharded, key: Key) -> None:
 
 
 def _total(own: torch.Tensor, place: int) -> int:
-    """The sum of the bits of some entries times weights that depend on their places, from this one on."""
-    bits, total, at = on_host(own).view(_INTEGERS[own.itemsize]).numpy(), 0, 0
-    while at < len(bits):
-        chunk, first = divmod(place + at, _CHUNK)
-        some = bits[at : at + _CHUNK - first]
-        total += (2 * chunk + 1) * int((some * _WEIGHTS[first : first + len(some)]).sum())
-        at += len(some)
+    """The sum of what the bits of some entries make with their places, from this one on."""
+    words, total = on_host(own).view(_INTEGERS[own.itemsize]).numpy().view(f"u{own.itemsize}"), 0
+    for at in range(0, len(words), _CHUNK):
+        some = words[at : at + _CHUNK]
+        mixed = some + _PLACES[: len(some)]
+        mixed += np.uint64((place + at) * _ODD % (1 << 64))
+        mixed ^= mixed >> np.uint64(29)  # or the top bits of two words would cancel
+        mixed *= _OTHER
+        mixed ^= mixed >> np.uint64(32)
+        total += int(mixed.sum())
     return total % (1 << 64)
 
 

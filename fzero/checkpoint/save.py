@@ -18,7 +18,7 @@ from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.together import NAME as TOGETHER
-from fzero.checkpoint.write import write
+from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
@@ -103,12 +103,22 @@ class Saving:
         self.path, self._folder, self._board = folder.path, folder, board
         self._error: BaseException | None = None
         self._process = os.getpid()
-        self._told, self._ended = False, threading.Event()
+        self._told, self._ended, self._begun = False, threading.Event(), threading.Lock()
         # the interpreter waits for it, and nothing but it holds the state
         self._thread = threading.Thread(target=self._run, args=([snapshot], then), name="fzero-save")
-        self._thread.start()
+
+    def _begin(self, rank: int, ranks: int) -> None:
+        try:
+            self._thread.start()
+        except BaseException as error:  # an interrupt, perhaps with the thread there, or none can start
+            if self._begun.acquire(blocking=False):  # it will not write: the other ranks would wait for this one
+                self._forget()
+                abandon(self._folder, self._board, rank, ranks, error)
+            raise
 
     def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             write(self._folder, snapshot.pop(), self._board, then)
         except BaseException as error:
@@ -146,9 +156,12 @@ class Saving:
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
         told, self._told = self._told, True
-        for rank in [rank for rank, own in list(_last.items()) if own is self]:
-            _last.pop(rank, None)  # or it would hold the frames of whoever is told of its error
+        self._forget()  # or it would hold the frames of whoever is told of its error
         return told
+
+    def _forget(self) -> None:
+        for rank in [rank for rank, own in list(_last.items()) if own is self]:
+            _last.pop(rank, None)
 
     def untold(self) -> BaseException | None:
         """The error of a save that has ended, if nobody has seen it yet."""
@@ -226,7 +239,8 @@ def begin(
         raise error
     assert snapshot is not None
     board = Board(token, everyone.count, everyone.timeout, everyone.number)
-    _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)
+    _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)  # before it begins: it may be interrupted
+    saving._begin(everyone.number, everyone.count)
     return saving
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import optree
-
+from fzero.base import pytree
 from fzero.base.arguments import named, need_int, wrong
 
 Number = Mapping[int, int | Sequence[int]]
@@ -192,23 +191,19 @@ def taken_apart(output: Any, items: Collection[Hashable], who: str) -> tuple[dic
     """Item -> value, None for what is left: one value as itself, several in the same container; and how to undo it."""
     if not items:
         return {None: output}, Ports()
-    children, keys, made = _one_level(output) if isinstance(output, (dict, tuple, list)) else ((), (), None)
+    children, keys, made = pytree.one_level(output) if isinstance(output, (dict, tuple, list)) else ((), (), None)
     missing = [item for item in items if item not in keys]
     if missing:
         raise ValueError(
             f"pipeline: {who} returned {named(output)} with {list(keys)}, expected a tuple, list or dict with "
             f"{missing[0]!r}, which skips to another stage."
         )
-    by_key = dict(zip(keys, children, strict=True))
+    found = dict(zip(keys, children, strict=True))
+    by_key = {key: found[key] for key in (output if isinstance(output, dict) else keys)}  # in the output's own order
     out: dict[Hashable | None, object] = {item: by_key.pop(item) for item in items}
     left = [*by_key.values()]
     out[None] = left[0] if len(left) == 1 else by_key if isinstance(output, dict) else tuple(left)
     return out, Ports(keys, made)
-
-
-def _one_level(output: Any) -> tuple[Sequence[Any], tuple[Hashable, ...], Callable[[Sequence[Any]], object]]:
-    children, metadata, keys, made = optree.tree_flatten_one_level(output, none_is_leaf=True)
-    return children, keys, partial(made, metadata)
 
 
 def put_together(values: Mapping[Hashable | None, Any], items: Collection[Hashable], ports: Ports) -> Any:

@@ -107,14 +107,15 @@ def test_the_token_does_not_travel_and_no_proof_serves_twice(caplog: pytest.LogC
                     assert refused(caplog, "another token")
 
 
-def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("version", [1, 3])  # 1 had other frames
+def test_another_version(version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with Listener(TOKEN) as listener:
-        monkeypatch.setattr(handshake, "VERSION", 2)
-        ours = handshake._hello("a newer one")
+        monkeypatch.setattr(handshake, "VERSION", version)
+        ours = handshake._hello("another one")
         monkeypatch.undo()
         with raw(listener, "tcp") as sock:
             sock.sendall(ours)
-            assert refused(caplog, "speaks version 2, this side version 1")
+            assert refused(caplog, f"speaks version {version}, this side version 2")
             theirs = sock.recv(handshake._HELLO.size, socket.MSG_WAITALL)
         with pytest.raises(Refused, match="use the same fzero on both"):
             handshake._read(ours)

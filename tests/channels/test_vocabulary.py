@@ -56,6 +56,7 @@ def deep() -> list[object]:
         (object(), TypeError, "builtins.object"),
         (Point(1, 2), TypeError, "Point"),
         (collections.OrderedDict(a=1), TypeError, "OrderedDict"),
+        *((kind(b"1"), TypeError, f"builtins.{kind.__name__}") for kind in (set, frozenset, bytearray)),
         (np.float64(1.0), TypeError, "numpy.float64"),
         (torch.quint8, TypeError, "quint8"),
         (torch.ones(2, requires_grad=True), TypeError, "requires a gradient.*detach"),
@@ -77,3 +78,10 @@ def test_a_tensor_inside_a_transform() -> None:
 
 def test_sizes_arrive_as_tuples() -> None:
     assert same(vocabulary.decode(*vocabulary.encode(torch.Size((2, 3)))), (2, 3))
+
+
+def test_what_holds_itself_arrives_so() -> None:
+    message: list[object] = []
+    message.append({"above": (message,)})
+    got = vocabulary.decode(*vocabulary.encode(message))
+    assert got[0]["above"][0] is got

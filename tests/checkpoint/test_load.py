@@ -227,6 +227,20 @@ def test_a_value_that_other_ranks_have_otherwise_is_refused(data: Any, world: in
         assert len({*run_ranks(rank_main, world)}) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_copies_of_the_other_sign_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The top bits of an even number of words: their sum alone would be the same."""
+
+    def rank_main(rank: int) -> None:
+        state = fz.shard_zero1(fz.train_step(loss, fz.sgd(0.1))).init({"w": torch.ones(128, dtype=dtype)})
+        if rank == 1:
+            _ = [full.neg_() for full in state.params.held.values()]
+        with pytest.raises(OSError, match="hold different values of params"):
+            fz.save(tmp_path, state)
+
+    run_ranks(rank_main, 2)
+
+
 @pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
 def test_equal_copies_go_into_every_kind_of_file(tmp_path: Path, shard: Any) -> None:
     def rank_main(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from nightly import by_day
 
 import fzero as fz
+from fzero.components.wiring import taken_apart
 from fzero.schedules import Schedule
 from fzero.testing import strategies
 
@@ -323,6 +325,25 @@ def test_containers_of_what_skips() -> None:
         full = fz.gather(expected)
         got = [own["w"] for own in fz.gather(grads)]
         fz.testing.assert_trees_close(got, [full["w"], full["v"], full["u"]], rtol=1e-6)
+
+
+def test_a_stage_is_given_the_rest_of_a_dict_in_its_own_order() -> None:
+    """Also where that is not the sorted one."""
+    for kind in (dict, collections.OrderedDict, lambda **items: collections.defaultdict(list, items)):
+        first = lambda p, x, kind=kind: kind(query=x * p["w"], skipped=x, key=2 * x)
+        middle = lambda p, h: functools.reduce(lambda a, b: a - 10 * b * p["w"], h.values())
+        last = lambda p, h, s: (h * s * p["w"]).mean()
+        pipe = fz.pipeline([*map(make, (first, middle, last))], fz.schedules.gpipe(3, 1), skips={(0, "skipped"): 2})
+        x = torch.arange(1.0, 5.0)
+        assert pipe(pipe.init([{"w": torch.tensor(1.5)}] * 3), x)[1]["loss"] == ((1.5 - 30) * 1.5 * x * x).mean()
+
+
+def test_a_subclass_of_dict_that_is_no_pytree_is_refused_by_name() -> None:
+    class Own(dict[str, Any]):
+        pass
+
+    with pytest.raises(ValueError, match=r"stage 0 returned .*Own.*skips to another stage"):
+        taken_apart(Own(h=1, s=2), ["s"], "stage 0")
 
 
 @pytest.mark.parametrize("sides", ["C @ w", "w @ C", "C @ w.T", "(C @ w) @ C"])
