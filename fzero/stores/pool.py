@@ -75,7 +75,8 @@ class Room:
 
     def __init__(self) -> None:
         self._taken: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # threading's Condition may be left locked by an interrupt
+        self._doors: list[threading.Lock] = []  # of those who wait
 
     @property
     def taken(self) -> int:
@@ -83,11 +84,20 @@ class Room:
 
     def take(self, owner: object, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= bound)
-            self._taken[owner] = nbytes
+        while True:
+            with self._lock:
+                if not self.taken or self.taken + nbytes <= bound:
+                    self._taken[owner] = nbytes
+                    return
+                door = threading.Lock()
+                door.acquire()
+                self._doors.append(door)
+            with door:
+                pass
 
     def give(self, owner: object) -> None:
-        with self._changed:
+        with self._lock:
             self._taken.pop(owner, None)
-            self._changed.notify_all()
+            doors, self._doors = self._doors, []
+        for door in doors:
+            door.release()

@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+from interrupts import Points
 
 from fzero.comm.hazards import hazards
 from fzero.stores import blocks
@@ -268,6 +269,26 @@ def test_an_interrupted_wait_leaves_all_as_it_was(folder: Folder, disk: Disk, re
     reads.open.set()
     wait()
     assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("what", ["write"])
+def test_interrupts_leave_no_lock_no_file_and_no_room_taken(folder: Folder, disk: Disk, what: str) -> None:
+    file = folder.start_write(source := some(0), "x", disk)
+    file.written()
+
+    def moved() -> File:
+        own = file if what == "read" else folder.start_write(source, "x", disk)
+        assert torch.equal(back(own), source)
+        return own
+
+    opened = len(os.listdir("/proc/self/fd"))
+    (counted := Points()).during(moved)
+    for at in range(1, counted.count + 1):
+        with contextlib.suppress(KeyboardInterrupt):
+            Points(at).during(moved)
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(moved).result(60)
+    until(lambda: folder.shared.room.taken == 0 and len(os.listdir("/proc/self/fd")) == opened)
 
 
 # ---- what cannot be written
