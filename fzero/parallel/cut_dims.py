@@ -51,7 +51,8 @@ def _without(call: Call, dims: object) -> int:
     from_end = {each % call.x.ndim - call.x.ndim for each in dims}
     if call.dim in from_end:
         raise Mixed
-    return call.dim if call.out.ndim == call.x.ndim else call.dim + sum(each > call.dim for each in from_end)
+    stays = call.given.get("keepdim") if call.out is None else call.out.ndim == call.x.ndim
+    return call.dim if stays else call.dim + sum(each > call.dim for each in from_end)
 
 
 def largest(call: Call) -> int:

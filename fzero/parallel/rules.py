@@ -28,13 +28,15 @@ def cut_behind(
     """How the result is cut; each of several, where these differ.
 
     Args:
+        out: what it gave; None before it has run, which is enough for operations on each token alone (`piece`).
         cut_of: how an operand is; None where it is whole.
 
     Raises:
         Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
     rule, first = _RULES.get(func), out[0] if isinstance(out, (tuple, list)) and out else out
-    if rule is None or not isinstance(first, torch.Tensor) or (rule.along is dims.pointwise and first is not out):
+    known_out = first is None or isinstance(first, torch.Tensor)
+    if rule is None or not known_out or (rule.along is dims.pointwise and first is not out):
         raise Mixed  # numbers of a slice; where(x): places
     call = rule.call(args, kwargs, first, cut_of)
     if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
@@ -51,7 +53,7 @@ def cut_behind(
         raise Mixed  # slices of other parts
     if not found:
         return PARTIAL
-    if any(first.shape[found] != x.shape[each.dim] for x, each in known):
+    if first is not None and any(first.shape[found] != x.shape[each.dim] for x, each in known):
         raise Mixed  # one element by rank that goes with each of another one's
     return own._replace(dim=found)
 
@@ -135,7 +137,7 @@ class Rule(NamedTuple):
     numbers: bool
 
     def call(
-        self, args: Operands, kwargs: Mapping[str, Any], out: torch.Tensor, cut_of: Callable[[object], Cut | None]
+        self, args: Operands, kwargs: Mapping[str, Any], out: Any, cut_of: Callable[[object], Cut | None]
     ) -> Call:
         names, more = self.names, args
         given: dict[str, Any] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
@@ -214,7 +216,9 @@ _RULES: dict[object, Rule] = {
     # over dims
     **_rows("sum", BOTH, "input dim=None keepdim", dims.total, LINEAR),
     **_rows("mean", BOTH, "input dim=None keepdim", dims.over, LINEAR),
-    **_rows("var std amax amin logsumexp softmax log_softmax", [*BOTH, F], "input dim=None", dims.over, BENDS),
+    **_rows("amax amin", BOTH, "input dim=None keepdim", dims.over, BENDS),
+    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None _stacklevel dtype keepdim=1", dims.over, BENDS),
+    **_rows("var std logsumexp", BOTH, "input dim=None", dims.over, BENDS),
     **_rows(
         "argmax argmin prod any all cumsum cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
         "logcumsumexp var_mean std_mean softmin",
@@ -229,7 +233,7 @@ _RULES: dict[object, Rule] = {
     **_rows("roll", BOTH, "input shifts dim=None", dims.over, "", True),
     **_rows("flip", BOTH, "input *dim", dims.over, "", True),
     **_rows("tril triu", BOTH, "input", dims.triangle),
-    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", dims.normed, BENDS),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape weight bias eps keepdim=1", dims.normed, BENDS),
     # in other shapes and orders
     **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
     **_rows("movedim moveaxis", BOTH, "input", shapes.moved(shapes.moved_to), LINEAR),
