@@ -19,7 +19,7 @@ from fzero.parallel import rules
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
-from fzero.table.placements import Cut
+from fzero.table.placements import Cut, reads
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
@@ -35,6 +35,10 @@ def form_of(tensor: torch.Tensor, axis: str) -> Form:
     return forms.get(axis) if writes == own.writes else None
 
 
+def is_replicated(tensor: torch.Tensor, axis: str) -> bool:
+    return form_of(tensor, axis) == REPLICATED
+
+
 def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
     setattr(tensor, _FORMS, (forms, type_of(tensor).writes))
     return tensor
@@ -46,15 +50,19 @@ class Forms(TorchFunctionMode):
     Args:
         where: the place that runs.
         ignored: axes on which nothing is checked.
+
+    Attributes:
+        reads: Python has learned something of a tensor's values.
     """
 
     def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
-        self._where, self._ignored = where, ignored
+        self._where, self._ignored, self.reads = where, ignored, False
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
+        self.reads = self.reads or reads(func, args)
         out = func(*args, **(kwargs or {}))
         made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
         operands = tensors_in((args, dict(kwargs or {}))) if made else []

@@ -34,7 +34,8 @@ def cut_behind(
     Raises:
         Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
-    rule, first = _RULES.get(func), out[0] if isinstance(out, (tuple, list)) and out else out
+    first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
+    rule = _RULES.get(func)
     known_out = first is None or isinstance(first, torch.Tensor)
     if rule is None or not known_out or (rule.along is dims.pointwise and first is not out):
         raise Mixed  # numbers of a slice; where(x): places

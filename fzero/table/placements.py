@@ -1,27 +1,24 @@
 """What is known of tensors that vary between the ranks of a tensor axis, in the first run of a function.
 
-What a map of `fz.parallel` or a module that is cut gives is noted. A note goes with a tensor into units and out of
-them, and on to what is computed of it, until a map puts the whole together. Later runs under the same signature (the
-function, its layout, the structure, shapes and dtypes of its inputs) are not followed: they repeat what the first one
-showed that modules need (`FirstRun`).
+The function is checked before that on shapes alone (`checks`). In the run, what a map of `fz.parallel` or a module that
+is cut gives is noted, for the modules that take it. A note goes with a tensor into units and out of them. Later runs
+under the same signature (the function, its layout, the structure, shapes and dtypes of its inputs) repeat what the
+first one showed that modules need (`FirstRun`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.comm.axis import Axis
-from fzero.table.handle import BOTH, READABLE, Function, Handle, Named, Operands, named, writes
-from fzero.table.rows import Row
+from fzero.table.handle import BOTH, Function, Operands, named
 
 
 class Cut(NamedTuple):
@@ -157,22 +154,6 @@ class Notes:
             return None
         return self.of(private.inner(x))  # of a level that began in the function, or did and has ended
 
-    def note_cut(self, leaves: Mapping[int, torch.Tensor], rows: Sequence[Row]) -> None:
-        """Notes the leaves of a step that are cut: index of a leaf -> its tensor."""
-        for index, leaf in leaves.items():
-            if rows[index].slices is not None and not isinstance(leaf, Handle):
-                self.note(leaf, Mark(rows[index].path))
-
-    def among(self, values: Sequence[object]) -> list[Mark]:
-        """How those vary that are among some values, or in containers of them."""
-        found = []
-        for x in values:
-            own = [self.of(x)] if isinstance(x, torch.Tensor) else []
-            if isinstance(x, (tuple, list, dict)):
-                own = map(self.of, pytree.leaves(x))
-            found += [mark for mark in own if mark is not None]
-        return found
-
     def forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(id(tensor), None)
 
@@ -200,38 +181,42 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
-def followed(
-    axis: Axis | None,
-    leaves: Sequence[torch.Tensor],
-    rows: Sequence[Row],
-    before: MutableMapping[object, FirstRun],
-    given: object,
-) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
-    """The notes of a function of these leaves, and what follows them in it; None where no leaf is cut.
+# of what runs for the first time: check(step, params, inputs, whether it is differentiated), which tells whether what
+# is computed depends on no tensor's value that is read
+checks: list[Callable[[Any, Any, Sequence[object], bool], bool]] = []
+
+
+def notes_of(
+    axis: Axis | None, before: MutableMapping[object, FirstRun], given: object, check: Callable[[], bool]
+) -> Notes | None:
+    """The notes of a function that is about to run; None where no leaf is cut.
 
     Args:
         axis: that leaves are cut over.
         before: the function's first runs, by the forms of what it is given.
         given: its inputs, and what else it depends on.
+        check: looks at a function that has not run yet.
     """
     if axis is None or axis.size == 1:
-        return None, contextlib.nullcontext()
-    form = form_of(given)
-    first = before.get(form)
-    if first is not None and not first.unsure:
-        return Straight(axis, first), contextlib.nullcontext()
-    known = Notes(axis, first)
-    known.note_cut(dict(enumerate(leaves)), rows)
-    return known, Following(known)
+        return None
+    first = before.get(form_of(given))
+    if first is None:
+        first = FirstRun()
+        first.unsure = not check()
+    elif not first.unsure:
+        return Straight(axis, first)
+    return Notes(axis, first)
 
 
 def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given: object) -> None:
     """Notes that a function has run to its end and was not refused."""
-    form = form_of(given) if known is not None and not isinstance(known, Straight) else None
-    if known is not None and form is not None:
-        for old in list(before)[: 1 - FORMS]:
-            del before[old]
-        before[form] = known.first
+    if known is None or isinstance(known, Straight):
+        return
+    form = form_of(given)
+    known.first.unsure = known.first.unsure or form is None
+    for old in list(before)[: 1 - FORMS]:
+        del before[old]
+    before[form] = known.first
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
@@ -245,10 +230,6 @@ def hand_on(known: Notes | None, marks: Sequence[Mark | None], tensors: Sequence
             known.note(tensor, mark)
 
 
-_LIKE = {
-    *named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", torch),
-    *named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor),
-}
 _READS = frozenset(
     named(
         "item tolist numpy nonzero argwhere unique unique_consecutive masked_select equal allclose is_nonzero "
@@ -266,94 +247,3 @@ def reads(func: Function, args: Operands) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
     return func in _READS
-
-
-# whose further operands say a dtype or a shape
-_FIRST = set(named("to type_as expand_as view_as reshape_as", torch.Tensor))
-
-
-class Following(TorchFunctionMode):
-    """Inside, what is computed of tensors that vary is known to vary, on whichever dims.
-
-    What torch.func maps (vmap) along another dim than the first is not followed out of the map.
-    """
-
-    of_slices = True
-
-    def __init__(self, known: Notes) -> None:
-        super().__init__()
-        self._known = known
-
-    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if func == torch.Tensor.__iter__:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
-        if reads(func, args):
-            self._known.first.unsure = True
-        out = func(*args, **(kwargs or {}))
-        if not self._known or func in READABLE or func in _LIKE:
-            return out
-        given = args[:1] if func in _FIRST else (*args, *kwargs.values()) if kwargs else args
-        found = self._known.among(given)
-        if found:
-            self._follow(func, given, kwargs, out, Mark(max(mark.source for mark in found)))
-        return out
-
-    def _follow(self, func: Function, given: Operands, kwargs: Named, out: object, mark: Mark) -> None:
-        known, into = self._known, _written(func, given, kwargs)
-        by_place = _by_place(func, given, kwargs, out)
-        if by_place is not None:
-            for x, operands in by_place:
-                own = known.among(operands)
-                if own and isinstance(x, torch.Tensor):
-                    known.note(x, Mark(max(each.source for each in own)))
-            return
-        results = [out] if isinstance(out, torch.Tensor) else pytree.leaves(out)
-        for x in results:
-            if isinstance(x, torch.Tensor) and (x is into or not any(x is each for each in given)):
-                known.note(x, mark)
-        if into is not None:
-            others = [x for x in given if x is not into]
-            if _is_overwritten(func, others) and not known.among(others):
-                known.forget(into)
-                return
-            known.note(into, mark)
-            if into._is_view() and into._base is not None:
-                known.note(into._base, mark)
-
-
-def _written(func: Function, given: Operands, kwargs: Named) -> torch.Tensor | None:
-    """The tensor that a function writes to."""
-    if not writes(func, kwargs):
-        return None
-    into = (kwargs or {}).get("out")
-    into = given[0] if into is None and given else into
-    return into if isinstance(into, torch.Tensor) else None
-
-
-def _is_overwritten(func: Function, others: Sequence[object]) -> bool:
-    """Tells whether nothing stays of what was in a tensor."""
-    name = getattr(func, "__name__", "")
-    if func == torch.Tensor.__setitem__:
-        index = others[0] if isinstance(others[0], tuple) else (others[0],)
-        return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in index)
-    return name in ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_")
-
-
-def _by_place(
-    func: Function, given: Operands, kwargs: Named, out: object
-) -> list[tuple[object, tuple[object, ...]]] | None:
-    """Results of a function of several tensors one by one, each with the operands that it comes of; None of others."""
-    name = getattr(func, "__name__", "")
-    if not isinstance(out, (tuple, list)):
-        return None
-    if func is torch.autograd.grad:  # those by what is the same on all ranks are so, too
-        inputs = (kwargs or {}).get("inputs", given[1] if len(given) > 1 else ())
-        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        return [(x, (y,)) for x, y in zip(out, inputs, strict=True)]
-    if name.startswith("_foreach_"):
-        lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
-        return [(x, tuple(own)) for x, *own in zip(out, *lists, strict=True)]
-    if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
-        tensors = given[0] if isinstance(given[0], (tuple, list)) else [x for x in given if isinstance(x, torch.Tensor)]
-        return [(x, (y,)) for x, y in zip(out, tensors, strict=True)]
-    return None
