@@ -189,7 +189,8 @@ def _called(func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor])
             return written[0]  # whose values nobody may read then
         if any(x.grad_fn is not None for x in real):  # which torch warns of
             plain = {id(x): x.detach() for x in real}
-            args, kwargs = pytree.map_leaves(lambda x: plain.get(id(x), x), (args, kwargs))
+            changed: Any = pytree.map_leaves(lambda x: plain.get(id(x), x), (args, kwargs))
+            args, kwargs = changed
     return func(*args, **kwargs)
 
 
