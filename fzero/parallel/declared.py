@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private, pytree, thread_state
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
@@ -129,7 +129,8 @@ class Inputs:
     def _valued(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
         if leaf.is_meta or private.is_fake(leaf):
             raise wrong(WHO, f"values=True and {path}", leaf, "a tensor with values, which a meta or fake one has not")
-        return leaf.detach().clone()
+        with thread_state.without_dispatch_modes():
+            return leaf.detach().clone()
 
 
 def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[str, object]]:

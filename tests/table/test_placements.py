@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
+from fzero.parallel import AxisTypeError
 from fzero.testing import RankError, assert_trees_close, recorded_collectives, run_ranks
 
 F64 = torch.float64
@@ -183,3 +185,31 @@ def test_a_sum_over_two_axes() -> None:
         return step.vjp(step.init({"w": PARAMS["w"]}), X)[0]
 
     assert [x.item() for x in run_ranks(rank_main, 4)] == [48.0] * 4
+
+
+def test_constants_and_masks_have_values_in_the_check() -> None:
+    """A table that is kept, and made in place, is that of the run; a mask of the batch may be read."""
+
+    @functools.lru_cache
+    def table(rank: int) -> torch.Tensor:
+        made = torch.zeros(4, dtype=F64)
+        made[1:] += torch.arange(3.0, dtype=F64)
+        return made
+
+    def rank_main(rank: int) -> torch.Tensor:
+        ax = fz.parallel.axis(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp")
+
+        def fn(p: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            h = x * table(rank) if bool(mask.all()) else x
+            return fz.parallel.sum((h @ p["w"]).sum(), ax)
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1})
+        state, mask = step.init({"w": PARAMS["w"]}), torch.ones(2, dtype=torch.bool)
+        found = [step(state, X, mask)[1]["loss"] for _ in range(2)]
+        with pytest.raises(AxisTypeError, match=r"of 'p\.w'.*varies between the ranks"):
+            fz.with_fn(step, lambda p, x, mask: (x @ p["w"]).sum() if mask.all() else x.sum())(state, X, mask)
+        return torch.stack(found)
+
+    want = (X * torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=F64)).sum() * 6
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want.expand(2))
