@@ -23,6 +23,7 @@ from fzero.parallel.types import (
     Place,
     Run,
     Type,
+    is_typed,
     place,
     set_type,
     type_of,
@@ -76,6 +77,7 @@ class DryRun:
 
     def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
         self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
+        self.automatic = over is not None
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}
@@ -182,6 +184,8 @@ class _Call:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)
+        if self.run.automatic and not is_typed(x):
+            raise NotImplementedError("a tensor whose type is not known, as random operators on threads make")
         wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
         if wrong_on and not own.constant:
             raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)

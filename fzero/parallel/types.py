@@ -87,6 +87,10 @@ def type_of(tensor: torch.Tensor) -> Type:
     return found or Type(frozenset(), not tensor.requires_grad, "a tensor that the function captures")
 
 
+def is_typed(tensor: torch.Tensor) -> bool:
+    return _ATTRIBUTE in vars(tensor)
+
+
 def set_type(tensor: torch.Tensor, own: Type) -> torch.Tensor:
     setattr(tensor, _ATTRIBUTE, own)
     return tensor

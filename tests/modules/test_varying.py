@@ -280,7 +280,7 @@ def test_equal(name: str, sequence: bool) -> None:
 @pytest.mark.parametrize(("name", "sequence"), by_turns(sorted(REFUSED), [False, True]))
 def test_refused(name: str, sequence: bool) -> None:
     with pytest.raises(
-        RankError, match=r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives"
+        RankError, match=r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives|is partial"
     ):
         grads(REFUSED[name], sequence, torch.randn(2, 6, WIDTH, dtype=F64), 2)
 
@@ -418,7 +418,7 @@ def test_maps_by_hand(name: str) -> None:
 
     whole, params = made(None)
     if name in NOT_SUMMED:
-        with pytest.raises(RankError, match=r"needs fz\.parallel\.sum before anything else"):
+        with pytest.raises(RankError, match=r"needs fz\.parallel\.sum before anything else|fz\.parallel\.sum, or"):
             run_ranks(rank_main, 2)
         return
     want = torch.func.grad(whole)(dict(params))
@@ -677,7 +677,7 @@ def test_slices_whose_sums_are_alike() -> None:
 
     for grads in run_ranks(lambda rank: rank_main(rank, False), 2):
         assert_trees_close(grads, {"w": torch.ones(4, dtype=F64), "v": torch.zeros((), dtype=F64)})
-    with pytest.raises(RankError, match="computed of 'w', of which each rank has its slice"):
+    with pytest.raises(RankError, match="A conversion is missing"):
         run_ranks(lambda rank: rank_main(rank, True), 2)
 
 
