@@ -9,6 +9,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import gathered
+from fzero.table.placements import Notes
 
 
 def scalars_in(outputs: object) -> list[torch.Tensor]:
@@ -17,6 +18,30 @@ def scalars_in(outputs: object) -> list[torch.Tensor]:
     with private.below_transforms():  # a look at what a level wraps would be one from below it
         own = [private.unwrapped(x).detach() for x in leaves]
         return [pytree.as_reals(x) for x in own]
+
+
+def need_invariant(outputs: object, known: Notes) -> None:
+    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up.
+
+    Args:
+        outputs: of a function that is differentiated.
+
+    Raises:
+        ValueError: on all ranks, as all run the same function.
+    """
+    for x in pytree.flatten(outputs)[0]:
+        mark = known.of(x)
+        if mark is None or not private.is_differentiated(x) or (mark.source and x.ndim):
+            continue
+        of = f"of {mark.source!r}, of which each rank has its slice," if mark.source else "of each rank's own copy"
+        raise ValueError(
+            f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
+            f"the ranks of axis {known.axis.name!r}, over which leaves are cut; expected one that is the same on all. "
+            "Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or gather (for the "
+            "module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute it of what is "
+            "not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as x[None]. "
+            "What torch.distributed puts together by itself is not seen: gather(x, ax, 0).amax(0) is a maximum."
+        )
 
 
 def _near(x: torch.Tensor) -> float:

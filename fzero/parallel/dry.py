@@ -184,8 +184,8 @@ class _Call:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)
-        if self.run.automatic and not is_typed(x):
-            raise NotImplementedError("a tensor whose type is not known, as random operators on threads make")
+        if self.run.automatic and not is_typed(x) and x.grad_fn is not None:
+            raise NotImplementedError("a tensor that was computed where types are not known")
         wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
         if wrong_on and not own.constant:
             raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)

@@ -22,18 +22,18 @@ from fzero.state.sharded import Sharded
 from fzero.table.spec import Spec
 
 
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object], derived: bool) -> bool:
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | None:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
-    It is run on shapes alone, but for inputs that are not differentiated: masks may be read. If that cannot be done, as
-    it reads what is computed of params, nothing is refused.
+    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
 
     Args:
         inputs: of one microbatch.
-        derived: gradients are to be taken.
 
     Returns:
-        Whether what it computes depends on no tensor's value that it reads.
+        Whether it reads a tensor's value, on which may depend what it does. None if it cannot be checked, as it reads
+        what is computed of params, communicates by itself, or is refused for another reason: it is to be followed in
+        its run, which also shows what is wrong with it.
 
     Raises:
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
@@ -49,6 +49,7 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object], deriv
         seeded(0),
         during(own_copies, {}),
     ):
+        sent: Sequence[object] = ()
         try:
             with fakes:
                 whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
@@ -67,16 +68,15 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object], deriv
             with Watch(run.where, run.ignored, is_replicated), during(running, run), recorded_collectives() as sent:
                 with planned.running(given[0]), collecting.run(), forms:
                     outputs = planned.outputs(step.fn(*given))
-                if derived:
-                    _need_invariant(outputs, over)
-                    pull_back(outputs, leaves, run)
-            return not (sent or forms.reads)
+                _need_invariant(outputs, over)
+                pull_back(outputs, leaves, run)
+            return None if sent else forms.reads
         except AxisTypeError:
-            if derived:
-                raise
-            return False
-        except Exception:  # what cannot run on shapes; whatever is wrong with it shows in the run itself
-            return False
+            if sent:  # nothing is known of what arrived
+                return None
+            raise
+        except Exception:
+            return None
 
 
 def _none(inputs: object) -> dict[int, int]:

@@ -138,7 +138,7 @@ class Rule(NamedTuple):
     numbers: bool
 
     def call(
-        self, args: Operands, kwargs: Mapping[str, Any], out: Any, cut_of: Callable[[object], Cut | None]
+        self, args: Operands, kwargs: Mapping[str, Any], out: object, cut_of: Callable[[object], Cut | None]
     ) -> Call:
         names, more = self.names, args
         given: dict[str, Any] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}

@@ -184,7 +184,9 @@ def _from(own: Type) -> str:
 # ---- operators
 
 
-def _called(func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]) -> object:
+def _called(
+    func: Any, args: Sequence[object], kwargs: dict[str, object], operands: Sequence[torch.Tensor]
+) -> object:
     """What an operator gives, also of tensors without values beside constants with values that the function made."""
     real = [x for x in operands if not private.is_fake(x)]
     if real and len(real) < len(operands):
@@ -193,8 +195,8 @@ def _called(func: Any, args: Any, kwargs: Any, operands: Sequence[torch.Tensor])
             return written[0]  # whose values nobody may read then
         if any(x.grad_fn is not None for x in real):  # which torch warns of
             plain = {id(x): x.detach() for x in real}
-            changed: Any = pytree.map_leaves(lambda x: plain.get(id(x), x), (args, kwargs))
-            args, kwargs = changed
+            flat, spec = pytree.flatten((args, kwargs))
+            args, kwargs = pytree.unflatten(spec, [plain.get(id(x), x) for x in flat])
     return func(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from fzero.parallel.rules import PARTIAL
 from fzero.parallel.types import running
 from fzero.parallel.varying import Varying
 from fzero.table.handle import Function
-from fzero.table.placements import Cut, Mark, Notes, Straight, notes, noting
+from fzero.table.placements import Cut, Following, Mark, Notes, Straight, notes, noting
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
@@ -55,7 +55,8 @@ def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
         if known is None or known.axis != axis:
             known = Notes(axis)
         mode = Varying(known, copy)
-        with during(running_mode, mode), during(notes, known), mode:
+        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
+        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
             out = run(*args, **kwargs)
         known.first.note(module, (args, kwargs), mode.actions)
         return out

@@ -546,6 +546,21 @@ def test_random_numbers_within_a_checkpoint() -> None:
         run_ranks(rank_main, 2)
 
 
+def test_a_checkpoint_in_a_unit_does_not_end_the_check_around() -> None:
+    """The proof of the unit gave tensors without types, and nobody saw that a sum is missing."""
+    code = lambda h, x: checkpoint(torch.tanh, h, use_reentrant=False)
+    apply, params = fz.functional(InUnits(code).to(F64))
+
+    def rank_main(rank: int) -> None:
+        loss = lambda p, x: apply(p["module"], x).square().mean() + p["w"].sum()
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"*.up": "column", "*.down": "row", "w": 0})
+        state = step.init({"module": params, "w": torch.ones(4, dtype=F64)})
+        step.vjp(state, torch.ones(2, 6, WIDTH, dtype=F64), argnums=())
+
+    with pytest.raises(RankError, match=r"of 'p\.w'.*A conversion is missing"):
+        run_ranks(rank_main, 2)
+
+
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -213,3 +213,27 @@ def test_constants_and_masks_have_values_in_the_check() -> None:
     want = (X * torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=F64)).sum() * 6
     for found in run_ranks(rank_main, 2):
         assert_trees_close(found, want.expand(2))
+
+
+def test_what_cannot_be_checked_is_followed() -> None:
+    """A function that reads what it computes, in its first run and in later ones."""
+
+    def rank_main(rank: int) -> None:
+        ax = fz.parallel.axis(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp")
+
+        def fn(p: Any, x: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
+            if how == "values" and (x * p["b"]).sum().item() > 1e9:
+                return x.sum()
+            if how == "numpy" and (x * p["b"]).detach().numpy().sum() > 1e9:
+                return x.sum()
+            whole = how == "mask" and bool(mask.all())
+            return fz.parallel.sum(p["w"].sum(), ax) if whole else p["w"].sum()
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1})
+        state = step.init(PARAMS)
+        step.vjp(state, X, torch.ones(2, dtype=torch.bool), "mask", argnums=())
+        for how in ("values", "numpy", "mask"):
+            with pytest.raises(ValueError, match=r"computed of 'w', of which each rank has its slice, and varies"):
+                step.vjp(state, X, torch.zeros(2, dtype=torch.bool), how, argnums=())
+
+    run_ranks(rank_main, 2)
