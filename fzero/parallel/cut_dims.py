@@ -111,6 +111,10 @@ def attended(call: Call) -> Cut:
         raise Mixed
     if any(call.cut_of(x) is None and x.ndim > 2 and x.shape[-3] > 1 for x in given[1:3]):
         raise Mixed  # of several heads of keys, some go with each slice
+    mask = call.given["attn_mask"]
+    if isinstance(mask, torch.Tensor) and call.dim_of(mask) != call.dim:
+        if call.dim_of(mask) is not None or (mask.ndim >= -call.dim and mask.shape[call.dim] != 1):
+            raise Mixed  # of all heads, of which one may be broadcast to the rank's
     return call.own
 
 

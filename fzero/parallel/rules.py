@@ -7,6 +7,7 @@ in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object
     cuts = [call.cut_of(x) for x in given if isinstance(x, torch.Tensor)]
     count = cuts.count(PARTIAL)
     if rule.sums in (LINEAR, ADDS):
-        numbers = [x for name, x in call.given.items() if name != "alpha" and isinstance(x, (int, float, complex))]
-        fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))
+        numbers = [x for name, x in call.given.items() if name != "alpha" and not isinstance(x, torch.Tensor)]
+        fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))  # also numpy's
     elif rule.sums == SCALES:
         fits = count == 1 and call.given.get("bias") is None
     else:
@@ -88,7 +89,7 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     rule = _RULES.get(func)
     if rule is None or rule.numbers:
         return False
-    return rule.along is not dims.pointwise or not any(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
+    return rule.along is not dims.pointwise or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
@@ -141,14 +142,17 @@ class Rule(NamedTuple):
         self, args: Operands, kwargs: Mapping[str, Any], out: object, cut_of: Callable[[object], Cut | None]
     ) -> Call:
         names, more = self.names, args
-        given: dict[str, Any] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
+        named = {_SYNONYMS.get(name, name): x for name, x in kwargs.items()}
+        given: dict[str, Any] = {**self.defaults, **named}
         if names[-1].startswith("*"):
             names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
             if rest:
                 more = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
         given |= zip(names, more, strict=False)
         first = args[0] if args else given.get(names[0])
-        return Call(first, [*args[1:], *[x for x in kwargs.values() if x is not first]], given, out, cut_of)
+        in_order = sorted(named, key=lambda name: names.index(name) if name in names else len(names))
+        behind = [named[name] for name in in_order if named[name] is not first]
+        return Call(first, [*args[1:], *behind], given, out, cut_of)
 
 
 _SYNONYMS = {
@@ -237,11 +241,12 @@ _RULES: dict[object, Rule] = {
     **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape weight bias eps keepdim=1", dims.normed, BENDS),
     # in other shapes and orders
     **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("movedim moveaxis", BOTH, "input", shapes.moved(shapes.moved_to), LINEAR),
+    **_rows("movedim moveaxis", BOTH, "input source destination", shapes.moved(shapes.moved_to), LINEAR),
     **_rows("permute", BOTH, "input", shapes.moved(shapes.permuted), LINEAR),
     **_rows([_get("T")], (), "input", shapes.moved(lambda _, ndim: range(ndim)[::-1]), LINEAR),
     **_rows([_get("mT")], (), "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("reshape view unflatten", BOTH, "input", shapes.reshaped, LINEAR),
+    **_rows("reshape view", BOTH, "input", shapes.reshaped, LINEAR),
+    **_rows("unflatten", BOTH, "input dim sizes", shapes.reshaped, LINEAR),
     **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", shapes.flattened, LINEAR),
     **_rows("unsqueeze", BOTH, "input dim=0", shapes.unsqueezed, LINEAR),
     **_rows("squeeze", BOTH, "input dim=None", shapes.squeezed, LINEAR),
@@ -261,7 +266,7 @@ _RULES: dict[object, Rule] = {
     **_rows([F.linear], (), "input weight bias=None", dims.applied, SCALES),
     **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.product, SCALES),
     **_rows([torch.einsum], (), "equation *operands", dims.summed, SCALES),
-    **_rows([F.scaled_dot_product_attention], (), "query key value", dims.attended, BENDS),
+    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", dims.attended, BENDS),
     # of the first operand alone
     **_rows([F.prelu], (), "input weight", dims.by_slope),
     **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),

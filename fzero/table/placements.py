@@ -95,12 +95,14 @@ class FirstRun:
     Attributes:
         unsure: whether later runs are followed too, as they may do other things: this one read a tensor's value, say.
         actions: (module, form of its arguments) -> what is done in it.
+        floats: among the inputs, in runs that showed this. Where modules are cut, a run with others is looked at too.
     """
 
     def __init__(self) -> None:
         self.unsure = False
         self.actions: dict[object, Actions] = {}
         self.acting: set[object] = set()  # the modules among them
+        self.floats: set[object] = set()
 
     def note(self, module: object, given: object, actions: Actions) -> None:
         """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
@@ -108,6 +110,10 @@ class FirstRun:
         self.unsure = self.unsure or self.actions.setdefault(key, actions) != actions or (bool(actions) and not key[1])
         if actions:
             self.acting.add(module)
+
+    def shows(self, given: object) -> bool:
+        """Tells whether a run of these inputs does the same."""
+        return not self.unsure and (not self.actions or _floats_of(given) in self.floats)
 
     def of(self, module: object, given: object) -> Actions:
         return self.actions.get((module, form_of(given)), {}) if module in self.acting else {}
@@ -130,6 +136,11 @@ def form_of(given: object) -> object:
         else:
             return None
     return spec, tuple(forms)
+
+
+def _floats_of(given: object) -> object:
+    """The numbers of which a form says the type alone, as they may be others in each run."""
+    return tuple([x for x in pytree.leaves(given) if isinstance(x, (float, complex))])
 
 
 class Notes:
@@ -204,8 +215,8 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
-# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; None if it cannot be
-# checked
+# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; None if it cannot
+# be checked
 checks: list[Callable[..., bool | None]] = []
 
 
@@ -228,7 +239,7 @@ def followed(
     if axis is None or axis.size == 1:
         return None, contextlib.nullcontext()
     first = before.get(form_of(given))
-    if first is not None and not first.unsure:
+    if first is not None and first.shows(given):
         return Straight(axis, first), contextlib.nullcontext()
     known = Notes(axis, first)
     if first is None and checked is not None:
@@ -250,6 +261,7 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
     for old in list(before)[: 1 - FORMS]:
         del before[old]
     before[form] = known.first
+    known.first.floats.add(_floats_of(given))
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
