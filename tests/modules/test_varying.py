@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,22 @@ def attended(h: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2)
 
 
+def biased(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    q = h.unflatten(-1, (-1, 6)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, mask).sum(1)
+
+
+def moved(h: torch.Tensor) -> torch.Tensor:
+    return h.movedim(destination=0, source=2).softmax(0).movedim(destination=2, source=0)
+
+
+def summed(h: torch.Tensor, number: Any = 0) -> torch.Tensor:
+    """Of all features, and a number that is added to each rank's part."""
+    if torch.distributed.is_initialized():
+        return fz.parallel.sum(h.sum(-1, keepdim=True) + number, fz.parallel.axis(None, "tp"))
+    return h.sum(-1, keepdim=True) + number
+
+
 EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mask": lambda h, x: h * (x[..., :1] > 0),
     "gate": lambda h, x: h * torch.sigmoid(x.mean(-1, keepdim=True)),
@@ -100,6 +117,7 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
     "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
     "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
+    "parts by keywords": lambda h, x: torch.unflatten(h, sizes=(-1, 2), dim=2).cos().flatten(-2) * summed(h),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
 
@@ -242,6 +260,10 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "vmap": lambda h, x: torch.func.vmap(lambda row: row.softmax(-1))(h),
     "vmap of tokens": lambda h, x: torch.func.vmap(lambda a, b: a - b.mean() * a, in_dims=1, out_dims=1)(h, h),
     "grad": lambda h, x: torch.func.grad(lambda a: a.logsumexp(-1).sum())(h),
+    "moved by keywords": lambda h, x: moved(torch.cat([h] * 3))[:2],
+    "a mask of all heads": lambda h, x: h * summed(biased(h, torch.ones(1, 2, 6, 6, dtype=h.dtype))),
+    "a number of numpy to a part": lambda h, x: h * summed(h, np.float32(3)),
+    "its numerator": lambda h, x: h / h.shape[-1].numerator,
     "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
 }
 
