@@ -192,6 +192,11 @@ def by_slope(call: Call) -> int:
     return call.dim
 
 
+def unknown(call: Call) -> int:
+    """Of what is known for parts of sums alone."""
+    raise Mixed
+
+
 JOINT = {  # rules of several operands that are cut
     *(pointwise, largest, product, applied, joined, stacked, summed, attended, like_another, same),
 }

@@ -69,6 +69,13 @@ def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object
         fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))  # also numpy's
     elif rule.sums == SCALES:
         fits = count == 1 and call.given.get("bias") is None
+    elif rule.sums == SHAPES:
+        fits = call.cut_of(call.x) == PARTIAL
+    elif rule.sums == PICKS:
+        by_name = {name: call.given.get(name) for name in rule.names}
+        picks = by_name.pop("mask" if "mask" in by_name else "condition")
+        of_sums = [call.cut_of(x) == PARTIAL if isinstance(x, torch.Tensor) else not x for x in by_name.values()]
+        fits = call.cut_of(picks) is None and all(of_sums)
     else:
         fits = rule.sums == DIVIDES and call.cut_of(call.x) == PARTIAL and count == 1
         fits = fits and call.given.get("rounding_mode") is None
@@ -118,6 +125,8 @@ LINEAR = "linear"  # parts of what it makes of the sum
 ADDS = "adds"  # the same of several tensors that are all parts of sums, but not of numbers
 SCALES = "scales"  # the same where one operand is a part
 DIVIDES = "divides"  # the same where the first one is
+SHAPES = "shapes"  # the same of the first one, as the others say a shape or dtype
+PICKS = "picks"  # the same where the mask is whole, and all else is a part or zero
 BENDS = "bends"  # no parts of what it makes of the sum
 
 
@@ -193,9 +202,10 @@ _ELEMENTWISE = {
         "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
         *([*BOTH, F], "input", dims.pointwise, BENDS),
     ),
-    **_rows("where", BOTH, "condition input other", dims.pointwise),
+    **_rows("where", BOTH, "condition input other", dims.pointwise, PICKS),
+    **_rows("masked_fill", BOTH, "input mask value", dims.pointwise, PICKS),
     **_rows(
-        "sign floor ceil round rsub lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge logical_and "
+        "sign floor ceil round rsub lerp addcmul addcdiv nan_to_num eq ne lt le gt ge logical_and "
         "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
         "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
         "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
@@ -213,10 +223,11 @@ def _get(name: str) -> Function:
 _RULES: dict[object, Rule] = {
     **_ELEMENTWISE,
     **_rows(
-        "expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
+        "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
         "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
         *(BOTH, "input other", dims.pointwise, "", True),
     ),
+    **_rows("expand_as", BOTH, "input other", dims.pointwise, SHAPES, True),
     **_rows("dropout alpha_dropout", [F], "input", dims.pointwise, "", True),
     # over dims
     **_rows("sum", BOTH, "input dim=None keepdim", dims.total, LINEAR),
@@ -225,19 +236,20 @@ _RULES: dict[object, Rule] = {
     **_rows("softmax log_softmax", [*BOTH, F], "input dim=None _stacklevel dtype keepdim=1", dims.over, BENDS),
     **_rows("var std logsumexp", BOTH, "input dim=None", dims.over, BENDS),
     **_rows(
-        "argmax argmin prod any all cumsum cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
+        "argmax argmin prod any all cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
         "logcumsumexp var_mean std_mean softmin",
         *([*BOTH, F], "input dim=None", dims.over),
     ),
+    **_rows("cumsum", BOTH, "input dim", dims.over, LINEAR),
     **_rows("max min", BOTH, "input dim=None", dims.largest, BENDS),
     **_rows("unbind", BOTH, "input dim=0", dims.over, LINEAR, True),
     **_rows("narrow index_select select", BOTH, "input dim=0", dims.over, LINEAR, True),
     **_rows("topk kthvalue", BOTH, "input k dim=-1", dims.over, "", True),
     **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input p dim=None", dims.over, "", True),
     **_rows([F.normalize], (), "input p dim=1", dims.over, "", True),
-    **_rows("roll", BOTH, "input shifts dim=None", dims.over, "", True),
-    **_rows("flip", BOTH, "input *dim", dims.over, "", True),
-    **_rows("tril triu", BOTH, "input", dims.triangle),
+    **_rows("roll", BOTH, "input shifts dim=None", dims.over, LINEAR, True),
+    **_rows("flip", BOTH, "input *dim", dims.over, LINEAR, True),
+    **_rows("tril triu", BOTH, "input", dims.triangle, LINEAR),
     **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape weight bias eps keepdim=1", dims.normed, BENDS),
     # in other shapes and orders
     **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
@@ -251,8 +263,8 @@ _RULES: dict[object, Rule] = {
     **_rows("unsqueeze", BOTH, "input dim=0", shapes.unsqueezed, LINEAR),
     **_rows("squeeze", BOTH, "input dim=None", shapes.squeezed, LINEAR),
     **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", shapes.expanded, LINEAR),
-    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another),
-    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex),
+    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another, SHAPES),
+    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex, LINEAR),
     # in parts, and of parts
     **_rows([torch.Tensor.__getitem__], (), "input", shapes.indexed, LINEAR, True),
     **_rows("chunk tensor_split", BOTH, "input many=None dim=0", shapes.taken_apart, LINEAR, True),
@@ -260,17 +272,22 @@ _RULES: dict[object, Rule] = {
     **_rows([F.glu], (), "input dim=-1", shapes.gated, "", True),
     **_rows("cat concat concatenate", [torch], "tensors dim=0", dims.joined, LINEAR),
     **_rows([torch.stack], (), "tensors dim=0", dims.stacked, LINEAR),
-    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, "", True),
+    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, LINEAR, True),
     **_rows([F.pad], (), "input pad", dims.padded, "", True),
     # products
     **_rows([F.linear], (), "input weight bias=None", dims.applied, SCALES),
     **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.product, SCALES),
     **_rows([torch.einsum], (), "equation *operands", dims.summed, SCALES),
     **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", dims.attended, BENDS),
+    # of parts of sums
+    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", dims.unknown, LINEAR, True),
+    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", dims.unknown, SCALES, True),
+    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", dims.unknown, SCALES, True),
     # of the first operand alone
     **_rows([F.prelu], (), "input weight", dims.by_slope),
     **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),
     **_rows("contiguous detach", BOTH, "input", dims.same, LINEAR),
-    **_rows([_get("data"), *named("type type_as cpu cuda", torch.Tensor)], (), "input", dims.same),
+    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", dims.same, LINEAR),
+    **_rows("type_as", [torch.Tensor], "input other", dims.same, SHAPES),
     **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", dims.same),
 }
