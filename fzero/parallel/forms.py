@@ -63,7 +63,7 @@ class Forms(TorchFunctionMode):
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         self.reads = self.reads or reads(func, args)
-        in_place = writes(func, kwargs) or name_of(func).startswith("__i")
+        in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
         axes = type_of(into).varying if into is not None else frozenset()
@@ -101,7 +101,8 @@ class Forms(TorchFunctionMode):
         """
         forms = [PARTIAL if x is written else form_of(x, axis) for x in operands]
         if None in forms:
-            if PARTIAL in forms and rules.of_sums(func) in ("", rules.BENDS, rules.PICKS):
+            known = rules.of_sums(func) not in ("", rules.BENDS, rules.PICKS)
+            if PARTIAL in forms and not known and not _in_place(func, kwargs):  # into a buffer
                 self._need_sum(func, args, kwargs, operands, forms, axis, out)
             return None
         if not any(form == PARTIAL or isinstance(form, int) for form in forms):
@@ -167,6 +168,10 @@ class Forms(TorchFunctionMode):
             "the partial value comes first.",
             where,
         )
+
+
+def _in_place(func: Function, kwargs: Named) -> bool:
+    return writes(func, kwargs) or name_of(func).startswith("__i")
 
 
 def _out_of_place(func: Function) -> Function | None:
