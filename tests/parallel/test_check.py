@@ -489,9 +489,10 @@ LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda s: F.dropout(s, 0.5),
     "overwritten": lambda s: s.clone().zero_(),
 }
+THREE: Any = np.float32(3)
 NOT_LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a number": lambda s: s + 3.0,
-    "a number of numpy": lambda s: operator.add(s, np.float32(3)),
+    "a number of numpy": lambda s: s + THREE,
     "a constant": lambda s: s + torch.ones(6),
     "minus": lambda s: 1 - s,
     "a bias": lambda s: F.linear(s, torch.ones(6, 6), torch.ones(6)),
