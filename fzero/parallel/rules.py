@@ -148,11 +148,11 @@ class Rule(NamedTuple):
     numbers: bool
 
     def call(
-        self, args: Operands, kwargs: Mapping[str, Any], out: object, cut_of: Callable[[object], Cut | None]
+        self, args: Operands, kwargs: Mapping[str, object], out: object, cut_of: Callable[[object], Cut | None]
     ) -> Call:
         names, more = self.names, args
         named = {_SYNONYMS.get(name, name): x for name, x in kwargs.items()}
-        given: dict[str, Any] = {**self.defaults, **named}
+        given: dict[str, object] = {**self.defaults, **named}
         if names[-1].startswith("*"):
             names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
             if rest:

@@ -185,7 +185,7 @@ def _from(own: Type) -> str:
 
 
 def _called(
-    func: Any, args: Sequence[object], kwargs: dict[str, object], operands: Sequence[torch.Tensor]
+    func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], operands: Sequence[torch.Tensor]
 ) -> object:
     """What an operator gives, also of tensors without values beside constants with values that the function made."""
     real = [x for x in operands if not private.is_fake(x)]
