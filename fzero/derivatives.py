@@ -237,13 +237,14 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         full = leaves | values
         each = [full[i] for i in range(len(rows))]
         tree = pytree.unflatten(state.params.structure, each)
-        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows, before, example)
-        batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
+        given = pytree.unflatten(spec, [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)])
+        over = None if traversal.table.compiled else axis.tensor
+        told, follow = followed(over, each, rows, before, example, (step, state.params, given))
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
         outside = autocast(traversal.device, traversal.table.outside)
         with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow, collecting.run():
-            out = step.fn(tree, *pytree.unflatten(spec, batch))
+            out = step.fn(tree, *given)
         value = scalar_loss(split_result(step, out)[0], "per_example_grads")
         if told:
             need_invariant(value, told)

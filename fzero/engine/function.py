@@ -256,7 +256,9 @@ def call_function(
     over = None if traversal.table.compiled else traversal.tensor
     before = {} if is_strict() else traversal.schedule.record.first_runs
     given = inputs, traversal.table.sequence
-    known, follow = followed(over, leaves, layout.rows, before, given)
+    derived = over is not None and any(map(private.is_differentiated, primals.values() if primals else leaves))
+    checked = (step, state.params, inputs) if derived else None
+    known, follow = followed(over, leaves, layout.rows, before, given, checked)
     with (
         unwritten(state, "The step's function"),
         autocast(traversal.device, traversal.table.outside),

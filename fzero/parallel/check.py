@@ -20,7 +20,7 @@ from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT, Forms, form_of
+from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
@@ -159,7 +159,7 @@ def check(
     run = DryRun(frozenset(ignored), check.__code__)
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
-    watch = Watch(run.where, run.ignored)
+    watch = Watch(run.where, run.ignored, is_replicated)
     with torch.enable_grad(), _apart(values), watch, during(running, run), recorded_collectives() as unseen:
         given = leaves.typed()
         try:
@@ -171,7 +171,7 @@ def check(
                 ):
                     out = fn(*given)
                 found = _outputs(out, declared, run.ignored)
-                _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
+                pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
             if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
                 raise ReadsValues(place_of(error)) from error
@@ -285,7 +285,7 @@ def _words(axes: Sequence[str]) -> str:
     return f"varies on {', '.join(axes)}" if axes else "invariant"
 
 
-def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
+def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
     """The pullback, whose cotangents must have the types of the inputs."""
     given = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not given or not inputs.tracked:

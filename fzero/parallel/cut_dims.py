@@ -51,7 +51,8 @@ def _without(call: Call, dims: object) -> int:
     from_end = {each % call.x.ndim - call.x.ndim for each in dims}
     if call.dim in from_end:
         raise Mixed
-    return call.dim if call.out.ndim == call.x.ndim else call.dim + sum(each > call.dim for each in from_end)
+    stays = call.given.get("keepdim") if call.out is None else call.out.ndim == call.x.ndim
+    return call.dim if stays else call.dim + sum(each > call.dim for each in from_end)
 
 
 def largest(call: Call) -> int:
@@ -110,6 +111,10 @@ def attended(call: Call) -> Cut:
         raise Mixed
     if any(call.cut_of(x) is None and x.ndim > 2 and x.shape[-3] > 1 for x in given[1:3]):
         raise Mixed  # of several heads of keys, some go with each slice
+    mask = call.given["attn_mask"]
+    if isinstance(mask, torch.Tensor) and call.dim_of(mask) != call.dim:
+        if call.dim_of(mask) is not None or (mask.ndim >= -call.dim and mask.shape[call.dim] != 1):
+            raise Mixed  # of all heads, of which one may be broadcast to the rank's
     return call.own
 
 
@@ -185,6 +190,11 @@ def by_slope(call: Call) -> int:
     if call.given["weight"].numel() != 1:
         raise Mixed
     return call.dim
+
+
+def unknown(call: Call) -> int:
+    """Of what is known for parts of sums alone."""
+    raise Mixed
 
 
 JOINT = {  # rules of several operands that are cut

@@ -26,14 +26,14 @@ class Call:
         x: its first argument.
         more: the others, in order.
         given: all of them by name.
-        out: the tensor that it gives; the first of several.
+        out: the tensor that it gives; the first of several; None before it has run.
         cut_of: how an operand is cut; None where it is whole.
     """
 
     x: Any
     more: Sequence[Any]
     given: Mapping[str, Any]
-    out: torch.Tensor
+    out: Any
     cut_of: Callable[[object], Cut | None]
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private, pytree, thread_state
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
@@ -43,6 +43,8 @@ class Inputs:
 
     Args:
         planned: says it of the first input, where a step does.
+        differentiated: of the other inputs' leaves those that gradients are taken by, by their numbers; the others have
+            values. None for all that can be, of which none has one.
 
     Attributes:
         tracked: path -> what gradients are taken by.
@@ -56,8 +58,9 @@ class Inputs:
         constants: str,
         values: bool,
         planned: Planned | None,
+        differentiated: Container[int] | None = None,
     ) -> None:
-        self.planned, self._values = planned, values
+        self.planned, self._values, self._differentiated = planned, values, differentiated
         self.tracked: dict[str, torch.Tensor] = {}
         self._spec = pytree.flatten(dict(enumerate(inputs)))[1]
         named = paths_of(fn, inputs)
@@ -83,6 +86,8 @@ class Inputs:
         if not isinstance(leaf, torch.Tensor):
             return Input(index, path, leaf, {}, None, False)
         dims = dims_of(path, leaf.ndim, varying, "varying")
+        if self._differentiated is not None and planned is not None:
+            fixed = index - len(planned.given) not in self._differentiated
         return Input(index, path, leaf, dims, None, pytree.is_real(leaf) and not fixed)
 
     @property
@@ -110,10 +115,12 @@ class Inputs:
                 else torch.empty(each.given.shape, dtype=each.given.dtype, device=device)
             )
         elif isinstance(each.leaf, torch.Tensor):
-            made = self._valued(each.path, each.leaf) if self._values else _like(each.leaf)
+            real = self._differentiated is not None and not each.tracked and not private.is_wrapper(each.leaf)
+            valued = self._values or real
+            made = self._valued(each.path, each.leaf) if valued else _like(each.leaf)
         else:
             return each.leaf
-        own = Type(frozenset(each.dims), False, repr(each.path))
+        own = Type(frozenset(each.dims), False, repr(each.path), each.path if each.dims else "")
         if each.tracked:
             self.tracked[each.path] = set_type(made, own).requires_grad_()
             made = made.clone()  # which may be written to
@@ -122,7 +129,8 @@ class Inputs:
     def _valued(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
         if leaf.is_meta or private.is_fake(leaf):
             raise wrong(WHO, f"values=True and {path}", leaf, "a tensor with values, which a meta or fake one has not")
-        return leaf.detach().clone()
+        with thread_state.without_dispatch_modes():
+            return leaf.detach().clone()
 
 
 def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[str, object]]:

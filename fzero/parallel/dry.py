@@ -23,6 +23,7 @@ from fzero.parallel.types import (
     Place,
     Run,
     Type,
+    is_typed,
     place,
     set_type,
     type_of,
@@ -67,10 +68,16 @@ class Conversion(NamedTuple):
 
 
 class DryRun:
-    """One dry run: where it is, and what it has met."""
+    """One dry run: where it is, and what it has met.
 
-    def __init__(self, ignored: Axes, until: CodeType) -> None:
-        self.ignored, self.pulls_back, self._until = ignored, False, until
+    Args:
+        ignored: axes on which nothing is checked.
+        over: the only one that is checked, also as a part of other ones; None for all.
+    """
+
+    def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
+        self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
+        self.automatic = over is not None
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}
@@ -104,6 +111,8 @@ class DryRun:
 
     def checked(self, ax: Axis) -> Axes:
         """The mesh axes of an axis on which types are checked."""
+        if self._over is not None:
+            return frozenset((self._over.name,)) if {*self._over.members} <= {*ax.members} else frozenset()
         return frozenset() if is_averaged(ax) else frozenset(ax.name.split(", ")) - self.ignored
 
 
@@ -175,6 +184,8 @@ class _Call:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)
+        if self.run.automatic and not is_typed(x) and x.grad_fn is not None:
+            raise NotImplementedError("a tensor that was computed where types are not known")
         wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
         if wrong_on and not own.constant:
             raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)
@@ -193,7 +204,8 @@ class _Call:
         )
         self.run.conversions.append(met)
         varying = own.varying | axes if self.gives == VARYING else own.varying - axes
-        return set_forms(set_type(out, Type(varying, False, self.place)), self._forms(x, axes))
+        leaf = own.leaf if varying else ""
+        return set_forms(set_type(out, Type(varying, False, self.place, leaf)), self._forms(x, axes))
 
     def _forms(self, x: torch.Tensor, axes: Axes) -> dict[str, Form]:
         """What the result is on each axis, as far as it is known."""

@@ -19,7 +19,7 @@ from fzero.parallel import rules
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
-from fzero.table.placements import Cut
+from fzero.table.placements import Cut, reads
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
@@ -35,6 +35,10 @@ def form_of(tensor: torch.Tensor, axis: str) -> Form:
     return forms.get(axis) if writes == own.writes else None
 
 
+def is_replicated(tensor: torch.Tensor, axis: str) -> bool:
+    return form_of(tensor, axis) == REPLICATED
+
+
 def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
     setattr(tensor, _FORMS, (forms, type_of(tensor).writes))
     return tensor
@@ -46,23 +50,37 @@ class Forms(TorchFunctionMode):
     Args:
         where: the place that runs.
         ignored: axes on which nothing is checked.
+
+    Attributes:
+        reads: Python has learned something of a tensor's values.
     """
 
     def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
-        self._where, self._ignored = where, ignored
+        self._where, self._ignored, self.reads = where, ignored, False
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
+        self.reads = self.reads or reads(func, args)
+        in_place = _in_place(func, kwargs)
+        plain = _out_of_place(func) if in_place else None
+        into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
+        axes = type_of(into).varying if into is not None else frozenset()
+        partial = frozenset([axis for axis in axes if into is not None and form_of(into, axis) == PARTIAL])
         out = func(*args, **(kwargs or {}))
         made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
         operands = tensors_in((args, dict(kwargs or {}))) if made else []
         axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
         if axes:
-            forms = {axis: self._made(func, args, kwargs or {}, operands, axis, out) for axis in axes}
+            forms = {
+                axis: self._made(plain, args, kwargs or {}, operands, axis, out, into)
+                if plain is not None and axis in partial
+                else self._made(func, args, kwargs or {}, operands, axis, out)
+                for axis in axes
+            }
             for tensor in made:
-                if writes(func, kwargs) or not any(tensor is x for x in operands):
+                if in_place or not any(tensor is x for x in operands):
                     set_forms(tensor, forms)
         return out
 
@@ -74,10 +92,18 @@ class Forms(TorchFunctionMode):
         operands: Sequence[torch.Tensor],
         axis: str,
         out: object,
+        written: torch.Tensor | None = None,
     ) -> Form:
-        """The form on an axis of what a function makes of operands; of all that it makes."""
-        forms = [form_of(x, axis) for x in operands]
+        """The form on an axis of what a function makes of operands; of all that it makes.
+
+        Args:
+            written: what it wrote to, and was partial.
+        """
+        forms = [PARTIAL if x is written else form_of(x, axis) for x in operands]
         if None in forms:
+            known = rules.of_sums(func) not in ("", rules.BENDS, rules.PICKS)
+            if PARTIAL in forms and not known and not _in_place(func, kwargs):  # into a buffer
+                self._need_sum(func, args, kwargs, operands, forms, axis, out)
             return None
         if not any(form == PARTIAL or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else None
@@ -86,29 +112,39 @@ class Forms(TorchFunctionMode):
             rest = operands[:2]
             if self._made(func, tuple(rest), {}, rest, axis, out) == PARTIAL:
                 added = form_of(bias, axis)
-                if added == REPLICATED or isinstance(added, int):
+                if added in (REPLICATED, CONSTANT) or isinstance(added, int):
                     self._refuse(func, axis, rest[0], bias)
                 return PARTIAL if added == PARTIAL else None
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
             found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
         except Mixed:
-            self._need_sum(func, axis, operands, forms)
+            self._need_sum(func, args, kwargs, operands, forms, axis, out)
             return None
         if isinstance(found, list):
             return None
         return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
-    def _need_sum(self, func: Function, axis: str, operands: Sequence[torch.Tensor], forms: Sequence[Form]) -> None:
-        """Refuses what is wrong to do to a partial value, where there is no rule for it."""
+    def _need_sum(
+        self,
+        func: Function,
+        args: Operands,
+        kwargs: Mapping[str, object],
+        operands: Sequence[torch.Tensor],
+        forms: Sequence[Form],
+        axis: str,
+        out: object,
+    ) -> None:
+        """Refuses what the rules do not name as right to do to a partial value."""
         partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
-        kind = rules.of_sums(func)
         others = [x for x, form in zip(operands, forms, strict=True) if form not in (PARTIAL, CONSTANT)]
         if partial is None:
             return
-        if kind == rules.ADDS and others:
+        if rules.of_sums(func) == rules.ADDS and others:
             self._refuse(func, axis, partial, others[0])
-        if kind in (rules.BENDS, rules.DIVIDES) or (kind == rules.SCALES and forms.count(PARTIAL) > 1):
+        derived = any(x.requires_grad for x in tensors_in(out))  # unlike what is made as large, or a mask
+        pieces = any(isinstance(form, int) for form in forms)
+        if derived and not pieces and not rules.draws(func, args, kwargs):
             self._refuse(func, axis, partial)
 
     def _refuse(self, func: Function, axis: str, partial: torch.Tensor, other: torch.Tensor | None = None) -> None:
@@ -118,10 +154,10 @@ class Forms(TorchFunctionMode):
             return
         where = self._where()
         if other is None:
-            does, why = "takes", "and gives no summand of what it gives of the sum."
+            does, why = "takes", "and gives no summand of what it gives of the sum, or is not known to."
         else:
             does, form = "adds", form_of(other, axis)
-            words = "the same on all ranks" if form == REPLICATED else "a piece of a whole one"
+            words = "the same on all ranks" if form in (REPLICATED, CONSTANT) else "a piece of a whole one"
             why = (
                 f"and one that is {words} (from {type_of(other).source}). That would be added once for each rank, or "
                 "to a sum that is missing."
@@ -132,6 +168,19 @@ class Forms(TorchFunctionMode):
             "the partial value comes first.",
             where,
         )
+
+
+def _in_place(func: Function, kwargs: Named) -> bool:
+    return writes(func, kwargs) or name_of(func).startswith("__i")
+
+
+def _out_of_place(func: Function) -> Function | None:
+    """What a function computes that writes it to its first argument; None where nothing stays of that."""
+    name = name_of(func)
+    if not name.endswith("_"):
+        return func
+    name = name.removeprefix("__i").rstrip("_")
+    return getattr(torch.Tensor, name, None) or getattr(torch.Tensor, f"__{name}__", None)
 
 
 def _cut(x: torch.Tensor, form: Form) -> Cut | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -126,9 +127,11 @@ for _name in (
     "__sub__ __rsub__ __truediv__ __rtruediv__ __rfloordiv__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ "
     "__lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ "
     "__lt__ __le__ __gt__ __ge__ __abs__ __pos__ __float__ __int__ __eq__ __ne__ __mod__ "
-    "__round__ __trunc__ __floor__ __ceil__ bit_length"
+    "__round__ __trunc__ __floor__ __ceil__ bit_length as_integer_ratio conjugate"
 ).split():
     setattr(OwnSize, _name, _as_number(_name))
+for _name in ("real", "imag", "numerator", "denominator"):  # as Fraction reads
+    setattr(OwnSize, _name, property(functools.partial(OwnSize.need_shape, what=_name)))
 
 
 def own_sizes(

@@ -37,7 +37,7 @@ from fzero.table.handle import (
     storage_of,
     writes,
 )
-from fzero.table.placements import Cut
+from fzero.table.placements import Cut, reads
 
 DIM = -2  # that is cut, from the end: of tokens, before that of features
 
@@ -329,6 +329,8 @@ def _computed(func: Function, args: Operands, kwargs: Given) -> object:
     pieces_of = [x for x in operands if isinstance(x, Piece) and x.local is not None]
     if func not in _EACH or kwargs.get("out") is not None or kwargs.get("inplace") or not pieces_of:
         return NotImplemented
+    if reads(func, args):  # where(x): places
+        return NotImplemented
     first, *others = pieces_of
     if any((x.axis, x.along, x.count) != (first.axis, first.along, first.count) for x in others):
         return NotImplemented
@@ -340,13 +342,13 @@ def _computed(func: Function, args: Operands, kwargs: Given) -> object:
             if is_cut:
                 cuts[id(own)] = Cut(first.along)
         args, kwargs = pytree.unflatten(spec, here)
-        with own_stream(first.axis) if draws(func, args, kwargs) else contextlib.nullcontext():
-            out = func(*args, **kwargs)
-        cut = cut_behind(func, args, kwargs, out, lambda x: cuts.get(id(x)))
-    except (Mixed, RuntimeError):  # of sizes, say, that only the whole has
+        cut = cut_behind(func, args, kwargs, None, lambda x: cuts.get(id(x)))
+    except Mixed:
         return NotImplemented
     if not isinstance(cut, Cut) or cut == PARTIAL:
         return NotImplemented
+    with own_stream(first.axis) if draws(func, args, kwargs) else contextlib.nullcontext():
+        out = func(*args, **kwargs)
     assert isinstance(out, torch.Tensor)
     same = next((x for x in pieces_of if x.local is out), None)
     return Piece.made(out, first.axis, first.count, cut.dim) if same is None else same

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.context import during, proves
 from fzero.comm import backend
 from fzero.comm.axis import Axis, axes_in
 from fzero.engine.outcome import split_result
@@ -20,6 +21,7 @@ from fzero.state.init import leaf_specs
 from fzero.state.whole import cut
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
+from fzero.table.placements import Notes, notes
 from fzero.table.policy import Policy
 from fzero.table.slices import Hint, Slices
 from fzero.table.spec import Spec
@@ -45,17 +47,20 @@ class Given(NamedTuple):
 class Planned:
     """The function of a step on one rank, with params as its plan cuts them.
 
+    Args:
+        axis: of a state of the step, where there is one.
+
     Attributes:
         given: one for each leaf of the params.
         over: the axis that leaves are cut over, if there is one.
     """
 
-    def __init__(self, step: Spec, params: object) -> None:
+    def __init__(self, step: Spec, params: object, axis: Axis | None = None) -> None:
         need_ranks(step)
         self.step = step
         self._specs, leaves, self._structure = leaf_specs(params)
         self._leaves: list[Any] = leaves
-        self._axis = step.axis()
+        self._axis = axis or step.axis()
         self._rows = step.rows(self._specs, *self._known)  # which refuses what `init` does
         self._place(*self._axis.place_on_tensor)
 
@@ -124,7 +129,9 @@ class Planned:
         device = leaves[0].device.type
         traversal = Traversal(self._layout, self._table, {}, (0,), device, self._axis)
         traversal.origins = {id(leaf): index for index, leaf in enumerate(leaves)}
-        with autocast(device, self.cast), traversal.running():
+        known = Notes(self.over) if self.over is not None else None
+        # a proof of units' purity runs them without the modes that give types
+        with autocast(device, self.cast), traversal.running(), during(notes, known), during(proves, False):
             yield
 
     def outputs(self, result: object) -> object:

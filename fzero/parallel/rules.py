@@ -7,6 +7,7 @@ in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,16 @@ def cut_behind(
     """How the result is cut; each of several, where these differ.
 
     Args:
+        out: what it gave; None before it has run, which is enough for operations on each token alone (`piece`).
         cut_of: how an operand is; None where it is whole.
 
     Raises:
         Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
-    rule, first = _RULES.get(func), out[0] if isinstance(out, (tuple, list)) and out else out
-    if rule is None or not isinstance(first, torch.Tensor) or (rule.along is dims.pointwise and first is not out):
+    first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
+    rule = _RULES.get(func)
+    known_out = first is None or isinstance(first, torch.Tensor)
+    if rule is None or not known_out or (rule.along is dims.pointwise and first is not out):
         raise Mixed  # numbers of a slice; where(x): places
     call = rule.call(args, kwargs, first, cut_of)
     if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
@@ -51,7 +55,7 @@ def cut_behind(
         raise Mixed  # slices of other parts
     if not found:
         return PARTIAL
-    if any(first.shape[found] != x.shape[each.dim] for x, each in known):
+    if first is not None and any(first.shape[found] != x.shape[each.dim] for x, each in known):
         raise Mixed  # one element by rank that goes with each of another one's
     return own._replace(dim=found)
 
@@ -61,10 +65,17 @@ def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object
     cuts = [call.cut_of(x) for x in given if isinstance(x, torch.Tensor)]
     count = cuts.count(PARTIAL)
     if rule.sums in (LINEAR, ADDS):
-        numbers = [x for name, x in call.given.items() if name != "alpha" and isinstance(x, (int, float, complex))]
-        fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))
+        numbers = [x for name, x in call.given.items() if name != "alpha" and not isinstance(x, torch.Tensor)]
+        fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))  # also numpy's
     elif rule.sums == SCALES:
         fits = count == 1 and call.given.get("bias") is None
+    elif rule.sums == SHAPES:
+        fits = call.cut_of(call.x) == PARTIAL
+    elif rule.sums == PICKS:
+        by_name = {name: call.given.get(name) for name in rule.names}
+        picks = by_name.pop("mask" if "mask" in by_name else "condition")
+        of_sums = [call.cut_of(x) == PARTIAL if isinstance(x, torch.Tensor) else not x for x in by_name.values()]
+        fits = call.cut_of(picks) is None and all(of_sums)
     else:
         fits = rule.sums == DIVIDES and call.cut_of(call.x) == PARTIAL and count == 1
         fits = fits and call.given.get("rounding_mode") is None
@@ -85,7 +96,7 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     rule = _RULES.get(func)
     if rule is None or rule.numbers:
         return False
-    return rule.along is not dims.pointwise or not any(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
+    return rule.along is not dims.pointwise or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
@@ -114,6 +125,8 @@ LINEAR = "linear"  # parts of what it makes of the sum
 ADDS = "adds"  # the same of several tensors that are all parts of sums, but not of numbers
 SCALES = "scales"  # the same where one operand is a part
 DIVIDES = "divides"  # the same where the first one is
+SHAPES = "shapes"  # the same of the first one, as the others say a shape or dtype
+PICKS = "picks"  # the same where the mask is whole, and all else is a part or zero
 BENDS = "bends"  # no parts of what it makes of the sum
 
 
@@ -135,17 +148,20 @@ class Rule(NamedTuple):
     numbers: bool
 
     def call(
-        self, args: Operands, kwargs: Mapping[str, Any], out: torch.Tensor, cut_of: Callable[[object], Cut | None]
+        self, args: Operands, kwargs: Mapping[str, object], out: object, cut_of: Callable[[object], Cut | None]
     ) -> Call:
         names, more = self.names, args
-        given: dict[str, Any] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
+        named = {_SYNONYMS.get(name, name): x for name, x in kwargs.items()}
+        given: dict[str, object] = {**self.defaults, **named}
         if names[-1].startswith("*"):
             names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
             if rest:
                 more = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
         given |= zip(names, more, strict=False)
         first = args[0] if args else given.get(names[0])
-        return Call(first, [*args[1:], *[x for x in kwargs.values() if x is not first]], given, out, cut_of)
+        in_order = sorted(named, key=lambda name: names.index(name) if name in names else len(names))
+        behind = [named[name] for name in in_order if named[name] is not first]
+        return Call(first, [*args[1:], *behind], given, out, cut_of)
 
 
 _SYNONYMS = {
@@ -186,9 +202,10 @@ _ELEMENTWISE = {
         "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
         *([*BOTH, F], "input", dims.pointwise, BENDS),
     ),
-    **_rows("where", BOTH, "condition input other", dims.pointwise),
+    **_rows("where", BOTH, "condition input other", dims.pointwise, PICKS),
+    **_rows("masked_fill", BOTH, "input mask value", dims.pointwise, PICKS),
     **_rows(
-        "sign floor ceil round rsub lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge logical_and "
+        "sign floor ceil round rsub lerp addcmul addcdiv nan_to_num eq ne lt le gt ge logical_and "
         "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
         "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
         "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
@@ -206,43 +223,48 @@ def _get(name: str) -> Function:
 _RULES: dict[object, Rule] = {
     **_ELEMENTWISE,
     **_rows(
-        "expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
+        "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
         "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
         *(BOTH, "input other", dims.pointwise, "", True),
     ),
+    **_rows("expand_as", BOTH, "input other", dims.pointwise, SHAPES, True),
     **_rows("dropout alpha_dropout", [F], "input", dims.pointwise, "", True),
     # over dims
     **_rows("sum", BOTH, "input dim=None keepdim", dims.total, LINEAR),
     **_rows("mean", BOTH, "input dim=None keepdim", dims.over, LINEAR),
-    **_rows("var std amax amin logsumexp softmax log_softmax", [*BOTH, F], "input dim=None", dims.over, BENDS),
+    **_rows("amax amin", BOTH, "input dim=None keepdim", dims.over, BENDS),
+    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None _stacklevel dtype keepdim=1", dims.over, BENDS),
+    **_rows("var std logsumexp", BOTH, "input dim=None", dims.over, BENDS),
     **_rows(
-        "argmax argmin prod any all cumsum cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
+        "argmax argmin prod any all cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
         "logcumsumexp var_mean std_mean softmin",
         *([*BOTH, F], "input dim=None", dims.over),
     ),
+    **_rows("cumsum", BOTH, "input dim", dims.over, LINEAR),
     **_rows("max min", BOTH, "input dim=None", dims.largest, BENDS),
     **_rows("unbind", BOTH, "input dim=0", dims.over, LINEAR, True),
     **_rows("narrow index_select select", BOTH, "input dim=0", dims.over, LINEAR, True),
     **_rows("topk kthvalue", BOTH, "input k dim=-1", dims.over, "", True),
     **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input p dim=None", dims.over, "", True),
     **_rows([F.normalize], (), "input p dim=1", dims.over, "", True),
-    **_rows("roll", BOTH, "input shifts dim=None", dims.over, "", True),
-    **_rows("flip", BOTH, "input *dim", dims.over, "", True),
-    **_rows("tril triu", BOTH, "input", dims.triangle),
-    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", dims.normed, BENDS),
+    **_rows("roll", BOTH, "input shifts dim=None", dims.over, LINEAR, True),
+    **_rows("flip", BOTH, "input *dim", dims.over, LINEAR, True),
+    **_rows("tril triu", BOTH, "input", dims.triangle, LINEAR),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape weight bias eps keepdim=1", dims.normed, BENDS),
     # in other shapes and orders
     **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("movedim moveaxis", BOTH, "input", shapes.moved(shapes.moved_to), LINEAR),
+    **_rows("movedim moveaxis", BOTH, "input source destination", shapes.moved(shapes.moved_to), LINEAR),
     **_rows("permute", BOTH, "input", shapes.moved(shapes.permuted), LINEAR),
     **_rows([_get("T")], (), "input", shapes.moved(lambda _, ndim: range(ndim)[::-1]), LINEAR),
     **_rows([_get("mT")], (), "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("reshape view unflatten", BOTH, "input", shapes.reshaped, LINEAR),
+    **_rows("reshape view", BOTH, "input", shapes.reshaped, LINEAR),
+    **_rows("unflatten", BOTH, "input dim sizes", shapes.reshaped, LINEAR),
     **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", shapes.flattened, LINEAR),
     **_rows("unsqueeze", BOTH, "input dim=0", shapes.unsqueezed, LINEAR),
     **_rows("squeeze", BOTH, "input dim=None", shapes.squeezed, LINEAR),
     **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", shapes.expanded, LINEAR),
-    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another),
-    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex),
+    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another, SHAPES),
+    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex, LINEAR),
     # in parts, and of parts
     **_rows([torch.Tensor.__getitem__], (), "input", shapes.indexed, LINEAR, True),
     **_rows("chunk tensor_split", BOTH, "input many=None dim=0", shapes.taken_apart, LINEAR, True),
@@ -250,17 +272,22 @@ _RULES: dict[object, Rule] = {
     **_rows([F.glu], (), "input dim=-1", shapes.gated, "", True),
     **_rows("cat concat concatenate", [torch], "tensors dim=0", dims.joined, LINEAR),
     **_rows([torch.stack], (), "tensors dim=0", dims.stacked, LINEAR),
-    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, "", True),
+    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, LINEAR, True),
     **_rows([F.pad], (), "input pad", dims.padded, "", True),
     # products
     **_rows([F.linear], (), "input weight bias=None", dims.applied, SCALES),
     **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.product, SCALES),
     **_rows([torch.einsum], (), "equation *operands", dims.summed, SCALES),
-    **_rows([F.scaled_dot_product_attention], (), "query key value", dims.attended, BENDS),
+    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", dims.attended, BENDS),
+    # of parts of sums
+    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", dims.unknown, LINEAR, True),
+    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", dims.unknown, SCALES, True),
+    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", dims.unknown, SCALES, True),
     # of the first operand alone
     **_rows([F.prelu], (), "input weight", dims.by_slope),
     **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),
     **_rows("contiguous detach", BOTH, "input", dims.same, LINEAR),
-    **_rows([_get("data"), *named("type type_as cpu cuda", torch.Tensor)], (), "input", dims.same),
+    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", dims.same, LINEAR),
+    **_rows("type_as", [torch.Tensor], "input other", dims.same, SHAPES),
     **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", dims.same),
 }

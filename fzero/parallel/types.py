@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, is_library, place_in
 from fzero.comm.axis import Axis
@@ -51,12 +51,14 @@ class Type:
         varying: the axes on which it varies.
         constant: it is made of no input.
         source: where it comes from, in words.
+        leaf: the path of a leaf that it varies because of.
         writes: how often its memory was written to.
     """
 
     varying: Axes
     constant: bool
     source: str | Place
+    leaf: str = ""
     writes: int = 0
 
 
@@ -85,6 +87,10 @@ def type_of(tensor: torch.Tensor) -> Type:
     return found or Type(frozenset(), not tensor.requires_grad, "a tensor that the function captures")
 
 
+def is_typed(tensor: torch.Tensor) -> bool:
+    return _ATTRIBUTE in vars(tensor)
+
+
 def set_type(tensor: torch.Tensor, own: Type) -> torch.Tensor:
     setattr(tensor, _ATTRIBUTE, own)
     return tensor
@@ -96,6 +102,7 @@ class Watch(dispatch.TorchDispatchMode):
     Args:
         where: the place that runs.
         ignored: axes on which nothing is checked.
+        alike: whether a tensor that varies on an axis is a copy of what all ranks have.
 
     Attributes:
         draws: an operator has drawn random numbers.
@@ -103,9 +110,11 @@ class Watch(dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True  # each as one operation
 
-    def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
+    def __init__(
+        self, where: Callable[[], Place], ignored: Axes, alike: Callable[[torch.Tensor, str], bool]
+    ) -> None:
         super().__init__()
-        self._where, self._ignored, self.draws = where, ignored, False
+        self._where, self._ignored, self._alike, self.draws = where, ignored, alike, False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
@@ -113,10 +122,12 @@ class Watch(dispatch.TorchDispatchMode):
         if name.startswith("prim."):
             return func(*args, **kwargs)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        overwritten = name in _OVERWRITING and _is_all(args[0])
         operands = tensors_in((args, kwargs))
-        joined, error = (Type(frozenset(), True, ""), None) if _makes(name) else self._joined(name, operands)
+        taken = [] if _makes(name) else operands[1:] if overwritten else operands
+        joined, error = self._joined(name, taken)
         try:
-            out = func(*args, **kwargs)
+            out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
             raise (error or failed) from (failed if error else None)
         made = tensors_in(out)
@@ -128,7 +139,9 @@ class Watch(dispatch.TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
                 own.writes += 1
-                own.varying, own.constant = own.varying | joined.varying, own.constant and joined.constant
+                before = Type(frozenset(), True, "") if overwritten else own
+                own.varying, own.constant = before.varying | joined.varying, before.constant and joined.constant
+                own.leaf = before.leaf or joined.leaf
                 set_type(tensor, own)
             for tensor in made:
                 set_type(tensor, memory.get(_memory(tensor)) or joined)
@@ -138,7 +151,11 @@ class Watch(dispatch.TorchDispatchMode):
         """The type of what an operator makes, and what is wrong if that has a derivative."""
         pairs = [(tensor, own) for tensor in operands if not (own := type_of(tensor)).constant]
         varying = frozenset[str]().union(*[own.varying for _, own in pairs])
-        error = None
+        for axis in varying:  # copies of what all ranks have, which have no cotangent, are as good as that
+            own = [x for x, each in pairs if axis in each.varying]
+            if len(own) < len(pairs) and all(not x.requires_grad and self._alike(x, axis) for x in own):
+                varying -= {axis}
+        error, leaf = None, next((own.leaf for _, own in pairs if own.varying and own.leaf), "")
         for tensor, own in pairs:
             missing = varying - own.varying - self._ignored
             if missing and error is None and tensor.requires_grad and torch.is_grad_enabled():
@@ -146,19 +163,51 @@ class Watch(dispatch.TorchDispatchMode):
                 other = next(each for _, each in pairs if axis in each.varying)
                 where = self._where()
                 error = AxisTypeError(_missing_copy(name, where, axis, own, other), where)
-        return Type(varying, not pairs, ""), error
+        return Type(varying, not pairs, "", leaf), error
 
 
 def _missing_copy(name: str, place: Place, axis: str, own: Type, other: Type) -> str:
     return (
         f"parallel.check: {place}: {_plain(name)} takes a value that is invariant on axis {axis!r} (from {own.source}) "
-        f"and one that varies on it (from {other.source}). A conversion is missing: fz.parallel.copy or split of the "
+        f"and one that varies on it (from {_from(other)}). A conversion is missing: fz.parallel.copy or split of the "
         "first, or fz.parallel.sum or gather of the second, comes before it. Without one, each rank has a part of the "
-        "first one's cotangent. If nothing is differentiated by it, detach it, or name it in constants=."
+        "first one's cotangent. If nothing is differentiated by it, detach it, or leave it out: argnums= of step.vjp, "
+        "constants= of the check."
     )
 
 
+def _from(own: Type) -> str:
+    """Where a value comes from, and the leaf that it is made of."""
+    return f"{own.source}{f', of {own.leaf!r}' if own.leaf and own.source != repr(own.leaf) else ''}"
+
+
 # ---- operators
+
+
+def _called(
+    func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object], operands: Sequence[torch.Tensor]
+) -> object:
+    """What an operator gives, also of tensors without values beside constants with values that the function made."""
+    real = [x for x in operands if not private.is_fake(x)]
+    if real and len(real) < len(operands):
+        written = _written(func, args, kwargs)
+        if len(written) == 1 and any(written[0] is x for x in real):
+            return written[0]  # whose values nobody may read then
+        if any(x.grad_fn is not None for x in real):  # which torch warns of
+            plain = {id(x): x.detach() for x in real}
+            flat, spec = pytree.flatten((args, kwargs))
+            args, kwargs = pytree.unflatten(spec, [plain.get(id(x), x) for x in flat])
+    return func(*args, **kwargs)
+
+
+_OVERWRITING = ("aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor")
+
+
+def _is_all(tensor: object) -> bool:
+    """Tells whether a tensor is all of its memory."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 _MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")

@@ -1,9 +1,10 @@
 """What is known of tensors that vary between the ranks of a tensor axis, in the first run of a function.
 
-What a map of `fz.parallel` or a module that is cut gives is noted. A note goes with a tensor into units and out of
-them, and on to what is computed of it, until a map puts the whole together. Later runs under the same signature (the
-function, its layout, the structure, shapes and dtypes of its inputs) are not followed: they repeat what the first one
-showed that modules need (`FirstRun`).
+The function is checked before that on shapes alone (`checks`). In the run, what a map of `fz.parallel` or a module that
+is cut gives is noted, for the modules that take it. A note goes with a tensor into units and out of them. Where the
+check could not be done, a note also goes on to what is computed of a tensor (`Following`). Later runs under the same
+signature (the function, its layout, the structure, shapes and dtypes of its inputs) repeat what the first one showed
+that modules need (`FirstRun`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,12 +95,14 @@ class FirstRun:
     Attributes:
         unsure: whether later runs are followed too, as they may do other things: this one read a tensor's value, say.
         actions: (module, form of its arguments) -> what is done in it.
+        floats: among the inputs, in runs that showed this. Where modules are cut, a run with others is looked at too.
     """
 
     def __init__(self) -> None:
         self.unsure = False
         self.actions: dict[object, Actions] = {}
         self.acting: set[object] = set()  # the modules among them
+        self.floats: set[object] = set()
 
     def note(self, module: object, given: object, actions: Actions) -> None:
         """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
@@ -107,6 +110,10 @@ class FirstRun:
         self.unsure = self.unsure or self.actions.setdefault(key, actions) != actions or (bool(actions) and not key[1])
         if actions:
             self.acting.add(module)
+
+    def shows(self, given: object) -> bool:
+        """Tells whether a run of these inputs does the same."""
+        return not self.unsure and (not self.actions or _floats_of(given) in self.floats)
 
     def of(self, module: object, given: object) -> Actions:
         return self.actions.get((module, form_of(given)), {}) if module in self.acting else {}
@@ -131,12 +138,20 @@ def form_of(given: object) -> object:
     return spec, tuple(forms)
 
 
+def _floats_of(given: object) -> object:
+    """The numbers of which a form says the type alone, as they may be others in each run."""
+    return tuple([x for x in pytree.leaves(given) if isinstance(x, (float, complex))])
+
+
 class Notes:
     """Tensor -> how it varies over an axis, by identity; it keeps no tensor alive.
 
     Attributes:
         first: what the run shows, for later ones.
+        follows: whether notes go on to what is computed.
     """
+
+    follows = False
 
     def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
         self.axis, self._level, self.first = axis, private.level(), first or FirstRun()
@@ -158,8 +173,8 @@ class Notes:
         return self.of(private.inner(x))  # of a level that began in the function, or did and has ended
 
     def note_cut(self, leaves: Mapping[int, torch.Tensor], rows: Sequence[Row]) -> None:
-        """Notes the leaves of a step that are cut: index of a leaf -> its tensor."""
-        for index, leaf in leaves.items():
+        """Notes the leaves of a step that are cut, where they are followed: index of a leaf -> its tensor."""
+        for index, leaf in leaves.items() if self.follows else ():
             if rows[index].slices is not None and not isinstance(leaf, Handle):
                 self.note(leaf, Mark(rows[index].path))
 
@@ -200,12 +215,18 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
+# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; None if it cannot
+# be checked
+checks: list[Callable[..., bool | None]] = []
+
+
 def followed(
     axis: Axis | None,
     leaves: Sequence[torch.Tensor],
     rows: Sequence[Row],
     before: MutableMapping[object, FirstRun],
     given: object,
+    checked: Sequence[object] | None,
 ) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
     """The notes of a function of these leaves, and what follows them in it; None where no leaf is cut.
 
@@ -213,25 +234,34 @@ def followed(
         axis: that leaves are cut over.
         before: the function's first runs, by the forms of what it is given.
         given: its inputs, and what else it depends on.
+        checked: what `checks` take, before it runs for the first time; None of what is not differentiated.
     """
     if axis is None or axis.size == 1:
         return None, contextlib.nullcontext()
-    form = form_of(given)
-    first = before.get(form)
-    if first is not None and not first.unsure:
+    first = before.get(form_of(given))
+    if first is not None and first.shows(given):
         return Straight(axis, first), contextlib.nullcontext()
     known = Notes(axis, first)
+    if first is None and checked is not None:
+        reads = [check(*checked) for check in checks]
+        if reads and None not in reads:
+            known.first.unsure = any(reads)
+            return known, contextlib.nullcontext()
+    known.follows = True
     known.note_cut(dict(enumerate(leaves)), rows)
     return known, Following(known)
 
 
 def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given: object) -> None:
     """Notes that a function has run to its end and was not refused."""
-    form = form_of(given) if known is not None and not isinstance(known, Straight) else None
-    if known is not None and form is not None:
-        for old in list(before)[: 1 - FORMS]:
-            del before[old]
-        before[form] = known.first
+    if known is None or isinstance(known, Straight):
+        return
+    form = form_of(given)
+    known.first.unsure = known.first.unsure or form is None
+    for old in list(before)[: 1 - FORMS]:
+        del before[old]
+    before[form] = known.first
+    known.first.floats.add(_floats_of(given))
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
@@ -245,10 +275,6 @@ def hand_on(known: Notes | None, marks: Sequence[Mark | None], tensors: Sequence
             known.note(tensor, mark)
 
 
-_LIKE = {
-    *named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", torch),
-    *named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor),
-}
 _READS = frozenset(
     named(
         "item tolist numpy nonzero argwhere unique unique_consecutive masked_select equal allclose is_nonzero "
@@ -268,6 +294,10 @@ def reads(func: Function, args: Operands) -> bool:
     return func in _READS
 
 
+_LIKE = {
+    *named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", torch),
+    *named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor),
+}
 # whose further operands say a dtype or a shape
 _FIRST = set(named("to type_as expand_as view_as reshape_as", torch.Tensor))
 

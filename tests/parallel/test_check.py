@@ -8,8 +8,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from checked import CASES, CHANGING, Case, Maps, Tree, cut, mlp, varying, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -474,6 +476,49 @@ def test_what_is_added_to_a_summand() -> None:
     forms(functools.partial(fn, False))
     with pytest.raises(AxisTypeError, match=r"add adds a value that is partial on axis 'tp'.*the same on all ranks"):
         forms(functools.partial(fn, True))
+
+
+LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "orders": lambda s: s.flip(0).roll(1, 1).tril().cumsum(-1).view_as(s).type_as(s),
+    "sums": lambda s: (s + s * 2 - s / 3).mean(-1),
+    "in place": lambda s: s.clone().add_(s).mul_(2),
+    "of a buffer": lambda s: operator.iadd(torch.zeros_like(s).add_(s), s),
+    "of another buffer": lambda s: operator.iadd(torch.zeros_like(s), s),
+    "masks": lambda s: torch.where(torch.ones(6) > 0, s, 0.0) + s.masked_fill(torch.ones(6) > 0, 0),
+    "repeated": lambda s: s.repeat(2, 1, 1) @ torch.ones(6, 2),
+    "dropout": lambda s: F.dropout(s, 0.5),
+    "overwritten": lambda s: s.clone().zero_(),
+}
+THREE: Any = np.float32(3)
+NOT_LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a number": lambda s: s + 3.0,
+    "a number of numpy": lambda s: s + THREE,
+    "a constant": lambda s: s + torch.ones(6),
+    "minus": lambda s: 1 - s,
+    "a bias": lambda s: F.linear(s, torch.ones(6, 6), torch.ones(6)),
+    "in place": lambda s: s.clone().relu_(),
+    "said to be in place": lambda s: F.relu(s.clone(), inplace=True),
+    "added in place": lambda s: s.clone().add_(1.0),
+    "by an operator": lambda s: operator.iadd(s.clone(), 1.0),
+    "where": lambda s: torch.where(s > 0, s, 0.0),
+    "filled": lambda s: s.masked_fill(torch.ones(6) > 0, 1.0),
+    "a norm": lambda s: F.normalize(s, dim=-1),
+    "sorted": lambda s: s.sort(-1)[0],
+    "a product": lambda s: s.prod(-1),
+    "in groups": lambda s: F.group_norm(s, 2),
+    "by another name": lambda s: torch.special.expit(s),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_linear_of_a_summand(name: str) -> None:
+    forms(lambda ax, x, up, down, bias: fz.parallel.sum(LINEAR[name](fz.parallel.copy(x, ax) @ up @ down), ax))
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_is_not_linear_of_a_summand(name: str) -> None:
+    with pytest.raises(AxisTypeError, match=r"partial on axis 'tp'"):
+        forms(lambda ax, x, up, down, bias: fz.parallel.sum(NOT_LINEAR[name](fz.parallel.copy(x, ax) @ up @ down), ax))
 
 
 @pytest.mark.parametrize("scatter", [True, False])

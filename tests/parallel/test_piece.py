@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero.base.random import seeded
@@ -184,6 +185,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "parts": lambda x: ([*x], x.chunk(2, -1), x.unbind(1), x[:, -1], x[x > 0], x.reshape(-1, 3), x.mT),
     "joined": lambda x: (torch.cat([x, x], 1), torch.stack([x, x]), torch.bmm(x, x.mT), x.roll(1, 1)),
     "made": lambda x: (x.new_zeros(3), torch.zeros_like(x), x.new_tensor([1.0]), torch.ones_like(x)),
+    "places": lambda x: torch.where(x > 0),
     "over dims": lambda x: (x.max(1), x.topk(2, -1), x.sort(-1), x.norm(dim=-1), x.std(-1), x.cumprod(1), x.argmax(1)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "operators": lambda x: (2 / x, 2 ** (x / 10), x // 1, x % 2, -x, x.cpu(), (x * 3).to(torch.int64), 0.0 in x * 0),
@@ -297,3 +299,26 @@ def test_a_function_of_autograd_is_given_whole_tensors_or_refuses() -> None:
         assert torch.equal(found[1], torch.full((4, 2), 4.0))
     with pytest.raises(RankError, match=r"of which each rank has a piece .* Give it x\.view_as\(x\)"):
         run_ranks(functools.partial(grad, whole=False, functional=False), 2)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_twice() -> None:
+    """What a rank cannot compute of its tokens alone is known by shapes, before it runs."""
+
+    def rank_main(rank: int) -> list[str]:
+        x = piece.cut(torch.ones(2, 4, WIDTH, dtype=F64), fz.parallel.axis(None, "tp"))
+        with Counting() as counting:
+            assert x.mean(1).shape == (2, WIDTH) and isinstance(x.mean(-1), Piece)
+        return counting.names
+
+    for names in run_ranks(rank_main, 2):
+        assert names.count("aten.mean.dim") == 2

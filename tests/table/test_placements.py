@@ -1,7 +1,8 @@
-"""What varies over a tensor axis is followed through pure functions: right ones pass, others are refused at once."""
+"""Pure functions over a tensor axis are checked before their first run: right ones pass, others are refused by name."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
-from fzero.testing import RankError, assert_trees_close, run_ranks
+from fzero.parallel import AxisTypeError
+from fzero.testing import RankError, assert_trees_close, recorded_collectives, run_ranks
 
 F64 = torch.float64
 Loss = Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]
@@ -27,11 +29,10 @@ RIGHT: dict[str, Loss] = {
     "as large as a slice": lambda p, x, c, s: (p["w"].new_zeros(()) + own(p, x)) * torch.ones_like(p["w"]).mean(),
     "dtype of a slice": lambda p, x, c, s: own(p, x.to(p["w"]).type_as(p["w"])) + x.view_as(x).sum(),
     "gradients inside": lambda p, x, c, s: inside(p, x, c, s),
-    "norms of each": lambda p, x, c, s: norms(p, s) + own(p, x),
     "a copy without derivative": lambda p, x, c, s: own(p, x) * c(p["b"].detach()).abs().mean(),
     "places by a copy": lambda p, x, c, s: p["b"][c(torch.tensor([0, 1]))].sum() + s(p["w"].sum()),
     "written over": lambda p, x, c, s: written(p, s).sum() + own(p, x),
-    "masks of a copy": lambda p, x, c, s: masked(p, x, c, s),
+    "masks of what is whole": lambda p, x, c, s: masked(p, x, c, s),
     "into a buffer": lambda p, x, c, s: buffered(p, x, c, s),
     "a pullback of slices": lambda p, x, c, s: pulled(p, x, c) + s(p["w"].sum()) * 0,
     "row by row": lambda p, x, c, s: s(sum((row**2).sum() for row in p["w"])) + own(p, x),
@@ -49,6 +50,7 @@ WRONG: dict[str, Loss] = {
     "a copy of a copy": lambda p, x, c, s: s(((x + c(c(p["b"]))) ** 2).sum() / 2) + s(p["w"].sum()),
     "pieces of a copy": lambda p, x, c, s: pieces(p, x, c) + s(p["w"].sum()),
     "one of each": lambda p, x, c, s: torch._foreach_mul([p["w"]], [x.sum()])[0].sum() + own(p, x),
+    "norms of each": lambda p, x, c, s: norms(p, s) + own(p, x),
     "moments": lambda p, x, c, s: sum(torch.var_mean(p["w"], (0, 1))) + own(p, x),
     "a pullback to slices": lambda p, x, c, s: to_slices(p["w"]).sum() + own(p, x),
     "through a view": lambda p, x, c, s: through_a_view(p, x, c) + s(p["w"].sum()),
@@ -64,7 +66,7 @@ def inside(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
 
 def masked(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
     copied = c(x * p["b"])
-    mask = copied.abs().sum(-1) > 0.1
+    mask = (x * p["b"]).abs().sum(-1) > 0.1
     scale = copied.detach().abs().amax()
     return (s(torch.tanh(copied @ p["w"]).sum(-1)) * mask).sum() / mask.sum() / scale
 
@@ -143,9 +145,10 @@ def test_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name: str) -> None:
-    words = r"varies between the ranks of axis 'tp'"
-    with pytest.raises(RankError, match=words):
+    refused = r"test_placements\.py:\d+, in .*(A conversion is missing|one conversion too many)"
+    with recorded_collectives() as sent, pytest.raises(RankError, match=refused):
         run_ranks(lambda rank: run(rank, WRONG[name]), 2)
+    assert not [tag for _, tag, _ in sent if "parallel." in str(tag)]
 
 
 @pytest.mark.parametrize("way", ["unit", "per example"])
@@ -169,7 +172,7 @@ def test_on_other_ways(way: str) -> None:
 
     for found in run_ranks(lambda rank: rank_main(rank, True), 2):
         assert_trees_close(found, torch.full(found.shape, 2.0, dtype=F64))
-    with pytest.raises(RankError, match="of which each rank has its slice, and varies"):
+    with pytest.raises(RankError, match=r"of 'p\.(l\.0\.)?w'\)\. A conversion is missing"):
         run_ranks(lambda rank: rank_main(rank, False), 2)
 
 
@@ -182,3 +185,55 @@ def test_a_sum_over_two_axes() -> None:
         return step.vjp(step.init({"w": PARAMS["w"]}), X)[0]
 
     assert [x.item() for x in run_ranks(rank_main, 4)] == [48.0] * 4
+
+
+def test_constants_and_masks_have_values_in_the_check() -> None:
+    """A table that is kept, and made in place, is that of the run; a mask of the batch may be read."""
+
+    @functools.lru_cache
+    def table(rank: int) -> torch.Tensor:
+        made = torch.zeros(4, dtype=F64)
+        made[1:] += torch.arange(3.0, dtype=F64)
+        return made
+
+    def rank_main(rank: int) -> torch.Tensor:
+        ax = fz.parallel.axis(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp")
+
+        def fn(p: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            h = x * table(rank) if bool(mask.all()) else x
+            return fz.parallel.sum((h @ p["w"]).sum(), ax)
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1})
+        state, mask = step.init({"w": PARAMS["w"]}), torch.ones(2, dtype=torch.bool)
+        found = [step(state, X, mask)[1]["loss"] for _ in range(2)]
+        with pytest.raises(AxisTypeError, match=r"of 'p\.w'.*varies between the ranks"):
+            fz.with_fn(step, lambda p, x, mask: (x @ p["w"]).sum() if mask.all() else x.sum())(state, X, mask)
+        return torch.stack(found)
+
+    want = (X * torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=F64)).sum() * 6
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want.expand(2))
+
+
+def test_what_cannot_be_checked_is_followed() -> None:
+    """A function that reads what it computes, in its first run and in later ones."""
+
+    def rank_main(rank: int) -> None:
+        ax = fz.parallel.axis(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp")
+
+        def fn(p: Any, x: torch.Tensor, mask: torch.Tensor, how: str) -> torch.Tensor:
+            if how == "values" and (x * p["b"]).sum().item() > 1e9:
+                return x.sum()
+            if how == "numpy" and (x * p["b"]).detach().numpy().sum() > 1e9:
+                return x.sum()
+            whole = how == "mask" and bool(mask.all())
+            return fz.parallel.sum(p["w"].sum(), ax) if whole else p["w"].sum()
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1})
+        state = step.init(PARAMS)
+        step.vjp(state, X, torch.ones(2, dtype=torch.bool), "mask", argnums=())
+        for how in ("values", "numpy", "mask"):
+            with pytest.raises(ValueError, match=r"computed of 'w', of which each rank has its slice, and varies"):
+                step.vjp(state, X, torch.zeros(2, dtype=torch.bool), how, argnums=())
+
+    run_ranks(rank_main, 2)

@@ -90,12 +90,17 @@ class OwnSlices:
 
     def __call__(self, params: object, *inputs: object) -> object:
         known, leaves = noting(), pytree.flatten(inputs)[0]
-        dims = dims_by_leaf(self.in_specs, inputs, "in_specs", "inputs") if known is not None else ()
-        for x, own in zip(leaves, dims, strict=False):
-            place = next((place for place, names in enumerate(own) if self.axis in names), None)
-            if known is not None and place is not None and isinstance(x, torch.Tensor):
-                known.note(x, Mark(f"an input over {self.axis!r}", Cut(place - x.ndim, None, known.axis.rank)))
+        for i, dim in self.cut_inputs(inputs).items() if known is not None else ():
+            x = leaves[i]
+            if known is not None and isinstance(x, torch.Tensor):
+                known.note(x, Mark(f"an input over {self.axis!r}", Cut(dim - x.ndim, None, known.axis.rank)))
         return self.fn(params, *inputs)
+
+    def cut_inputs(self, inputs: tuple[object, ...]) -> dict[int, int]:
+        """The numbers of leaves that lie over the axis -> along which dim, which the check before a first run asks."""
+        dims = dims_by_leaf(self.in_specs, inputs, "in_specs", "inputs")
+        named = {i: [self.axis in names for names in own] for i, own in enumerate(dims)}
+        return {i: found.index(True) for i, found in named.items() if True in found}
 
 
 def _on_axis(axis: Axis, means: Axis, rank: int) -> Place:

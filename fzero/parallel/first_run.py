@@ -1,0 +1,103 @@
+"""What `fz.parallel.check` finds, by itself, before a step's function runs for the first time under a signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fzero.base import collecting, private, pytree, thread_state
+from fzero.base.context import during, own_copies
+from fzero.base.random import seeded
+from fzero.comm.axis import Axis
+from fzero.comm.divergence import recorded_collectives
+from fzero.parallel.check import pull_back
+from fzero.parallel.declared import Inputs
+from fzero.parallel.dry import DryRun
+from fzero.parallel.forms import REPLICATED, Forms, form_of, is_replicated
+from fzero.parallel.planned import Planned
+from fzero.parallel.types import AxisTypeError, Watch, running, tensors_in, type_of
+from fzero.state.sharded import Sharded
+from fzero.table.spec import Spec
+
+
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | None:
+    """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
+
+    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
+
+    Args:
+        inputs: of one microbatch.
+
+    Returns:
+        Whether it reads a tensor's value, on which may depend what it does. None if it cannot be checked, as it reads
+        what is computed of params, communicates by itself, or is refused for another reason: it is to be followed in
+        its run, which also shows what is wrong with it.
+
+    Raises:
+        AxisTypeError: a map is missing or needless. The error names the leaf and the line.
+    """
+    flat = pytree.flatten(tuple(inputs))[0]
+    differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
+    fakes = thread_state.without_values()
+    with (
+        private.below_transforms(),
+        thread_state.without_dispatch_modes(),
+        private.under_function_modes(()),
+        torch.enable_grad(),
+        seeded(0),
+        during(own_copies, {}),
+    ):
+        sent: Sequence[object] = ()
+        try:
+            with fakes:
+                whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
+            tree = pytree.unflatten(params.structure, whole)
+            planned = Planned(step, tree, params.axis)
+            over = planned.over
+            assert over is not None
+            run = DryRun(frozenset(), check_first_run.__code__, over)
+            leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
+            for i, dim in getattr(step.fn, "cut_inputs", _none)(inputs).items():
+                i += len(planned.given)
+                leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
+            with fakes:
+                given = leaves.typed()
+            forms = Forms(run.where, run.ignored)
+            with Watch(run.where, run.ignored, is_replicated), during(running, run), recorded_collectives() as sent:
+                with planned.running(given[0]), collecting.run(), forms:
+                    outputs = planned.outputs(step.fn(*given))
+                _need_invariant(outputs, over)
+                pull_back(outputs, leaves, run)
+            return None if sent else forms.reads
+        except AxisTypeError:
+            if sent:  # nothing is known of what arrived
+                return None
+            raise
+        except Exception:
+            return None
+
+
+def _none(inputs: object) -> dict[int, int]:
+    """The inputs of most functions are the same on all ranks of the tensor axis."""
+    return {}
+
+
+def _need_invariant(outputs: object, over: Axis) -> None:
+    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
+    for x in tensors_in(outputs):
+        own = type_of(x)
+        copied = form_of(x, over.name) == REPLICATED
+        if not own.varying or not x.requires_grad or (x.ndim and not copied):
+            continue
+        slices = f"of {own.leaf or str(own.source)!r}, of which each rank has its slice,"
+        of = "of each rank's own copy" if copied else slices
+        raise AxisTypeError(
+            f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
+            f"the ranks of axis {over.name!r}, over which leaves are cut (from {own.source}); expected one that is the "
+            "same on all. Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or "
+            "gather (for the module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute "
+            "it of what is not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as "
+            "x[None]. What torch.distributed puts together is not seen: gather(x, ax, 0).amax(0) is a maximum."
+        )
