@@ -77,6 +77,30 @@ def test_a_loop_that_is_left_and_closed_within_another() -> None:
     assert other.ended == "total" and signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_handler_that_is_put_back_behind_the_loop_passes_signals_on() -> None:
+    """As a library does that has set its own one meanwhile; also around a next loop."""
+    before = signal.getsignal(signal.SIGINT)
+    own = []
+    try:
+        for state, _ in quiet(counted, 0, batch, total=3):
+            own += [signal.signal(signal.SIGINT, signal.default_int_handler)] if state == 1 else []
+        signal.signal(signal.SIGINT, *own)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda *args: own[0](*args))
+        run = quiet(counted, 0, batch, total=3)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in run:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.4)
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("inner_total", [5, 2])
 def test_a_loop_around_another_hears_the_signal(inner_total: int) -> None:
     outer, taken = quiet(counted, 0, batch, total=5), []

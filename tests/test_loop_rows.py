@@ -234,6 +234,13 @@ def test_what_is_no_log_is_left_alone(after: int | None, tmp_path: Path) -> None
     assert not Path(f"{tmp_path}.new").exists()
 
 
+def test_somebody_elses_file_is_not_written_over(tmp_path: Path) -> None:
+    (new := tmp_path / "log.csv.new").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"no log of a loop.*the log does not begin: '.*/log\.csv\.new'"):
+        run_through(quiet(counted, 0, batch, total=3, log=tmp_path / "log.csv"))
+    assert new.read_text() == "precious" and os.listdir(tmp_path) == ["log.csv.new"]
+
+
 @pytest.mark.parametrize("text", ["", "step,loss,seconds\r\n", "step,loss,seconds\r\n1,0.5"])
 def test_a_log_with_no_row_yet_goes_on(text: str, tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(text)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -78,7 +79,7 @@ class Asked:
 
 
 class _Handlers:
-    """The loops that run in this process, and what handled signals before them.
+    """The loops that run in this process, which hear signals meanwhile.
 
     Who sends a signal to all processes of a group ends a DataLoader's workers by it, and torch's handler of their
     deaths raises wherever the program is: from the signal on it is not called, and batches fail by themselves.
@@ -86,7 +87,6 @@ class _Handlers:
 
     def __init__(self) -> None:
         self.running: list[Asked] = []
-        self._before: dict[int, signal._HANDLER] = {}
         self._process = 0
 
     def add(self, asked: Asked) -> None:
@@ -95,7 +95,7 @@ class _Handlers:
             self._process = os.getpid()
             for number in SIGNALS:
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                    self._take(number, self._hear)
+                    signal.signal(number, _Handler(number, self._hear))
         self.running.append(asked)
 
     def remove(self, asked: Asked) -> bool:
@@ -107,35 +107,44 @@ class _Handlers:
             self._give_back()
         return True
 
-    def _take(self, number: int, handler: signal._HANDLER) -> None:
-        self._before[number] = signal.getsignal(number)
-        signal.signal(number, handler)
-
     def _give_back(self) -> None:
         self.running = []
-        while self._before:
-            number, before = self._before.popitem()
-            if getattr(signal.getsignal(number), "__self__", None) is self:
-                signal.signal(number, before)
+        for number in (*SIGNALS, DEATH):
+            if isinstance(own := signal.getsignal(number), _Handler):
+                signal.signal(number, own.before)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        now, before = time.monotonic(), self._before.get(number)
-        known = [asked.wish for asked in self.running if asked.wish is not None]
+    def _hear(self, number: int) -> bool:
+        """Whether a loop takes a signal as a wish."""
+        now, known = time.monotonic(), [asked.wish for asked in self.running if asked.wish is not None]
         if not self.running or self._process != os.getpid() or any(now - wish.at > ONE for wish in known):
             self._give_back()
-            if callable(before):
-                before(number, frame)
-            elif before == signal.SIG_DFL:
-                signal.raise_signal(number)
-            return
+            return False
         wish = Wish(number, now)
         for asked in self.running:
             asked.wish = asked.wish or wish
-        if callable(signal.getsignal(DEATH)) and DEATH not in self._before:
-            self._take(DEATH, self._ignore)
+        if callable(before := signal.getsignal(DEATH)) and not isinstance(before, _Handler):
+            signal.signal(DEATH, _Handler(DEATH, lambda _: bool(self.running) and self._process == os.getpid()))
+        return True
 
-    def _ignore(self, number: int, frame: FrameType | None) -> None:
-        pass
+
+class _Handler:
+    """Handles a signal while loops run.
+
+    It knows who did before and passes on to him what no loop takes: somebody may keep it as what came before his own
+    handler, and call it, or put it back, when no loop runs any more.
+    """
+
+    def __init__(self, number: int, takes: Callable[[int], bool]) -> None:
+        self.before, self._takes = signal.getsignal(number), takes
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._takes(number):
+            return
+        if callable(self.before):
+            self.before(number, frame)
+        elif self.before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 _handlers = _Handlers()  # a process has one for each signal

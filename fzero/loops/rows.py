@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import os
 import sys
@@ -62,7 +63,7 @@ class Table:
         try:
             yield
         except OSError as error:
-            error.strerror, error.filename = f"{error.strerror or error}, {what}", self.path
+            error.strerror, error.filename = f"{error.strerror or error}, {what}", error.filename or self.path
             raise
 
     def _found(self) -> tuple[list[str], list[dict[str, str]]]:
@@ -80,7 +81,10 @@ class Table:
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """The file with these rows, to which others are added; the old one stays until it is whole."""
-        folder, name = os.path.split(self.path)
+        (folder, name), new = os.path.split(self.path), f"{self.path}.new"
+        if os.path.lexists(new) and not (os.path.isfile(new) and STEP.encode().startswith(_start(new))):
+            why = "it is no log of a loop, and would be written over: move it away, or give another path"
+            raise FileExistsError(errno.EEXIST, why, new)
         Folder(folder).replace(name, _text(columns, rows, header=bool(columns)))
         self._columns, self._at = columns, int(rows[-1][STEP]) if rows else -1
 
@@ -100,6 +104,11 @@ class Table:
 
     def close(self) -> None:
         pass
+
+
+def _start(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(STEP))
 
 
 def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], header: bool = False) -> bytes:

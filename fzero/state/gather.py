@@ -14,7 +14,9 @@ from fzero.base.follow import follows, root
 from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
 from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
+from fzero.comm.pieces import told
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import open_to_transforms
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
@@ -88,7 +90,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
     with open_to_transforms("fz.gather", tree=tree) as (follows, tree):
         if follows and to is not None:
             raise TypeError("gather: got to= under a transform of torch.func, expected that all ranks gather: no to=")
-        own = functools.partial(_gather_one, pattern, to in (None, _own_rank()))
+        own = functools.partial(_gather_one, pattern, to)
         out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
     return out if to is None or to == _own_rank() else None
 
@@ -117,14 +119,17 @@ def _copied(x: object) -> object:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def _gather_one(pattern: str | None, kept: bool, tree: Sharded) -> object:
-    """The full leaves of a tree, group by group; of a rank that is not asked for them none."""
+def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
+    """The full leaves of a tree, group by group; on a rank that is not asked for them none."""
     leaves: dict[int, torch.Tensor] = {}
     check_buffers("gather", "the tree", tree)
     rows, groups = tree.layout.rows, tree.layout.groups
     wanted = {slot.leaf for key in tree.groups for slot in groups[key].slots if matches(pattern or "*", slot.path)}
     keys = [key for key in tree.groups if any(slot.leaf in wanted for slot in groups[key].slots)]
     _need_whole_alike(tree if pattern is None else tree.only(keys))
+    kept = to in (None, _own_rank())
+    if to is not None:
+        _need_receiver(tree.axis, to)
     for key in keys:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         wire = Wire(tag, axis, own.dtype, own.dtype, own.dtype)
@@ -143,6 +148,16 @@ def _gather_one(pattern: str | None, kept: bool, tree: Sharded) -> object:
 
 def _own_rank() -> int:
     return backend.global_rank() if backend.initialized() else 0
+
+
+def _need_receiver(axis: Axis, to: int) -> None:
+    """Refuses a rank that no rank of this axis, of its tensor groups or replicas is: none would get the result."""
+    if axis.group is None or axis.replicas:
+        return
+    over = axis.tensor
+    there = [(to in axis.members,)] if over is None or over.size == 1 else told(axis, [to in over.members], "gather to")
+    if not any(here for (here,) in there):
+        raise ValueError(f"gather: got to={to}, expected one of the ranks of {axis.place}.")
 
 
 def _need_whole_alike(tree: Sharded) -> None:

@@ -482,6 +482,25 @@ def test_other_kinds_of_trees_are_refused() -> None:
             call()
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_full_tree_goes_to_a_rank_that_takes_part(cut: bool) -> None:
+    """Of the axis, or of the tensor groups of its ranks: four of eight."""
+
+    def rank_main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.sgd(0.1))
+        step = fz.slices(step, {"w": 0}, axis="tp") if cut else step
+        state = fz.shard_zero3(step, mesh=mesh, axis="dp").init({"w": torch.arange(4.0)})
+        for to in range(8):
+            if to // 4 == rank // 4 and (cut or to % 2 == rank % 2):
+                assert (fz.gather(state.params, to=to) is None) == (rank != to)
+            else:
+                with pytest.raises(ValueError, match=rf"got to={to}, expected one of the ranks of ranks \[.* of axis"):
+                    fz.gather(state.params, to=to)
+
+    run_ranks(rank_main, 8)
+
+
 def test_what_gather_is_asked_for_that_is_not_there() -> None:
     def rank_main(rank: int) -> None:
         _, state = _state()
