@@ -59,7 +59,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mapped(nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, nbytes, **_PRIVATE), dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, nbytes, **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"could not map {nbytes} bytes of the host's memory ({error})") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 _library.impl("mapped", _mapped, "BackendSelect")

@@ -21,6 +21,8 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 # of torch's classes those that treat each element by itself
 _OF_ELEMENTS = {*"Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()}
+# what steps of torch's classes, and of those that derive from them, note of warnings and checks
+_FLAGS = ("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
 
 
@@ -62,7 +64,7 @@ def from_torch(
     Raises:
         TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
             update: it writes in place and has no derivative.
-        ValueError: in a step, the optimizer changes a number in an attribute or a param group, or state of another
+        ValueError: in a step, the optimizer changes a number or a flag in an attribute or a param group, or state of another
             param. A tensor or a list that it keeps elsewhere, and other leaves that it goes by, are not seen.
 
     Example:
@@ -230,7 +232,7 @@ def counts_alone(optimizer: GradientTransformation) -> bool:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The numbers that an optimizer holds besides its state, by where; flags, which a first step may set, are none."""
-    own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items()}
+    """The numbers and flags that an optimizer holds besides its state, by where."""
+    own = {f"its attribute {k!r}": x for k, x in vars(optimizer).items() if k not in _FLAGS}
     every = {**{f"param_groups[0][{k!r}]": x for k, x in optimizer.param_groups[0].items()}, **own}
-    return {k: x for k, x in every.items() if isinstance(x, (int, float)) and not isinstance(x, bool)}
+    return {k: x for k, x in every.items() if isinstance(x, (int, float))}

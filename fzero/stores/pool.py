@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import weakref
@@ -43,8 +44,16 @@ class Pool:
                         raise
                     break
                 self._threads.append(thread)
-            for _ in range(times):
+            self._tasks.put(functools.partial(self._run, task, times))
+
+    def _run(self, task: Task, times: int, bounce: Bounce) -> None:
+        """Runs a task and lets others run it, on a thread of its own: an interrupt would leave some of them out."""
+        with self._lock:
+            own = times if self.closed else 1  # what comes after the end may be taken by nobody
+            for _ in range(times - own):
                 self._tasks.put(task)
+        for _ in range(own):
+            task(bounce)
 
     def close(self) -> None:
         """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""

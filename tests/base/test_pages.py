@@ -56,3 +56,8 @@ def test_tensors_without_memory_are_left_alone() -> None:
     assert pages.empty(pages.LEAST, torch.float32, "meta").is_meta
     with FakeTensorMode():
         assert pages.copied(torch.zeros(pages.LEAST)).shape == (pages.LEAST,)
+
+
+def test_memory_that_cannot_be_mapped_is_out_of_memory() -> None:
+    with pytest.raises(MemoryError, match=f"could not map {1 << 60} bytes"):
+        pages.empty(1 << 60, torch.uint8, "cpu", mapped=True)

@@ -271,7 +271,7 @@ def test_an_interrupted_wait_leaves_all_as_it_was(folder: Folder, disk: Disk, re
     assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("what", ["write"])
+@pytest.mark.parametrize("what", ["write", "read"])
 def test_interrupts_leave_no_lock_no_file_and_no_room_taken(folder: Folder, disk: Disk, what: str) -> None:
     file = folder.start_write(source := some(0), "x", disk)
     file.written()
