@@ -61,7 +61,7 @@ def remote(
         name: for errors. None takes that of `build`.
         timeout: seconds that the start, one call or one collective may take.
         checked: True: ranks compare what they communicate first (`fz.testing.checked_collectives`). Then a rank that
-            fails alone costs the call, and not the component.
+            fails alone costs the call. Otherwise the component ends, if others communicate without it in that call.
         options: under `"processes"` and `"ray"`, `"backend"` of the process group: `"gloo"` by default; with `"nccl"`
             each rank needs a GPU of its own, which `build` chooses (`torch.cuda.set_device`) or Ray does. Under `"ray"`
             also `"resources"` of each rank, `{"CPU": 1}` by default; `"strategy"` of the placement group, `"PACK"` by

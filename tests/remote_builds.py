@@ -152,6 +152,20 @@ def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
     return (fz.shard_zero3(step) if stage else step), {"w": ONES, "blocks": [{"w": ONES}]}
 
 
+def alone(p: dict[str, Any], x: torch.Tensor, bad: torch.Tensor, waits: bool, ax: Any) -> torch.Tensor:
+    """Of each row the first rank's sum, which that rank waits for the others to have, or only sends; fails where bad."""
+    if bad.any():
+        raise ValueError("the user's own words")
+    own = x.sum()[None] if ax.rank == 0 or waits else x.new_zeros(0)
+    total = fz.parallel.gather(own, ax, 0, [1, *[int(waits)] * (ax.size - 1)])[0]
+    return x * 0 + total
+
+
+def built_alone(rank: int, waits: bool) -> tuple[fz.Step, dict[str, Any]]:
+    fn = functools.partial(alone, waits=waits, ax=fz.parallel.axis(None, "dp"))
+    return fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))), {"w": ONES}
+
+
 def fails_to_build(rank: int) -> Any:
     raise KeyError(f"no such thing on rank {rank}")
 

@@ -148,6 +148,16 @@ def error_of(failure: Failure) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(text)
 
 
+def left_waiting(failure: Failure, other: str) -> tuple[str, str]:
+    """Why a component ends of which a rank has failed alone: the cause, and where it failed.
+
+    Args:
+        other: what another rank did then.
+    """
+    cause = f"failed in a call ({failure.kind}: {failure.message}), {other}: their process group is of no use any more"
+    return f"{cause}. With fz.remote(checked=True) it costs the call alone", failure.trace
+
+
 def first_of(failures: Iterable[Failure]) -> Failure:
     """The one that says most: what did not follow from another rank's, of the lowest rank."""
     return min(failures, key=lambda each: (each.follows, each.rank))

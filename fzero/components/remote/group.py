@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fzero.base.interrupts import kept_back
-from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
+from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of, left_waiting
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import NOTICED, Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Leaf, Puller, Table, whole
@@ -270,9 +270,7 @@ class Group:
         if first is None:
             self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
         else:
-            cause = f"failed in a call ({first.kind}: {first.message}), for which rank {rank} waited in a collective: "
-            advice = "their process group is of no use any more. With fz.remote(checked=True) it costs the call alone"
-            self.die(first.rank, cause + advice, first.trace)
+            self.die(first.rank, *left_waiting(first, f"for which rank {rank} waited in a collective"))
 
     # ---- values
 

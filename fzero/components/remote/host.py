@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.divergence import checked_collectives
+from fzero.comm.divergence import checked_collectives, recorded_collectives
 from fzero.components.remote import verbs
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
 from fzero.components.remote.digests import apart, digests_of, unlike
-from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
+from fzero.components.remote.failure import Failed, Failure, failure_of, first_of, left_waiting
 from fzero.components.remote.kept import Kept
-from fzero.components.remote.link import Arguments, Message, Place, Settings
+from fzero.components.remote.link import NOTICED, Arguments, Message, Place, Settings
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, whole
 from fzero.components.remote.streams import Bringing, device_of, used_here
@@ -164,6 +164,9 @@ class Host:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
             return self._arrived[call]
 
+    def ended(self, call: int, alive: Callable[[], None] = lambda: None) -> int:
+        return self.values.ended(call, alive)
+
     # ---- operands
 
     def _fetch(self) -> None:
@@ -265,7 +268,8 @@ class Host:
                 if not self._order.begins(item[0].number):
                     break
                 following = item[0].number + 1
-                self._run_one(*item)
+                if not self._run_one(*item):
+                    break
                 del item
         finally:
             self._ended.set()
@@ -280,14 +284,17 @@ class Host:
         self._ready, self._arrived = queue.Queue(), {}
         self.__dict__.pop("part", None)
 
-    def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
+    def _run_one(self, call: _Call, operands: Operands | Failure) -> bool:
+        """Runs a call; False where no other may follow, as the component ends."""
         self.values.running(call.number, call.verb)
         values: dict[int, object] = {}
         failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
+        collectives: Sequence[object] = ()
         if isinstance(operands, Operands):
             try:
                 used_here((operands.inputs, operands.cotangent, operands.options))
-                with checked_collectives(self.settings.checked, counted=True):
+                checked = checked_collectives(self.settings.checked, counted=True)
+                with checked, recorded_collectives() as collectives:
                     results = verbs.RUN[call.verb](self.part, operands)
                 values, trees = results.values, results.trees
                 if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
@@ -301,8 +308,26 @@ class Host:
         self.values.running(None)
         self.part.ran(call.verb, call.arguments.get("options", {}), begun)
         call.record.finish({} if failure else values, failure)
-        if failure is not None:
-            self.report(("failed", call.number, tuple(failure)))
+        # of those that were checked first none has begun before all ranks came
+        self.values.ran(call.number, 0 if self.settings.checked else len(collectives))
+        if failure is None:
+            return True
+        self.report(("failed", call.number, tuple(failure)))
+        return all(self._ended_alike(call.number, failure, peer.ended) for peer in self.peers)
+
+    def _ended_alike(self, call: int, failure: Failure, ended: Callable[[int], int]) -> bool:
+        """Waits for another rank's end of a call that failed here: what it still communicates there, or has sent, would
+        meet what this one does in the next. False once the component ends."""
+        try:
+            if ended(call) == self.values.ended(call):
+                return True
+            other = "and another rank began other collectives in it"
+        except Failed as failed:
+            other = f"which another rank has not ended ({failed.failure.message})"
+            with self._arrival:  # a death is noticed in a moment
+                self._arrival.wait_for(lambda: self._over, 5 * NOTICED if failed.failure.lost else 0.0)
+        self.report(("died", *left_waiting(failure, other)))
+        return False
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

@@ -84,7 +84,7 @@ def _answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[st
             return "answer", [_as_sent(meta) for meta in served.metas(asked, alive)]
         if kind == "blocks":
             return "answer", served.blocks(asked[0])
-        assert kind in ("trees", "arrived"), kind
+        assert kind in ("trees", "arrived", "ended"), kind
         return "answer", _as_sent(getattr(served, kind)(asked, alive))
     except Failed as failed:
         return "failed", tuple(failed.failure)
@@ -130,6 +130,9 @@ class RemoteSource:
 
     def arrived(self, call: int) -> Failure | Arrived:
         return _as_told(self._ask("arrived", call))
+
+    def ended(self, call: int) -> int:
+        return _as_told(self._ask("ended", call))
 
     def _ask(self, kind: str, asked: object, device: torch.device = _CPU) -> Any:
         connection, reader = None, gpus.Reader()

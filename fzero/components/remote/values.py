@@ -114,6 +114,7 @@ class Values:
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
         self._over: Failure | None = None
+        self._begun: dict[int, int] = {}  # collectives, by the call, of the last ones that were run
         self._last = -1  # the call that has arrived last: they come in order
 
     def begin(self, call: int) -> Record:
@@ -127,6 +128,25 @@ class Values:
     def running(self, call: int | None, verb: str = "") -> None:
         """Notes which call runs now, since when."""
         self._running = None if call is None else (call, verb, time.monotonic())
+
+    def ran(self, call: int, begun: int) -> None:
+        """Notes a call that was run, also of what may be forgotten already, and how many collectives it began."""
+        with self._arrived:
+            self._begun[call] = begun
+            self._begun.pop(call - 10_000, None)
+            self._arrived.notify_all()
+
+    def ended(self, call: int, alive: Callable[[], None] = lambda: None) -> int:
+        """Waits until a call was run, as long as calls end in time: how many collectives it began here."""
+        while call not in self._begun:
+            if self._over is not None:
+                raise Failed(self._over)
+            self._need_time()
+            with self._arrived:
+                news = self._arrived.wait_for(lambda: call in self._begun or self._over, self.beat)
+            if not news:
+                alive()
+        return self._begun[call]
 
     def close(self, failure: Failure) -> None:
         """Nothing more will be made: whoever waits is told why."""
@@ -181,14 +201,17 @@ class Values:
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
-        late = self.patience + min(GRACE, self.patience / 2)
         while not record.done.is_set():
-            running = self._running
-            if running is not None and time.monotonic() - running[2] > late:
-                raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
+            self._need_time()
             if not record.done.wait(self.beat):
                 alive()
         return record
+
+    def _need_time(self) -> None:
+        """Refuses where the call that runs now takes too long."""
+        running, late = self._running, self.patience + min(GRACE, self.patience / 2)
+        if running is not None and time.monotonic() - running[2] > late:
+            raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
 
     def _late(self, what: str) -> Failure:
         message = (

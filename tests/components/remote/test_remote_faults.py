@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -139,6 +140,48 @@ def test_a_rank_that_fails_where_nobody_waits_for_it_costs_the_call() -> None:
 def _built_apart(rank: int) -> tuple[Any, ...]:
     def fn(p: Any, x: torch.Tensor, fails: int) -> torch.Tensor:
         if fails and torch.distributed.get_rank():
+            raise ValueError("the user's own words")
+        return x * p["w"]
+
+    return fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))), {"w": builds.ONES}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_no_call_meets_the_collectives_of_one_that_failed_before(on: str, waits: bool) -> None:
+    """Calls are on their way as a rank fails alone, where others wait for it, or have only sent it something."""
+    good, bad = torch.zeros(4, 1), torch.tensor([[0.0], [0.0], [1.0], [1.0]])
+    with fz.remote(functools.partial(builds.built_alone, waits=waits), 2, on, timeout=2) as own:
+        state = own.init()
+        assert fz.fetch(own.forward(state, X, good)).eq(X[:2].sum()).all()
+        begun, failing = time.monotonic(), own.forward(state, X, bad)
+        later: list[Any] = []
+        with contextlib.suppress(fz.ComponentDied):  # it may be over at once
+            later += [own.forward(state, X * k, good) for k in (2, 3, 4)]
+        with pytest.raises((ValueError, fz.ComponentDied), match="the user's own words"):
+            fz.fetch(failing)
+        for each in later:
+            with pytest.raises(fz.ComponentDied, match=r"the user's own words.*checked=True"):
+                fz.fetch(each)
+        assert time.monotonic() - begun < 8
+
+
+def test_a_rank_that_fails_beside_one_that_does_not_end_costs_the_component() -> None:
+    """It computes, and nobody waits in a collective; whoever waits for later calls is told."""
+    with fz.remote(_built_slow, 2, "threads", timeout=1) as own:
+        state = own.init()
+        fz.fetch(own.forward(state, X, torch.zeros(4, 1)))
+        own.forward(state, X, torch.ones(4, 1))
+        later = own.forward(state, X, torch.zeros(4, 1))
+        with pytest.raises(fz.ComponentDied, match=r"the user's own words.*has not ended after 1 seconds"):
+            fz.fetch(later)
+
+
+def _built_slow(rank: int) -> tuple[Any, ...]:
+    def fn(p: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        if bad.any() and rank:
+            time.sleep(4)
+        elif bad.any():
             raise ValueError("the user's own words")
         return x * p["w"]
 
