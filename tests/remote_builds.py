@@ -153,7 +153,7 @@ def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
 
 
 def alone(p: dict[str, Any], x: torch.Tensor, bad: torch.Tensor, waits: bool, ax: Any) -> torch.Tensor:
-    """Of each row the first rank's sum, which that rank waits for the others to have, or only sends; fails where bad."""
+    """The first rank's sum of each row, which it waits for the others to have, or only sends; fails where bad."""
     if bad.any():
         raise ValueError("the user's own words")
     own = x.sum()[None] if ax.rank == 0 or waits else x.new_zeros(0)

@@ -64,8 +64,8 @@ def from_torch(
     Raises:
         TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
             update: it writes in place and has no derivative.
-        ValueError: in a step, the optimizer changes a number or a flag in an attribute or a param group, or state of another
-            param. A tensor or a list that it keeps elsewhere, and other leaves that it goes by, are not seen.
+        ValueError: in a step, the optimizer changes a number or a flag in an attribute or a param group, or state of
+            another param. A tensor or a list that it keeps elsewhere, and other leaves that it goes by, are not seen.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))

@@ -489,7 +489,7 @@ def test_a_full_tree_goes_to_a_rank_that_takes_part(cut: bool) -> None:
     def rank_main(rank: int) -> None:
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.sgd(0.1))
-        step = fz.slices(step, {"w": 0}, axis="tp") if cut else step
+        step = fz.shard_tensor(step, {"w": 0}, mesh, axis="tp") if cut else step
         state = fz.shard_zero3(step, mesh=mesh, axis="dp").init({"w": torch.arange(4.0)})
         for to in range(8):
             if to // 4 == rank // 4 and (cut or to % 2 == rank % 2):
