@@ -328,8 +328,8 @@ def train_step(
         has_aux: True if `fn` returns `(outputs, aux)`.
         metrics: further metrics, as a tuple of names. There is one: `"leaf_norms"`, a dict `{"params" | "grads" |
             "updates": {path: norm}, "moments": {name: {path: norm}}}` of 0-d float64 tensors. Each is the norm of one
-            trained leaf over all shards. Params and moments are those after the update. Updates are what it adds to the
-            params. Grads are the mean gradient before clipping.
+            trained leaf over all shards. Params and moments are those after the update. Updates are the change of the
+            stored params, with their rounding. Grads are the mean gradient before clipping.
 
     Returns:
         A `Step`.
