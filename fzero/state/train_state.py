@@ -177,7 +177,8 @@ class TrainState:
     def donated(self) -> Iterator[TrainState]:
         """A context for an update that may overwrite this state: inside, only the state that it yields can be used.
 
-        Afterwards this state is dead, unless the update failed before it wrote anything.
+        Afterwards this state is dead, unless the update failed before it wrote anything. Trees that were taken of it
+        before can still be read while the update overwrites them: do not.
         """
         number = self.step + 1
         own = object.__new__(TrainState)
