@@ -98,7 +98,7 @@ class Group:
                 parts.append(torch.zeros(gap, dtype=dtype, device=device))
             if x is not None and x.dtype == dtype and x.layout == torch.strided:
                 parts.append(x)
-        if self.numel < _SMALL and len(parts) == len(leaves) + len(self._gaps):
+        if self.numel < _SMALL and len(parts) == len(leaves) + len(self._gaps) > 1:  # of one it would be a view
             return private.flattened(parts)
         return self.join_into(pages.empty(self.numel, dtype, device), leaves)
 
@@ -272,7 +272,7 @@ class Layout:
         """The full buffer of a group from its leaves, in `dtype`. Gaps are zero."""
         group = self.groups[key]
         leaves = [leaf[slot.leaf].detach() for slot in group.slots]
-        return group.join_into(pages.empty(group.numel, dtype, leaves[0].device), leaves)
+        return group.full_of(leaves, dtype, leaves[0].device)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,17 @@ def test_joining_what_was_cut_gives_the_buffer_with_zeros_between() -> None:
         assert all(view.untyped_storage().data_ptr() == own for view in group.cut(full).values())
 
 
+def test_a_full_buffer_has_memory_of_its_own() -> None:
+    """Also where one leaf is all of it."""
+    step = fz.train_step(lambda p: p, fz.sgd(0.1))
+    ((_, group),) = fz.plan(step, {"w": torch.zeros(16, 16)}).layout.groups.items()
+    leaf = torch.ones(16, 16)
+    full = group.full_of([leaf], leaf.dtype, leaf.device)
+    assert full.numel() == leaf.numel()
+    full.zero_()
+    assert leaf.all()
+
+
 def test_the_pieces_of_all_ranks_are_the_leaves() -> None:
     for ranks in (1, 2, 3):
         made = layout(ranks)
