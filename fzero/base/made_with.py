@@ -48,7 +48,7 @@ def _said(
     else:
         seen[id(value), name] = value, ()  # held, as another one might get its id; what leads to itself adds nothing
         found = [_said(own or name, part, seen, numbers_of) for own, part in _parts(value)]
-        content = tuple([(numbers_of.get(each, each)) for each, _ in found if each])
+        content = tuple([numbers_of.get(each, each) for each, _ in found if each])
         words = [text for _, texts in found for text in texts]
         seen[id(value), name] = value, content
     if content in numbers_of:

@@ -33,15 +33,25 @@ def need_invariant(outputs: object, known: Notes) -> None:
         mark = known.of(x)
         if mark is None or not private.is_differentiated(x) or (mark.source and x.ndim):
             continue
-        of = f"of {mark.source!r}, of which each rank has its slice," if mark.source else "of each rank's own copy"
-        raise ValueError(
-            f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
-            f"the ranks of axis {known.axis.name!r}, over which leaves are cut; expected one that is the same on all. "
-            "Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or gather (for the "
-            "module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute it of what is "
-            "not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as x[None]. "
-            "What torch.distributed puts together by itself is not seen: gather(x, ax, 0).amax(0) is a maximum."
-        )
+        raise ValueError(varies(x, mark.source, known.axis.name))
+
+
+def varies(x: torch.Tensor, source: str, axis: str, at: str = "") -> str:
+    """What is said of a result that varies between the ranks of a tensor axis.
+
+    Args:
+        source: the leaf of whose slices it is computed; "" of a copy.
+        at: the place that it comes from, in words.
+    """
+    of = f"of {source!r}, of which each rank has its slice," if source else "of each rank's own copy"
+    return (
+        f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
+        f"the ranks of axis {axis!r}, over which leaves are cut{at}; expected one that is the same on all. "
+        "Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or gather (for the "
+        "module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute it of what is "
+        "not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as x[None]. "
+        "What torch.distributed puts together by itself is not seen: gather(x, ax, 0).amax(0) is a maximum."
+    )
 
 
 def _near(x: torch.Tensor) -> float:

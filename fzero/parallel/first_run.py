@@ -12,6 +12,7 @@ from fzero.base.context import during, own_copies
 from fzero.base.random import seeded
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import recorded_collectives
+from fzero.engine.alike import varies
 from fzero.parallel.check import pull_back
 from fzero.parallel.declared import Inputs
 from fzero.parallel.dry import DryRun
@@ -91,13 +92,5 @@ def _need_invariant(outputs: object, over: Axis) -> None:
         copied = form_of(x, over.name) == REPLICATED
         if not own.varying or not x.requires_grad or (x.ndim and not copied):
             continue
-        slices = f"of {own.leaf or str(own.source)!r}, of which each rank has its slice,"
-        of = "of each rank's own copy" if copied else slices
-        raise AxisTypeError(
-            f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
-            f"the ranks of axis {over.name!r}, over which leaves are cut (from {own.source}); expected one that is the "
-            "same on all. Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or "
-            "gather (for the module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute "
-            "it of what is not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as "
-            "x[None]. What torch.distributed puts together is not seen: gather(x, ax, 0).amax(0) is a maximum."
-        )
+        source = "" if copied else own.leaf or str(own.source)
+        raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
