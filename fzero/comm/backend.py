@@ -25,6 +25,8 @@ from fzero.comm.hazards import arriving, in_flight
 Group = dist.ProcessGroup
 Mesh = dist.DeviceMesh
 Store = dist.Store
+# the namespaces of torch's operators that communicate, and the module of its functions
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "torch.distributed.distributed_c10d"})
 
 
 def initialized() -> bool:

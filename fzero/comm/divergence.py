@@ -87,6 +87,16 @@ def recorded_collectives() -> Iterator[Records]:
         yield record
 
 
+class _Silent(Records):
+    def append(self, record: object) -> None:
+        raise NotImplementedError(f"{record} is sent where nothing may be")
+
+
+def silent() -> contextlib.AbstractContextManager[object]:
+    """Inside, collectives of this library raise NotImplementedError before they send."""
+    return during(_listeners, (*_listeners.get(), _Silent()))
+
+
 def announce(operation: str, tag: Hashable, size: int, words: Callable[[], str], group: backend.Group) -> None:
     """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
     for record in _listeners.get():

@@ -12,12 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
 from fzero.base.context import averaged, one_by_one, variable
-from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.acting import note_help
 from fzero.parallel.axis import need_axis
 from fzero.parallel.loss import wide
-from fzero.parallel.maps import _map
+from fzero.parallel.maps import _joined, _map, _scattered
 from fzero.table.handle import Function, Named, Operands, name_of
 
 
@@ -168,21 +167,14 @@ def _of_all(x: torch.Tensor, axes: Sequence[Axis], tag: str) -> tuple[torch.Tens
         var = mean = x.sum(dims)  # zeros, which depend on it as others' do, so that all ranks pull back alike
     found = torch.cat([mean, own * var, x.new_full((1,), own)])[None]
     for ax in axes:
-        there, back = [functools.partial(each, ax, tag) for each in (_gathered, _scattered)]
+        sizes = [len(found)] * ax.size
+        there, back = [functools.partial(each, ax, 0, sizes, tag=tag) for each in (_joined, _scattered)]
         found = _map("gather", found, ax, there, back, joins=0)
     counts = found[:, -1:].detach()
     count, means, squares = counts.sum(), found[:, :channels], found[:, channels:-1]
     _need_several(count)
     mean = (counts * means).sum(0) / count
     return count, mean, (squares + counts * (means - mean).square()).sum(0) / count
-
-
-def _gathered(ax: Axis, tag: str, x: torch.Tensor) -> torch.Tensor:
-    return pieces.gathered(ax, x, 0, [len(x)] * ax.size, tag)
-
-
-def _scattered(ax: Axis, tag: str, x: torch.Tensor) -> torch.Tensor:
-    return pieces.scattered(ax, x, 0, [len(x) // ax.size] * ax.size, tag)
 
 
 def _need_several(count: torch.Tensor) -> None:

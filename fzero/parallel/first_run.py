@@ -10,8 +10,8 @@ import torch
 from fzero.base import collecting, private, pytree, thread_state
 from fzero.base.context import during, own_copies
 from fzero.base.random import seeded
+from fzero.comm import divergence
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import recorded_collectives
 from fzero.engine.alike import varies
 from fzero.parallel.check import pull_back
 from fzero.parallel.declared import Inputs
@@ -20,6 +20,7 @@ from fzero.parallel.forms import REPLICATED, Forms, form_of, is_replicated
 from fzero.parallel.planned import Planned
 from fzero.parallel.types import AxisTypeError, Watch, running, tensors_in, type_of
 from fzero.state.sharded import Sharded
+from fzero.table.placements import checks
 from fzero.table.spec import Spec
 
 
@@ -50,7 +51,6 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         seeded(0),
         during(own_copies, {}),
     ):
-        sent: Sequence[object] = ()
         try:
             with fakes:
                 whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
@@ -66,15 +66,13 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
             with fakes:
                 given = leaves.typed()
             forms = Forms(run.where, run.ignored)
-            with Watch(run.where, run.ignored, is_replicated), during(running, run), recorded_collectives() as sent:
+            with Watch(run.where, run.ignored, is_replicated), during(running, run), divergence.silent():
                 with planned.running(given[0]), collecting.run(), forms:
                     outputs = planned.outputs(step.fn(*given))
                 _need_invariant(outputs, over)
                 pull_back(outputs, leaves, run)
-            return None if sent else forms.reads
+            return forms.reads
         except AxisTypeError:
-            if sent:  # nothing is known of what arrived
-                return None
             raise
         except Exception:
             return None
@@ -94,3 +92,6 @@ def _need_invariant(outputs: object, over: Axis) -> None:
             continue
         source = "" if copied else own.leaf or str(own.source)
         raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
+
+
+checks.append(check_first_run)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.base.places import Place
 from fzero.parallel import rules
 from fzero.parallel.cut_shapes import Mixed
-from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in, type_of
+from fzero.parallel.types import WHO, Axes, AxisTypeError, need_silence, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, reads
 
@@ -62,6 +62,7 @@ class Forms(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
+        need_silence(func)
         self.reads = self.reads or reads(func, args)
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None

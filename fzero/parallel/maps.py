@@ -252,12 +252,12 @@ def _total(ax: Axis, x: torch.Tensor) -> torch.Tensor:
     return pieces.total(ax, x, "parallel.sum")
 
 
-def _joined(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
-    return pieces.gathered(ax, x, dim, sizes, "parallel.gather")
+def _joined(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor, tag: str = "parallel.gather") -> torch.Tensor:
+    return pieces.gathered(ax, x, dim, sizes, tag)
 
 
-def _scattered(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
-    return pieces.scattered(ax, x, dim, sizes, "parallel.reduce_scatter")
+def _scattered(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor, tag: str = "parallel.reduce_scatter") -> torch.Tensor:
+    return pieces.scattered(ax, x, dim, sizes, tag)
 
 
 def _cut(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:

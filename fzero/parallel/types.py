@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, is_library, place_in
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 
 WHO = "parallel.check"
@@ -63,7 +64,13 @@ class Type:
 
 
 class Running(Protocol):
-    """What runs while `fz.parallel.check` does."""
+    """What runs while `fz.parallel.check` does.
+
+    Attributes:
+        automatic: it runs by itself, before a function's first run.
+    """
+
+    automatic: bool
 
     def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
         """A map and its transpose that check types and send nothing."""
@@ -79,6 +86,14 @@ class Running(Protocol):
 
 
 running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
+
+
+def need_silence(func: object) -> None:
+    """Ends a check that runs by itself where the function communicates by torch.distributed, before it sends."""
+    run = running.get()
+    if run is not None and run.automatic:
+        if {getattr(func, "namespace", None), getattr(func, "__module__", None)} & backend.COLLECTIVES:
+            raise NotImplementedError(f"{func} communicates")
 
 
 def type_of(tensor: torch.Tensor) -> Type:
@@ -121,6 +136,7 @@ class Watch(dispatch.TorchDispatchMode):
         name = str(func)
         if name.startswith("prim."):
             return func(*args, **kwargs)
+        need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         overwritten = name in _OVERWRITING and _is_all(args[0])
         operands = tensors_in((args, kwargs))

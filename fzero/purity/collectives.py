@@ -12,7 +12,6 @@ from fzero.base.refusals import place_of
 from fzero.comm import backend, divergence
 from fzero.purity.observer import Arguments, Caller
 
-_PLACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "torch.distributed.distributed_c10d")
 _GATHER, _SCATTER = "gather(x, ax, dim)", "reduce_scatter(x, ax, dim)"
 _SPLIT, _EXCHANGE, _SHIFT = "split(x, ax, dim)", "all_to_all(x, ax, split, concat)", "ring_shift(x, ax)"
 # what an operator's name begins with -> torch's name of it, the map that is meant
@@ -104,7 +103,7 @@ class Collectives:
 
 def of_collectives(who: str, run: str, cuts: bool) -> Mapping[str, Collectives]:
     """The rule of one run, for an observer."""
-    return dict.fromkeys(_PLACES, Collectives(who, run, cuts))
+    return dict.fromkeys(backend.COLLECTIVES, Collectives(who, run, cuts))
 
 
 def _is_reentrant(caller: Caller) -> bool:

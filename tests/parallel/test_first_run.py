@@ -360,3 +360,39 @@ def test_a_first_run_that_is_refused_on_all_ranks_loses_nothing() -> None:
         assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
     with pytest.raises(RankError, match="goes over the dim"):
         run_ranks(lambda rank: stepped(loss)(stepped(loss).init(params), x, True), 2)
+
+
+def shifted(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Of which ranks send a mean by torch.distributed itself."""
+    mean = x.detach().mean((0, 1))
+    parts = [torch.empty_like(mean) for _ in range(2)]
+    torch.distributed.all_gather(parts, mean, group=group)
+    tell([private.is_fake(part) for part in parts])
+    return x - (parts[0] + parts[1]) / 2
+
+
+def sends(rank: int, way: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, ax = mesh.get_group("dp"), fz.parallel.axis(mesh, "dp")
+
+    def code(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if way == "torch":
+            return h + shifted(x, group).sum(-1, keepdim=True)
+        return h + fz.parallel.gather(x.detach().mean((0, 1))[None], ax, 0).mean()
+
+    apply, params = fz.functional(Model(code).to(F64))
+    step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+    step = fz.shard_zero3(fz.shard_tensor(step, PLAN, mesh=mesh, axis="tp"), mesh=mesh, axis="dp")
+    generator = torch.Generator().manual_seed(0)
+    params = {key: torch.randn(x.shape, generator=generator, dtype=F64) for key, x in params.items()}
+    state = step.init(params)
+    for _ in range(2):
+        state, metrics = step(state, torch.full((1, 3, WIDTH), 1.0 + rank // 2, dtype=F64))
+        assert metrics["loss"].isfinite()
+    assert not any(any(said) for said in sys.modules[__name__]._TOLD.all())
+
+
+@pytest.mark.parametrize("way", ["torch", "ours"])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_what_looks_ahead_sends_nothing(way: str, backend: Any) -> None:
+    run_ranks(functools.partial(sends, way=way), 4, backend=backend, timeout=60.0)
