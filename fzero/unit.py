@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fzero.base import program, pytree
+from fzero.base import pytree, replay
 from fzero.base.arguments import need_bool, wrong
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
@@ -91,7 +91,7 @@ def name(x: T, name: str) -> T:
         raise wrong("name", "x", x, "a tensor")
     if not isinstance(name, str):
         raise wrong("name", "name", name, "a name, such as 'qkv'")
-    program.name(x, name)
+    replay.name(x, name)
     return x
 
 

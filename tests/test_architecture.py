@@ -128,7 +128,7 @@ def test_one_place_for_private_torch() -> None:
     random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}  # dispatch keys
     kernels = {"base/flash.py"}
     testing = {"planning/live.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
-    operators = {"base/operators.py", "base/program.py", "base/flops.py"}  # what they do, and dispatch modes
+    operators = {f"base/{name}.py" for name in ("operators", "replay", "recording", "flops")}  # and dispatch modes
     private_files = {
         "base/private.py",
         "base/carriers.py",  # pytrees of torch

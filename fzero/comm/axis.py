@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fzero.base import private
-from fzero.base.program import once
+from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.program import once
+from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Wait, done

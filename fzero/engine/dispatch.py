@@ -16,11 +16,9 @@ from fzero.base.context import during, proves
 from fzero.base.places import definition_of
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
-from fzero.comm.divergence import happened
 from fzero.engine.called import need_made_again, need_read_again, need_same_arguments, put_together, taken_apart
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
-from fzero.engine.recorded import Whole
 from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
@@ -96,7 +94,10 @@ def _as_node(
             raise noted(TypeError(CHECKPOINTED))
         flat, spec = flatten_first((args, kwargs))
         need_read_again(flat)
+        before = signature
         signature = Signature(traversal, fn, flat, spec, transformed, bool(changing((args, kwargs))), prove)
+        if before is not None and not is_strict():  # a mode is around it
+            signature.plan, signature.repeated = before.plan, before.repeated
         need_made_again(signature.unit, fn, spec, flat)
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
@@ -104,14 +105,8 @@ def _as_node(
     own_seed = traversal.next_seed() if seed is None else seed
     try:
         with beside() if look is not None else _NOTHING, autocast_to(traversal, signature.casts):
-            while True:
-                try:
-                    op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number)
-                    result = op.applied(carriers)
-                    break
-                except Whole:
-                    signature.whole, signature.proven = True, False
-                    happened(f"unit {signature.unit!r} began again, as its operations do not say all that they compute")
+            op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number)
+            result = op.applied(carriers)
     except Exception as error:
         if is_ours(error):
             noted(error)

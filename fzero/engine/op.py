@@ -1,8 +1,8 @@
 """The engine: a unit's call gathers its params, runs, frees them, and pulls cotangents back.
 
 Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
-with it (`remat`) only the shards and the inputs are kept. Where some of it is kept by name, the graph is, and what it
-saved is computed again. All are one `Node` of the outer derivative.
+with it (`remat`) only the shards and the inputs are kept, and what has a name. Both are one `Node` of the outer
+derivative.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from fzero.base.node import Tensors, apply, joint_outputs
 from fzero.base.places import Place, definition_of
 from fzero.base.quick_node import apply_quickly
 from fzero.base.random import seeded
+from fzero.base.recording import Recording
+from fzero.base.refusals import noted
+from fzero.base.replay import Keeping, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.compiled import compiled
+from fzero.engine.named import Named, Unit, looking
 from fzero.engine.pullback import Pull, PulledOp
-from fzero.engine.recorded import Recorded, Whole
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
-from fzero.purity.look import Captured, Operation
+from fzero.purity.look import Captured, Impure, Operation, refusal
 from fzero.purity.observer import current as observer
 from fzero.purity.one_level import OneLevel
 from fzero.purity.trial import Trial, repeated, sums_of
@@ -82,10 +85,10 @@ class UnitOp(PulledOp):
         self._nested = signature.depth > 1
         self._names, self._memory = signature.names, signature.memory
         self.recompute = signature.remat or self._nested
-        if self._nested or signature.compiles or signature.whole:
+        if self._nested or signature.compiles or signature.transformed:
             self._names = NO_NAMES
-        elif signature.named:
-            self.recompute = False  # its graph is kept, and of what that saved what has a name
+        elif looking.get() is not None:
+            self.recompute = False
         self._names_some = signature.named and self._names is not NO_NAMES
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
@@ -211,30 +214,26 @@ class UnitOp(PulledOp):
             if tries:
                 with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
                     trial = self._tried(leaves, tensors[count:], memories)
-            with self._saving(wanted, fulls, tensors[count:]) as recorded, seeded(self.seed), one_level:
+            with (
+                self._saving(wanted, fulls, tensors[count:]),
+                seeded(self.seed),
+                one_level,
+                self._traced(wanted, [*leaves.values(), *tensors[count:]]) as traced,
+            ):
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
                 elif self._first is not None:
                     out = self._repeated(leaves, tensors[count:], memories)
                 else:
                     out = self._called(self.unit_fn, leaves, tensors[count:])
+            if traced is not None:
+                self._has_run(traced, out, [x for x in tensors[count:] if x.requires_grad])
             put = self._let_out(out, leaves, tensors[count:], fulls)
-        except Whole:
-            for key, full in self._fulls.items():
-                schedule.keep(key, full)
-            raise
         finally:
             SET_GRAD_ENABLED(enabled)
             hooks.refuse_again(refused)
         if _versions(tensors[count:], fulls) != entered:
             self._refuse_writes(fulls, entered)
-        if isinstance(self._saved, Recorded) and recorded:
-            self._saved.shown(self.unit, tensors[count:])
-            stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
-            traversal.named.append(self._saved.settle([(place, tensors[place]) for place in stand_ins], fulls))
-            signature.kept = self._saved.keeps_all
-        elif signature.named:
-            traversal.named.append(None)
         if trial is not None or not (signature.proves or signature.proven):
             self._note_first(put, wanted)
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
@@ -279,7 +278,7 @@ class UnitOp(PulledOp):
         signature.reruns = trial.look.reruns or look.reruns
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
-        if self.recompute and not signature.transformed:  # a level has operations of its own
+        if self.recompute and not (signature.transformed or signature.repeated):  # a level has operations of its own
             self._first = look.operations, [*look.captured.values()], sums_of(out)
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
@@ -340,18 +339,56 @@ class UnitOp(PulledOp):
         tried: bool = False,
     ) -> contextlib.AbstractContextManager[object]:
         """Around the function: what becomes of the tensors that its graph saves."""
-        if not wanted or self.recompute or (not self._names_some and self._memory == DEVICE):
+        if not wanted or self.recompute or self._memory == DEVICE:
             return _NOTHING
         what = f"the activations of {self.name}"
         if tried:  # hooks are at work as in the real run, and put nothing away
             return hooks.putting_away(what, lambda x: x.detach(), torch.Tensor.detach)
-        if not self._names_some:
-            if self.signature.compiles:
-                return _NOTHING
-            self._saved = Saved(self._memory, what, [*fulls, *inputs])
-            return self._saved.hooks()
-        self._saved = Recorded(self._names, self._memory, what, self.signature.kept)
-        return self._saved.around(not self.signature.proven)
+        if self.signature.compiles:
+            return _NOTHING
+        self._saved = saved = Saved(self._memory, what, [*fulls, *inputs])
+        return saved.hooks()
+
+    @contextlib.contextmanager
+    def _traced(
+        self, wanted: Sequence[int], given: Sequence[torch.Tensor]
+    ) -> Iterator[Recording | Keeping | Replaying | None]:
+        """Around the function, where something is kept by name."""
+        if not wanted or not self._names_some:
+            if self.signature.named and self._saved is None:
+                self.traversal.named.append(None)
+            yield None
+            return
+        run: Recording | Keeping | Replaying
+        if isinstance(self._saved, Named):
+            run = self._saved.second(given, self._first is None)
+        else:
+            what = f"the activations of {self.name}"
+            self._saved = named = Named(self._names, self._memory, what, self.signature.plan)
+            run = named.first(given)
+        with run.here():
+            yield run
+
+    def _has_run(
+        self, run: Recording | Keeping | Replaying, out: Sequence[object], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        signature = self.signature
+        if isinstance(run, Replaying):
+            if run.plan is not None and not run.is_followed():
+                what = "calls other operations when it runs again, with the same arguments (fz.remat with names)"
+                raise noted(refusal(f"Unit {self.unit!r}", Impure(what, None, _SAME), self._defined))
+            return
+        assert isinstance(self._saved, Named)
+        self.traversal.named.append({*run.names})
+        if isinstance(run, Recording):
+            run.end([x for x in out if isinstance(x, torch.Tensor)])
+            signature.plan = run.planned(self._names.all)
+            look = looking.get()
+            if look is not None:
+                look(Unit(self.unit, run, inputs))
+        elif not run.is_followed():
+            signature.plan = None  # it branches: the next one shows what this does
+        self._saved.keep(run)
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
@@ -363,3 +400,4 @@ def _nothing() -> contextlib.AbstractContextManager[None]:
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_SAME = "Let nothing but its arguments decide what it computes."

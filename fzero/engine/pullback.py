@@ -18,7 +18,7 @@ from fzero.engine.activations import Inputs, Saved
 from fzero.engine.called import CalledOp
 from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
-from fzero.engine.recorded import Recorded
+from fzero.engine.named import Named
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
@@ -51,7 +51,7 @@ class PulledOp(CalledOp):
     _flat: Sequence[object]
     _pull: Pull | None = None
     _inputs: Inputs | None = None  # that lie elsewhere meanwhile
-    _saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
+    _saved: Saved | Named | None = None  # what the graph saved, elsewhere, or what is kept of it by name
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
     _surroundings: Surroundings | None  # of one that runs again
@@ -94,8 +94,6 @@ class PulledOp(CalledOp):
             for key, full in self._fulls.items():
                 (self._arriving.pop(key, None) or schedule.refill(key, full))()
             gather_previous()
-            if isinstance(self._saved, Recorded):
-                self._saved.comes_with(tensors)
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]

@@ -15,6 +15,7 @@ from fzero.base.collecting import open_here
 from fzero.base.node import OWNER
 from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
+from fzero.base.replay import Plan
 from fzero.base.thread_state import autocasts, function_modes_on
 from fzero.engine.traversal import Traversal
 from fzero.purity.look import own_modes
@@ -44,8 +45,7 @@ class Signature:
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
-        whole: whether its operations do not say all that it computes: nothing of it is kept by name.
-        kept: neither do they, and it sends messages: all of it is kept.
+        plan: what it keeps by name, and leaves out as it runs again.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Signature:
         self.collectors = open_here()
         # ---- what its first run shows
         self.collects, self.surrounded = False, True
-        self.proven = self.repeated = self.pulled = self.reruns = self.whole = self.kept = False
+        self.proven = self.repeated = self.pulled = self.reruns = False
+        self.plan: Plan | None = None
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
         self.returns: set[type] = set()

@@ -11,9 +11,9 @@ import torch
 
 from fzero.base import pytree, thread_state
 from fzero.base.context import during, own_copies, proves
-from fzero.base.flops import Flops, flops_of
-from fzero.base.program import Operation, Value, map_views
-from fzero.engine.recorded import Unit, looking
+from fzero.base.flops import Flops
+from fzero.engine.named import Unit, looking
+from fzero.table.handle import storage_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.names import EVERY_NAME, need_given
 from fzero.table.rows import Row
@@ -70,7 +70,7 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
         with during(looking, found.append), during(proves, False), Flops() as flops:
             out, pullback, *_ = looks.vjp(state, *fake, argnums=())
             pullback(pytree.map_leaves(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, out))
-        table, given = step.table(state.layout), {name for unit in found for name in unit.program.names}
+        table, given = step.table(state.layout), {name for unit in found for name in unit.run.names}
         need_given(table.names, given)
         return _alike(found, table.units), flops.total
 
@@ -100,35 +100,20 @@ def _alike(found: Sequence[Unit], rows: Mapping[str, Row]) -> tuple[Activations,
 
 
 def _of(unit: Unit, row: Row | None) -> Activations:
-    program = unit.program
-    named = {
-        name: {(view.buffer, view.buffer.writes): tensor for view, tensor in pairs}
-        for name, pairs in sorted(program.names.items())
-    }
-
-    def nbytes(values: Mapping[Value, torch.Tensor]) -> int:
-        # what no operation has made is an input, a param or a constant
-        made = [x for (_, writes), x in values.items() if writes]
-        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in (*made, *unit.inputs)}.values())
+    run, inputs = unit.run, sum({storage_of(x): x.untyped_storage().nbytes() for x in unit.inputs}.values())
 
     def choice(*names: str) -> Choice:
-        given = {value: x for name in names for value, x in named.get(name, {}).items()}
-        part = program.part(unit.saved, given)
-        return Choice(names, nbytes(part.given), _flops(part.operations))
+        plan = run.planned(names)
+        return Choice(names, inputs + run.nbytes(plan), run.flops(plan))
 
-    every = Choice(None, nbytes(dict(zip([view.value for view in unit.saved], unit.tensors, strict=True))), 0)
-    whole = Choice((), nbytes({}), _flops(program.operations))
+    every, whole = Choice(None, inputs + run.nbytes(None), 0), Choice((), inputs, run.total)
     chosen = every
     if row is not None and row.remat:
         names = row.names.all
         chosen = choice(*names) if names else whole
+    named = sorted(run.names)
     some = [choice(name) for name in named] + ([choice(*named)] if len(named) > 1 else [])
     return Activations((), whole.flops, (every, whole, *some), chosen)
-
-
-def _flops(operations: Sequence[Operation]) -> int:
-    shapes = [map_views((o.args, o.kwargs, o.results), lambda view: view.shape) for o in operations]
-    return sum(flops_of(o.function, *shape) for o, shape in zip(operations, shapes, strict=True))
 
 
 def activation_lines(activations: Sequence[Activations], total: int) -> list[str]:

@@ -1,0 +1,165 @@
+"""The first run of a function that will run again: which of its operations make what is kept, or is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fzero.base import hooks, private
+from fzero.base.edges import is_users
+from fzero.base.flops import flops_of
+from fzero.base.node import edges_to
+from fzero.base.operators import Function, kind_of
+from fzero.base.pytree import tensors_in
+from fzero.base.replay import PRODUCTS, Plan, Tracing, key_of, memory_of
+
+
+class Recording(Tracing):
+    """A first run, which shows what later ones need.
+
+    Args:
+        what: whose graph it makes, in words.
+        counts: whether FLOPs are counted.
+
+    Attributes:
+        total: FLOPs of all operations.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor], what: str, counts: bool = False) -> None:
+        super().__init__(given)
+        self._what, self._counts, self.total = what, counts, 0
+        self._saved: dict[int, int] = {}  # memory that the graph has saved and the run has made -> its bytes
+        self._flops: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        # what each operation has made or written, while it lives
+        self._results: dict[int, list[tuple[int, weakref.ref[object]]]] = {}
+        self._origins: dict[int, tuple[int | None, weakref.ref[object]]] = {}  # memory -> the operation that began it
+        self._changed: set[int | None] = set()  # operations whose results cannot be kept
+        self._named: dict[str, list[int]] = {}
+        self._needed: set[int] = set()
+        self._registered = hooks.Registrations()
+
+    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        out = func(*args, **kwargs)
+        if self._counts:
+            flops = flops_of(func, args, kwargs, out)
+            self.total += flops
+            if number is not None:
+                self._flops[number] = flops
+        return out
+
+    def _made(
+        self,
+        number: int | None,
+        func: Function,
+        operands: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        out: object,
+    ) -> None:
+        known, size = {key_of(x) for x in operands}, 0
+        for x in made:
+            if key_of(x) not in known:
+                size += nbytes_of(x)
+                self._origins[key_of(x)] = number, weakref.ref(memory_of(x))
+        self._changed.update([self._origin(x) for x in written])
+        if number is None:
+            return
+        self._sizes[number] = size
+        self._results[number] = [(key_of(x), weakref.ref(memory_of(x))) for x in (*made, *written)]
+        if isinstance(out, list):
+            self._changed.add(number)
+        if not self._results[number] or not isinstance(func, torch._ops.OpOverload):
+            self._needed.add(number)  # it tells a value, or nobody knows what it does
+
+    def _origin(self, x: torch.Tensor) -> int | None:
+        found = self._origins.get(key_of(x))
+        return found[0] if found is not None and found[1]() is not None else None
+
+    def name(self, x: torch.Tensor, name: str) -> None:
+        super().name(x, name)
+        plain = private.unwrapped(x)
+        origin = self._origin(plain)
+        if origin is not None and origin not in self._changed:
+            self._named.setdefault(name, []).append(origin)
+
+    def reads(self, x: torch.Tensor) -> None:
+        """Notes that values are read by no operation."""
+        number = self._maker(private.unwrapped(x))
+        if number >= 0:
+            self._needed.add(number)
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        with super().here(), hooks.putting_away(self._what, self._pack, torch.Tensor.detach), _Reads(self):
+            yield
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.detach()
+        if key_of(own) in self._origins:
+            self._saved[key_of(own)] = nbytes_of(own)
+        return own
+
+    def end(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Notes what has outlived the run, whose results these are, with their graph."""
+        # what a hook or a user's Function holds is in no graph
+        opaque = self._registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
+        own = set() if opaque else {key_of(x) for x in outputs} - self._saved.keys()
+        for number, results in self._results.items():
+            if any(memory() is not None and key not in own for key, memory in results):
+                self._needed.add(number)
+        self._results.clear()
+
+    def planned(self, names: Collection[str]) -> Plan:
+        """What to keep and to leave out where these names are kept."""
+        keeps = {number: name for name in names for number in self._named.get(name, ()) if number not in self._changed}
+        needed = {*self._needed}
+        for number in reversed(range(len(self.trace))):
+            own = self.trace[number]
+            if number in needed and number not in keeps and not _of_shapes(own.function):
+                needed.update(own.reads)
+        blanks = [n for n, own in enumerate(self.trace) if own.function in PRODUCTS and n not in needed]
+        return Plan(self.trace, {n: name for n, name in keeps.items() if n in needed}, frozenset(blanks))
+
+    def flops(self, plan: Plan) -> int:
+        """What the second run costs by this plan."""
+        return self.total - sum([self._flops.get(number, 0) for number in {*plan.keeps, *plan.blanks}])
+
+    def nbytes(self, plan: Plan | None) -> int:
+        """What is kept by a plan; by None all that the graph saves."""
+        if plan is None:
+            return sum(self._saved.values())
+        came = {key_of(x): nbytes_of(x) for each in self.sent for x in each}
+        return sum([self._sizes[number] for number in plan.keeps]) + sum(came.values())
+
+
+class _Reads(TorchFunctionMode):
+    """Shows what reads values past all operators."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Function, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if getattr(func, "__name__", "") in _READING:
+            for x in tensors_in(*args):
+                self._recording.reads(x)
+        return func(*args, **(kwargs or {}))
+
+
+_READING = {"numpy", "tolist", "__array__", "__dlpack__"}
+
+
+def nbytes_of(x: torch.Tensor) -> int:
+    memory = memory_of(x)
+    return memory.nbytes() if isinstance(memory, torch.UntypedStorage) else 0
+
+
+def _of_shapes(function: object) -> bool:
+    return isinstance(function, torch._ops.OpOverload) and kind_of(function).shapes_only
