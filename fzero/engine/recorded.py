@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import hooks, private
-from fzero.base.ambient import ambient, within
 from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
 from fzero.base.thread_state import without_dispatch_modes
@@ -80,7 +79,7 @@ class Recorded(Activations):
     def __init__(self, names: Names, memory: Memory, what: str, keeps_all: bool = False) -> None:
         self.keeps_all = keeps_all
         self._names, self._memory, self._what = names, memory, what
-        self._program, self._ambient = Program(), ambient()
+        self._program = Program()
         self._saved: list[weakref.ref[Saved]] = []  # which live as long as what saved them
         self._part = Part([], {})
         self._versions: dict[Value, int] = {}
@@ -121,7 +120,7 @@ class Recorded(Activations):
         saved = self._alive()
         part = self._program.part(self._wanted(saved), {value: x for value, (_, x) in self._named().items()})
         try:
-            with within(self._ambient), self._unseen(saved):
+            with self._unseen(saved):
                 made = part.run(self._wanted(saved), part.given)
         except Exception:  # an operator that is not as its schema says
             return False
@@ -237,13 +236,12 @@ class Recorded(Activations):
         given = {value: _at_its_start(self._inputs[place]) for value, place in self._given.items()}
         given |= {value: _at_its_start(kept.value()) for value, kept in self._kept.items()}
         wanted, given = self._wanted(saved), self._part.given | given
-        with within(self._ambient):
-            made = self._part.run(wanted, given)
-            if private.dispatch_modes() and not any(map(private.is_fake, made)):
-                with without_dispatch_modes():
-                    unseen = self._part.run(wanted, given)
-                if not all(map(_alike, made, unseen)):
-                    raise ValueError(_changed_by_a_mode(self._what))
+        made = self._part.run(wanted, given)
+        if private.dispatch_modes() and not any(map(private.is_fake, made)):
+            with without_dispatch_modes():
+                unseen = self._part.run(wanted, given)
+            if not all(map(_alike, made, unseen)):
+                raise ValueError(_changed_by_a_mode(self._what))
         return made
 
 
