@@ -37,12 +37,15 @@ def rebound(value: T, lift: Lift) -> T:
 
 
 def rebound_for_a_call(value: T, lift: Lift) -> tuple[T, Callable[[], None]]:
-    """The same, and what writes to the value what a call of it has written to the copies of its parts."""
-    found, parents = _walked(value, parts_of)
-    copies = _copies(found, parents, lift)
+    """The same, and what refuses a call that has written to a copy: nobody else would see that.
+
+    Raises:
+        ValueError: of the second.
+    """
+    copies = _copies(*_walked(value, parts_of), lift)
     new = copies.of(value)
     before = [(*pair, _content(pair[1])) for pair in copies.pairs()]
-    return new, functools.partial(_give_back, before)  # type: ignore[return-value]
+    return new, functools.partial(_need_unwritten, before)  # type: ignore[return-value]
 
 
 def _copies(found: list[object], parents: Mapping[int, list[int]], lift: Lift) -> _Copies:
@@ -62,47 +65,23 @@ def _content(value: object) -> dict[object, object]:
         cells = enumerate(value.__closure__ or ())
         return {**vars(value), **{i: cell.cell_contents for i, cell in cells if not _is_empty(cell)}}
     items = dict(value) if type(value) is dict else dict(enumerate(value)) if isinstance(value, list) else {}
-    return {**items, **{("", name): x for name, x in getattr(value, "__dict__", {}).items()}}
+    names = [name for name in getattr(value, "__dict__", {}) if not _is_computed(value, name)]
+    return {**items, **{("", name): vars(value)[name] for name in names}}
 
 
-def _give_back(before: list[tuple[object, object, dict[object, object]]]) -> None:
-    own = {id(copied): original for original, copied, _ in before}
-    _replace(_walked([copied for _, copied, _ in before], _reached)[0], own)
+def _is_computed(value: object, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
+
+
+def _need_unwritten(before: list[tuple[object, object, dict[object, object]]]) -> None:
     for original, copied, old in before:
         now = _content(copied)
-        written = {key: own.get(id(x), x) for key, x in now.items() if key not in old or old[key] is not x}
-        if isinstance(original, types.FunctionType):
-            for key, x in written.items():
-                if isinstance(key, int):
-                    (original.__closure__ or ())[key].cell_contents = x
-                elif isinstance(key, str):
-                    vars(original)[key] = x
-            continue
-        if isinstance(original, list) and isinstance(copied, list) and len(copied) != len(original):
-            kept = {i: x for i, x in enumerate(original) if i in now and now[i] is old.get(i)}
-            list.__setitem__(original, slice(None), [kept.get(i, own.get(id(x), x)) for i, x in enumerate(copied)])
-            written = {key: x for key, x in written.items() if isinstance(key, tuple)}
-        for key, x in written.items():
-            if isinstance(key, tuple) and key[:1] == ("",):
-                object.__setattr__(original, key[1], x)
-            else:
-                original[key] = x  # type: ignore[index]
-        for key in old.keys() - now.keys() if type(original) is dict else ():
-            original.pop(key, None)  # type: ignore[attr-defined]
-
-
-def _replace(found: Sequence[object], own: Mapping[int, object]) -> None:
-    """Puts the originals into what is no copy and has some by now: a new list, an attribute."""
-    for value in found:
-        if id(value) in own or isinstance(value, (torch.Tensor, type)):
-            continue
-        if type(value) is list or isinstance(value, collections.deque):
-            for i, x in enumerate(value):
-                value[i] = own.get(id(x), x)
-        items = value if type(value) is dict else getattr(value, "__dict__", {})
-        for key, x in list(items.items()) if isinstance(items, dict) else ():
-            if id(x) in own:
-                items[key] = own[id(x)]
+        if now.keys() != old.keys() or any(now[key] is not x for key, x in old.items()):
+            raise ValueError(
+                f"step: the function writes to a {type(original).__name__} that it was made with, which holds a tensor "
+                "that torch.func goes on through. Return what is new, and write it there after the call. A count or a "
+                "schedule is an input of the step."
+            )
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
@@ -308,7 +287,7 @@ class _Copies:
     def _dataclass(self, value: DataclassInstance) -> object:
         out = copy.copy(value)  # with what is no field, but for what was computed of them
         for name in list(getattr(out, "__dict__", {})):
-            if isinstance(getattr(type(value), name, None), functools.cached_property):
+            if _is_computed(value, name):
                 del vars(out)[name]
         for name in _fields(value):
             object.__setattr__(out, name, self.of(getattr(value, name)))

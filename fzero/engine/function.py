@@ -112,7 +112,7 @@ def traversal_of(
         for use in () if mask.counts else uses.values():
             use.mask = mask
     if is_transformed() and params.axis.ranks > 1:
-        traversal.fn, traversal.give_back = _alike(step.fn, params.axis)
+        traversal.fn, traversal.need_unwritten = _alike(step.fn, params.axis)
     return traversal, primals, fixed
 
 
@@ -159,7 +159,7 @@ def _alike(fn: Callable[..., object], axis: Axis) -> tuple[Callable[..., object]
     On every rank, as all ranks have it alike: what is each rank's own is an input.
 
     Returns:
-        The function, and what makes of its writes writes to what the given one holds.
+        The function, and what refuses one that writes to what it holds.
 
     Raises:
         ValueError: on every rank, where they do not.
@@ -177,7 +177,7 @@ def _alike(fn: Callable[..., object], axis: Axis) -> tuple[Callable[..., object]
 
 
 def _nothing() -> None:
-    """Gives nothing back."""
+    """Refuses nothing."""
 
 
 def _hidden(
@@ -271,17 +271,15 @@ def call_function(
             fn = traversal.fn or step.fn
             if step.carries:  # which it may write to
                 inputs = (pytree.map_leaves(_copied, inputs[0]), *inputs[1:])
-            try:
-                with (
-                    heard(),
-                    during(notes, known),
-                    follow,
-                    _hidden(traversal, primals, inputs, fn),
-                    collecting.run() as traversal.collected,
-                ):
-                    out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
-            finally:  # also what it wrote before an error
-                traversal.give_back()
+            with (
+                heard(),
+                during(notes, known),
+                follow,
+                _hidden(traversal, primals, inputs, fn),
+                collecting.run() as traversal.collected,
+            ):
+                out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
+            traversal.need_unwritten()
         except (RuntimeError, KeyError, TypeError) as error:
             refuse_outside(error)
             add_hint(error, state.params, inputs)

@@ -33,11 +33,10 @@ def masked_call(mask: Mask, fn: Callable[..., object], tree: object, inputs: Seq
     Params have the mask where they are gathered.
     """
     guard = _guard(functools.partial(kept, mask))
-    own, give_back = rebound_for_a_call(fn, guard)
-    try:
-        return own(tree, *[pytree.map_leaves(guard, x) for x in inputs])
-    finally:
-        give_back()
+    own, need_unwritten = rebound_for_a_call(fn, guard)
+    out = own(tree, *[pytree.map_leaves(guard, x) for x in inputs])
+    need_unwritten()
+    return out
 
 
 def noting(mask: Mask, outputs: object) -> object:

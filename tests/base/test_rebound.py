@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
+import pytest
 import torch
 
+import fzero as fz
 from fzero.base.rebound import _reached, _walked
+from fzero.testing import run_ranks
 
 _WEIGHTS = {"w": torch.ones(2)}
 
@@ -18,3 +24,33 @@ def test_assertions_that_pytest_rewrites_do_not_lead_to_all_of_the_session() -> 
     assert any(name.startswith("@") for name in _asserts.__code__.co_names)
     found, _ = _walked(_asserts, _reached)
     assert any(x is _WEIGHTS["w"] for x in found) and len(found) < 100
+
+
+@dataclasses.dataclass
+class _Counted:
+    scale: torch.Tensor
+    calls: int = 0
+
+    @functools.cached_property
+    def doubled(self) -> torch.Tensor:
+        return 2 * self.scale
+
+    def loss(self, p: dict[str, torch.Tensor], x: torch.Tensor, writes: str) -> torch.Tensor:
+        self.calls += writes == "counts"
+        return (p["w"] * x * self.doubled).sum()
+
+
+@pytest.mark.parametrize("writes", ["counts", ""])
+def test_a_write_to_what_holds_a_differentiated_tensor_is_refused(writes: str) -> None:
+    def rank_main(rank: int) -> torch.Tensor:
+        def value(scale: torch.Tensor) -> torch.Tensor:
+            step = fz.shard_zero3(fz.train_step(_Counted(scale).loss, fz.sgd(0.1)))
+            return step.forward(step.init({"w": torch.ones(2)}), torch.ones(2), writes)
+
+        return torch.func.grad(value)(torch.tensor(3.0))
+
+    if writes:
+        with pytest.raises(fz.testing.RankError, match="writes to a _Counted that it was made with"):
+            run_ranks(rank_main, 2)
+    else:
+        assert run_ranks(rank_main, 2) == [4.0, 4.0]
