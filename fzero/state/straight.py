@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from fzero.comm.pieces import gathered
 from fzero.formats.bits import Counters
-from fzero.formats.formats import Format, decode, encode
+from fzero.formats.formats import Companded, Format, decode, encode
+from fzero.formats.ops import Ops
 from fzero.kernels.onepass import rounded
-from fzero.state.scatter import codes_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
-from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.policy import Policy
+
+if TYPE_CHECKING:
+    from fzero.state.train_state import TrainState
 
 _MEMBERS = 1_000_003  # by which a seed is multiplied for one of each member's own
 
@@ -137,6 +139,43 @@ def as_used(policy: Policy, values: torch.Tensor, coded: bool = True) -> torch.T
     if policy.straight_through and (policy.gather is not None or (coded and policy.param_format.upper is not None)):
         return _Straight.apply(_Used(policy, coded), values)[0]
     return values
+
+
+@dataclass(frozen=True)
+class _OtherScale(Companded):
+    """The same codes with another power of two than the least one as their group's scale."""
+
+    by: int = 0
+
+    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
+        return (super().scale(o, largest) + self.by).clamp(0, 253)
+
+
+def codes_of(
+    form: Format,
+    values: torch.Tensor,
+    old: Sequence[Sequence[torch.Tensor]] = (),
+    gaps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
+
+    Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
+    or the next smaller one, does not have codes for all of them.
+
+    Args:
+        old: parts that stay where they are those of the values.
+        gaps: of which elements it does not matter what codes they have.
+    """
+    parts = encode(form, values)
+    if not isinstance(form, Companded):
+        return parts
+    others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
+    for other in (*others, *old):
+        there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
+        there = (there if gaps is None else there | gaps).view(-1, form.group).all(1, keepdim=True)
+        pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
+        parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
+    return parts
 
 
 def decoded(tree: Sharded) -> Sharded:

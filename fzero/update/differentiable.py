@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -17,11 +16,11 @@ from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.counts import trained_moments, with_kept_moments
-from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.moments import copied, next_extra
+from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_seen, as_stored, as_used
+from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, members_of
@@ -164,8 +163,7 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
         if key in params.entries or coded:
             buffers[key] = shard
         if key in held:
-            used = as_used(params.layout.groups[key].row.policy, shard).to(held[key].dtype)
-            held[key] = held_of(params.axis_of(key), used, f"update of {key}")
+            held[key] = held_of(params, key, shard, held[key].dtype, f"update of {key}")
     return params.replaced(buffers=buffers, held=held, stale=params.stale - set(own.groups))
 
 
@@ -187,7 +185,7 @@ def _changed_by(
     return params, extras
 
 
-def _kept(new: Any, old: object, applied: Applied) -> Any:
+def _kept(new: object, old: object, applied: Applied) -> object:
     """The moments after an update, their trees of the kind that they were; of members that skip it the old ones."""
 
     def one(new: object, old: object) -> object:
