@@ -9,21 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from fzero.comm.pieces import gathered
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Companded, Format, decode, encode
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import rounded
-from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
+from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key
 from fzero.table.policy import Policy
-
-if TYPE_CHECKING:
-    from fzero.state.train_state import TrainState
 
 _MEMBERS = 1_000_003  # by which a seed is multiplied for one of each member's own
 
@@ -178,60 +174,9 @@ def codes_of(
     return parts
 
 
-def decoded(tree: Sharded) -> Sharded:
-    """A tree with values in the place of all codes whose policy is straight-through."""
-    keys = [key for key in tree.groups if tree.goes_as_values(key) and not tree.holds_values(key)]
-    if not keys:
-        return tree
-    gone = {name for key in keys for name in tree.names(key)}
-    buffers = {name: x for name, x in tree.entries.items() if name not in gone}
-    return tree.replaced(buffers=buffers | {key: tree.local(key).to(torch.float32) for key in keys})
-
-
 def as_seen(tree: Sharded) -> Sharded:
     """Params with values in the dtype in which those who are given codes see them."""
     forms = {key: tree.coded_as(key)[0] for key in tree.groups if tree.holds_values(key)}
     own = {key: tree.entries[key] for key, form in forms.items() if form.plain}
     seen = {key: x.to(forms[key].dtype) for key, x in own.items() if isinstance(x, torch.Tensor)}
     return tree.replaced(buffers=tree.entries | seen) if seen else tree
-
-
-def with_values(state: TrainState) -> TrainState:
-    """The state with values in the place of all codes whose policies are straight-through."""
-    return state.replace(params=decoded(state.params), moments=map_trees(decoded, state.moments))
-
-
-def _encoded(tree: Sharded, exact: list[bool]) -> Sharded:
-    """The tree with codes in the place of values; notes of each group whether they are those of its values."""
-    buffers = dict(tree.entries)
-    for key in tree.groups if tree.kind != "values" else ():
-        if tree.holds_values(key):
-            (form, names), own = tree.coded_as(key), tree.local(key)
-            parts = codes_of(form, own)
-            exact.append(torch.equal(decode(form, parts, torch.float32).nan_to_num(), own.nan_to_num()))
-            buffers.update(zip(names, parts, strict=True))
-    return tree.replaced(buffers=buffers)
-
-
-def with_codes(state: TrainState) -> TrainState:
-    """The state with codes in the place of values that a transform has left; itself where others were put there.
-
-    All ranks call it.
-    """
-    if not holds_values(state):
-        return state
-    exact, axis = list[bool](), state.params.axis
-    trees = map_trees(lambda tree: _encoded(tree, exact), (state.params, state.moments))
-    other = torch.tensor(float(not all(exact)), device=state.params.device)
-    if axis.ranks > 1:
-        other = axis.sum(other, "codes of values")
-    if axis.tensor is not None and axis.tensor.size > 1:
-        other = gathered(axis.tensor, other.view(1), 0, [1] * axis.tensor.size, "codes of values").sum()
-    return state if other > 0 else state.replace(params=trees[0], moments=trees[1])
-
-
-def holds_values(state: TrainState) -> bool:
-    """Tells whether a transform has left values in a state, in the place of codes."""
-    if not state.layout.straight:
-        return False
-    return any(tree.holds_values(key) for tree in trees_of((state.params, state.moments)) for key in tree.groups)

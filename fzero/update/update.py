@@ -26,8 +26,8 @@ from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.state.squares import need_alike_beside
-from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
+from fzero.state.values import holds_values
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
