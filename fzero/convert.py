@@ -24,8 +24,8 @@ from fzero.state.origin import Move, Origin
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.source import Source
-from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
+from fzero.state.values import with_codes
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.spec import Spec, need_step

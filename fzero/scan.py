@@ -20,8 +20,8 @@ from fzero.base.rebound import rebound, tensors_held, tensors_hidden, tensors_re
 from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
 from fzero.state.metrics import Metrics
-from fzero.state.straight import with_values
 from fzero.state.train_state import TrainState
+from fzero.state.values import with_values
 from fzero.step import Step
 from fzero.table.spec import need_step
 

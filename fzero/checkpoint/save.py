@@ -22,8 +22,8 @@ from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
-from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
+from fzero.state.values import with_codes
 
 
 def save(path: str | os.PathLike[str], state: TrainState | Savable, extra: object = None) -> None:

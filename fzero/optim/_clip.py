@@ -12,8 +12,8 @@ from fzero.base.follow import follows, root
 from fzero.optim._norms import multiplied, norms_of
 from fzero.optim._whole import whole
 from fzero.optim.base import need_hypers
-from fzero.state.entered import entered
 from fzero.state.gather import global_norm
+from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Sharded
 from fzero.table.optimizer import GradientTransformation, Number
 
@@ -73,7 +73,8 @@ def _multiplied(grads: object, ratio: torch.Tensor) -> object:
     if not isinstance(grads, Sharded):
         return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads)
     parts = {key: grads.local(key) for key in grads.groups}
-    return grads.with_buffers({key: g * entered(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()})
+    factors = {key: to_sharded(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()}
+    return grads.with_buffers({key: g * factors[key] for key, g in parts.items()})
 
 
 def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
@@ -173,7 +174,7 @@ def _clip_by_value(
     max_value: Number, grads: object, state: object, params: object = None, **extra: object
 ) -> tuple[object, object]:
     if isinstance(grads, Sharded) and isinstance(max_value, torch.Tensor) and follows(max_value):
-        bounds = {key: entered(grads, key, max_value) for key in grads.groups}
+        bounds = {key: to_sharded(grads, key, max_value) for key in grads.groups}
         own = {key: _within(grads.local(key), bound) for key, bound in bounds.items()}
         return grads.with_buffers(own), state
     return pytree.map(lambda g: _within(g, max_value), grads), state

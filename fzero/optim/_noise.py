@@ -15,7 +15,7 @@ from fzero.base.random import Seeds
 from fzero.formats.bits import Counters, counters_of, first_of, normal
 from fzero.formats.formats import ALIGN, CHUNK
 from fzero.optim.base import need_hypers
-from fzero.state.entered import entered
+from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, Number
@@ -78,7 +78,7 @@ def _gradient_noise(
     for key in grads.groups:
         g, times = grads.local(key), size
         if isinstance(size, torch.Tensor):
-            times = entered(grads, key, size).to(g.device, g.dtype)
+            times = to_sharded(grads, key, size).to(g.device, g.dtype)
         out[key] = g + times * _noise_in(draw, grads, key, g)
     return grads.with_buffers(out), new
 

@@ -8,7 +8,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.follow import root
-from fzero.state.entered import of_leaves
+from fzero.state.replicated_to_sharded import leaf_values_to_sharded
 from fzero.state.sharded import Sharded
 from fzero.state.squares import over_ranks, squares_of
 
@@ -26,6 +26,6 @@ def multiplied(tree: object, factors: Sequence[torch.Tensor]) -> object:
         leaves, spec = pytree.flatten(tree)
         return pytree.unflatten(spec, [x * f.to(x.device, x.dtype) for x, f in zip(leaves, factors, strict=True)])
     numbers = sorted(slot.leaf for key in tree.groups for slot in tree.layout.groups[key].slots)
-    each = of_leaves(tree, dict(zip(numbers, factors, strict=True)))
+    each = leaf_values_to_sharded(tree, dict(zip(numbers, factors, strict=True)))
     own = {key: tree.local(key) for key in tree.groups}
     return tree.with_buffers({key: x * each[key].to(x.device, x.dtype) for key, x in own.items()})

@@ -31,9 +31,9 @@ from fzero.optim._leaf_states import (
 )
 from fzero.optim._paused import Steps, finished, fused_of, together
 from fzero.optim.base import taken, takes, values, write_values
-from fzero.state.entered import slice_in
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
+from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer

@@ -22,8 +22,8 @@ from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._counts import by_counts, spans
 from fzero.optim._returned import need_params, returned, versions
-from fzero.state.entered import cuts, entered
 from fzero.state.moments import apart, copied, zeros_like
+from fzero.state.replicated_to_sharded import cuts, to_sharded
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, need_scalar, numbers_in
@@ -54,7 +54,7 @@ def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
 def rate(lr: Number | Schedule, count: int) -> Number:
     """The learning rate of the update after `count` applied ones; a tensor where a transform goes on through it."""
     now = lr(count) if callable(lr) else lr
-    if follows(now):  # of each element, perhaps (`entered`)
+    if follows(now):  # of each element, perhaps (`to_sharded`)
         return now
     if not isinstance(now, float) or now != now:
         need_rate(now, "the optimizer", -math.inf)  # a schedule may make anything, and end a little below 0
@@ -154,7 +154,7 @@ class Elementwise:
             of_group = [tree.only([key]) if isinstance(tree, Sharded) else tree for tree in (grads, *old[1:], params)]
             # a schedule is asked before: what it computes with all ranks have alike
             here = rebound(
-                dataclasses.replace(self, lr=now), lambda x, key=key: entered(grads, key, x) if follows(x) else x
+                dataclasses.replace(self, lr=now), lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x
             )
             own, new = here._update(of_group[0], self.state(old[0], *of_group[1:-1]), of_group[-1])
             assert isinstance(own, Sharded)

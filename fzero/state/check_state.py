@@ -5,7 +5,7 @@ from __future__ import annotations
 from fzero.base import private
 from fzero.base.arguments import named
 from fzero.base.made_with import made_with
-from fzero.state.sharded import Sharded, check_buffers, share_buffers, trees_of
+from fzero.state.sharded import Sharded, check_buffers, entries_of, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.rows import FROZEN
@@ -91,7 +91,8 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
-    if share_buffers((state.params, state.moments, state.extra), grads):
+    own = {id(x) for tree in trees_of((state.params, state.moments, state.extra)) for x in entries_of(tree)}
+    if not own.isdisjoint(map(id, entries_of(grads))):
         raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
     if grads.layout != state.layout or set(grads.groups) != set(state.layout.trainable):
         ours = {row.path: row for row in state.layout.rows}

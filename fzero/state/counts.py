@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fzero.base import pytree
-from fzero.state.items import escaped, is_item, leaf_of, of_one_leaf
-from fzero.state.sharded import is_sharded, map_trees
+from fzero.state.items import escaped, leaf_of, of_one_leaf
+from fzero.state.sharded import is_item, is_sharded, map_trees
 from fzero.table.layout import Layout
 
 

@@ -16,11 +16,11 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
 from fzero.state.checks import begins_with, goes_on, need_derivative
 from fzero.state.checksums import checksums
-from fzero.state.entered import cuts, held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
+from fzero.state.replicated_to_sharded import cuts, held_of, slice_in
 from fzero.state.scatter import cut
 from fzero.state.sharded import Sharded, part_names, trees_of
-from fzero.state.straight import as_seen, as_stored, as_used
+from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put
@@ -143,8 +143,7 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
             if coded:
                 (own,) = as_stored([empty], key, [own], None)
             if group.row.held:
-                full = as_used(policy, own).to(policy.compute)
-                held[key] = held_of(empty.axis_of(key), full, f"init of {key}")
+                held[key] = held_of(empty, key, own, policy.compute, f"init of {key}")
             if group.row.beside or coded:
                 buffers[key] = own
             continue

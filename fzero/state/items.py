@@ -10,7 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
-from fzero.state.sharded import is_sharded
+from fzero.state.sharded import is_item, is_sharded
 from fzero.state.train_state import TrainState
 
 CARRY = "carry"  # the entry of `state.extra` of which each rank has its own
@@ -96,7 +96,3 @@ def refilled(name: str, tree: object, value_of: Callable[[Item], object]) -> Any
     """The moments or an entry of `state.extra` with other values in the same places."""
     _, spec = pytree.flatten(tree, is_leaf=is_item)
     return pytree.unflatten(spec, [value_of(item) for item in items_in(name, tree)])
-
-
-def is_item(node: object) -> bool:
-    return is_sharded(node) or isinstance(node, pytree.Count)

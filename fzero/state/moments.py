@@ -14,7 +14,7 @@ from fzero.formats.formats import zeros
 from fzero.kernels.onepass import math_dtype
 from fzero.state.counts import counted
 from fzero.state.placing import placed
-from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
+from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, part_names, trees_of
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
@@ -136,7 +136,7 @@ def copied(tree: Tree) -> Tree:
 def apart(tree: object, *others: object) -> Any:
     """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
     nodes = pytree.flatten(others, is_leaf=is_sharded)[0]
-    buffers = [(*x.entries.values(), *x.held_entries.values()) if is_sharded(x) else (x,) for x in nodes]
+    buffers = [entries_of(x) if is_sharded(x) else (x,) for x in nodes]
     # what is away shares memory with nothing, and is not brought to be asked
     taken = {_memory(x) for own in buffers for x in own} - {None}
     return pytree.map(lambda x: x.clone() if _memory(x) in taken else x, tree)

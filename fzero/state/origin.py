@@ -20,10 +20,11 @@ from fzero.state.regrouped import keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.state.sliced import sliced_in
 from fzero.state.source import Source
+from fzero.state.train_state import grads_like
 from fzero.state.whole import lies_in_slices
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
-from fzero.table.layout import Key, Layout, Slot
+from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 Extras = Sequence[tuple[str, str, bool]]  # of each entry of `state.extra`: name, kind, whether it may be dropped
@@ -210,11 +211,7 @@ class Move:
         """The kept grads."""
         if "grads" not in self.origin.kinds:
             return None
-        dtypes = {key: params.layout.groups[key].row.policy.reduce for key in params.layout.trainable}
-        empty = params.with_buffers(
-            {key: torch.empty(0, dtype=dtype, device=self.device) for key, dtype in dtypes.items()}
-        )
-        return self._tree(empty.replaced(scale=self.origin.scale("grads")), "grads", "grads", None)
+        return self._tree(grads_like(params).replaced(scale=self.origin.scale("grads")), "grads", "grads", None)
 
     def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
         """What the origin has of the name of an item, in the item's format."""
@@ -311,7 +308,7 @@ class Move:
         low, device = tree.rank_of(key) * size, self.origin.device
         whole = all(source.format(slot.path) is not None for slot in slots)
         if base is None or base.placed(key).device.type == "meta" or (whole and base.placed(key).away):
-            out = list(zeros(form, size, device)) if not whole else _between(form, slots, low, size, device)
+            out = list(zeros(form, size, device))
         else:  # what begins at zero is written over; what the optimizer made of the params may be the params
             out = [part.to(device) for part in base.stored(key).parts]
             out = out if base.kind in ("signed", "nonnegative") else [part.clone() for part in out]
@@ -341,17 +338,6 @@ class Move:
                 if value is not target:
                     target.copy_(value[: target.numel()])
         return out
-
-
-def _between(form: Format, slots: Sequence[Slot], low: int, size: int, device: torch.device) -> list[torch.Tensor]:
-    """The parts of a slice [low, low + size) of a group, in which only what lies between leaves is zero so far."""
-    out = [torch.empty(size // part.every, dtype=part.dtype, device=device) for part in form.parts]
-    ends = [low, *(min(max(slot.offset + slot.numel, low), low + size) for slot in slots)]
-    starts = [*(min(max(slot.offset, low), low + size) for slot in slots), low + size]
-    for end, start in zip(ends, starts, strict=True):
-        for part, target in zip(form.parts, out, strict=True):
-            target[entries(form, part, end - low) : (start - low) // part.every].zero_()
-    return out
 
 
 def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:

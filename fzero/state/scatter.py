@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeGuard, TypeVar, cast
 
 import torch
@@ -12,14 +11,14 @@ from fzero.base import pages, pytree
 from fzero.base.arguments import named
 from fzero.base.follow import any_follows
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Companded, Format, Plain, decode, encode
-from fzero.formats.ops import Ops
+from fzero.formats.formats import Companded, Format, Plain, encode
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
 from fzero.state.checks import open_to_transforms
 from fzero.state.checksums import checksums
-from fzero.state.entered import held_of, slice_in
-from fzero.state.sharded import Sharded, check_buffers, entries_of, is_sharded
+from fzero.state.replicated_to_sharded import held_of, slice_in
+from fzero.state.sharded import Sharded, check_buffers, entries_of, is_item, is_sharded
+from fzero.state.straight import codes_of
 from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import put_again
@@ -61,7 +60,7 @@ def scatter(tree: object, like: Tree) -> Tree:
             f"scatter: got like={named(like)}, which lies on the ranks of another component; expected trees of this "
             "process. A state there is changed by its steps, and by fz.load."
         )
-    if not any(map(_is_place, pytree.flatten(like, _is_place)[0])):
+    if not any(map(is_item, pytree.flatten(like, is_item)[0])):
         raise TypeError(
             f"scatter: got like={named(like)}, in which no tree is sharded; expected state.params, grads, "
             "state.moments, an entry of state.extra, or a pytree of such trees."
@@ -91,15 +90,11 @@ def cut(
     tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A group's full buffer of its whole leaves, and this rank's slice, which may be the same tensor."""
-    layout, size = tree.layout, tree.layout.shard_numel(key)
-    own = {index: slice_of(layout.rows[index], tree.axis, leaf.detach()) for index, leaf in leaves.items()}
-    full = layout.pack(key, own, dtype)
-    whole = size == layout.groups[key].numel
+    rows, group, size = tree.layout.rows, tree.layout.groups[key], tree.layout.shard_numel(key)
+    own = [slice_of(rows[slot.leaf], tree.axis, leaves[slot.leaf].detach()) for slot in group.slots]
+    full = group.full_of(own, dtype, own[0].device)
+    whole = size == group.numel
     return full, full if whole else pages.copied(full.narrow(0, tree.rank_of(key) * size, size))
-
-
-def _is_place(node: object) -> bool:
-    return is_sharded(node) or isinstance(node, pytree.Count)
 
 
 class _Leaves(dict[int, torch.Tensor]):
@@ -116,7 +111,7 @@ class _Scatter:
         self._axes: list[Axis] = []  # over which there are others
 
     def of(self, tree: object, like: object) -> object:
-        names, nodes, spec = pytree.named_leaves(like, _is_place)
+        names, nodes, spec = pytree.named_leaves(like, is_item)
         wheres = [f"{self._name}.{name}".removesuffix(".") for name in names]
         trees, found, error = [node for node in nodes if is_sharded(node)], list[object](), None
         axes = dict.fromkeys([node.axis for node in trees] + ([self._axis] if self._axis is not None else []))
@@ -284,47 +279,8 @@ class _Scatter:
                 f"as {form}, which has no derivative; expected plain dtypes there."
             )
         own = slice_in(like, key, leaves, form.dtype)
-        full = own
-        if key in like.held_entries:
-            full = held_of(like.axis_of(key), own.to(row.policy.compute), f"{self._who} of {key}")
-        return [own], full
-
-
-@dataclass(frozen=True)
-class _OtherScale(Companded):
-    """The same codes with another power of two than the least one as their group's scale."""
-
-    by: int = 0
-
-    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
-        return (super().scale(o, largest) + self.by).clamp(0, 253)
-
-
-def codes_of(
-    form: Format,
-    values: torch.Tensor,
-    old: Sequence[Sequence[torch.Tensor]] = (),
-    gaps: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
-
-    Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
-    or the next smaller one, does not have codes for all of them.
-
-    Args:
-        old: parts that stay where they are those of the values.
-        gaps: of which elements it does not matter what codes they have.
-    """
-    parts = encode(form, values)
-    if not isinstance(form, Companded):
-        return parts
-    others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
-    for other in (*others, *old):
-        there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
-        there = (there if gaps is None else there | gaps).view(-1, form.group).all(1, keepdim=True)
-        pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
-        parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
-    return parts
+        tag = f"{self._who} of {key}"
+        return [own], held_of(like, key, own, row.policy.compute, tag) if key in like.held_entries else own
 
 
 def _is_stacked(tree: Sharded) -> bool:

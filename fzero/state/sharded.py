@@ -90,7 +90,7 @@ class Sharded(Mapping[str, torch.Tensor]):
     @property
     def device(self) -> torch.device:
         """The device that computes with this tree."""
-        for x in (*self.entries.values(), *self.held_entries.values()):
+        for x in entries_of(self):
             if isinstance(x, (torch.Tensor, Away)):
                 return x.device
         return torch.device("cpu")
@@ -359,6 +359,11 @@ def is_sharded(node: object) -> TypeGuard[Sharded]:
     return isinstance(node, Sharded)
 
 
+def is_item(node: object) -> bool:
+    """True for what a state keeps as one: a sharded tree, a count."""
+    return isinstance(node, (Sharded, pytree.Count))
+
+
 def trees_of(tree: object) -> list[Sharded]:
     """The sharded trees in a pytree."""
     return [node for node in pytree.flatten(tree, is_leaf=is_sharded)[0] if is_sharded(node)]
@@ -390,8 +395,3 @@ def check_buffers(who: str, name: str, tree: Sharded) -> None:
 
 def entries_of(tree: Sharded) -> list[Buffer]:
     return [*tree.entries.values(), *tree.held_entries.values()]
-
-
-def share_buffers(tree: object, other: Sharded) -> bool:
-    """Tells whether a tree has buffers of another one."""
-    return not {id(x) for own in trees_of(tree) for x in entries_of(own)}.isdisjoint(map(id, entries_of(other)))

@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import as_float64
-from fzero.base.follow import follows, is_transformed
+from fzero.base.follow import follows
 from fzero.base.norms import norms_of
 from fzero.comm.axis import Axis
 from fzero.comm.linear import summed, summed_pieces
@@ -52,7 +52,8 @@ class LeafSquares(Mapping[int, torch.Tensor]):
 def square(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each, in float64: [pieces]."""
     if private.transforms() or any(piece.requires_grad for piece in pieces):
-        return torch.stack([piece.to(torch.float64).square().sum() for piece in pieces])
+        wide = [piece.to(torch.float64).reshape(-1) for piece in pieces]
+        return torch.stack([torch.dot(x, x) for x in wide])  # in one pass, and with derivatives of any order at zero
     return norms_of(pieces).square()
 
 
@@ -61,8 +62,6 @@ def squares_of(tree: Sharded) -> LeafSquares:
     groups = tree.groups
     if tree.away and len(groups) > 1:  # never all of them on the device
         return LeafSquares.of({leaf: x for key in groups for leaf, x in squares_of(tree.only([key])).items()})
-    if is_transformed() and any(map(tree.follows, groups)):
-        return LeafSquares.of(_followed(tree))
     leaves: list[int] = []
     pieces: list[torch.Tensor] = []
     for key in groups:
@@ -75,26 +74,6 @@ def squares_of(tree: Sharded) -> LeafSquares:
         scale = tree.scale * tree.scale
         squares = squares / scale if 0.0 < scale < math.inf else squares / tree.scale / tree.scale
     return LeafSquares(leaves, squares)
-
-
-def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
-    """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
-    out: dict[int, torch.Tensor] = {}
-    for key in tree.groups:
-        own, slots = tree.local(key), tree.layout.groups[key].slots
-        if private.is_differentiated(own):
-            wide = own.to(torch.float64)
-            wide = wide if tree.scale == 1.0 else wide / tree.scale
-            flat = [piece.reshape(-1) for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
-            pieces = [torch.dot(x, x) for x in flat]  # in one pass, and with derivatives of any order at zero
-        else:  # mapped, in one pass
-            pieces = [
-                torch.linalg.vector_norm(piece, dtype=torch.float64) / tree.scale
-                for piece in tree.layout.cut(key, tree.rank_of(key), own)
-            ]
-            pieces = [norm.square() for norm in pieces]
-        out |= {slot.leaf: piece for slot, piece in zip(slots, pieces, strict=True)}
-    return out
 
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,13 +11,12 @@ from fzero.base import pages, pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
 from fzero.state.checks import open_to_transforms
-from fzero.state.items import is_item
+from fzero.state.items import items_of
 from fzero.state.moments import placed_moments
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Buffer, tensor_of
-from fzero.table.layout import Key
+from fzero.stores.away import Buffer
 
 _STATES = "a list of states that steps' init returned"
 
@@ -61,7 +59,7 @@ def stack(states: Sequence[TrainState]) -> TrainState:
     if not states:
         raise ValueError(f"stack: got states={states}, expected at least one. Give it {_STATES}.")
     with open_to_transforms("fz.stack", states=states) as (_, states):
-        first, *others = map(_Taken, states)
+        first, *others = states
         for place, other in enumerate(others, 1):
             for (name, own), (_, its) in zip(_shared(first), _shared(other), strict=True):
                 if own != its:
@@ -69,7 +67,7 @@ def stack(states: Sequence[TrainState]) -> TrainState:
                         f"stack: {name} of states[{place}] is not that of states[0]: got {its}, expected {own}. The "
                         "members of an ensemble are states of one step over the same leaves, after as many updates."
                     )
-        return first.with_tensors(_stacked, *others)
+        return pytree.map(lambda *xs: _stacked(xs), *states)
 
 
 def unstack(state: TrainState) -> list[TrainState]:
@@ -95,51 +93,23 @@ def unstack(state: TrainState) -> list[TrainState]:
     if not isinstance(state, TrainState):
         raise wrong("unstack", "state", state, "a state that fz.stack returned")
     with open_to_transforms("fz.unstack", state=state) as (_, state):
-        taken = _Taken(state)
-        count = taken.members()
-        return [_settled(taken.with_tensors(functools.partial(_member, place))) for place in range(count)]
+        own = lambda place: lambda x: x[place].clone(memory_format=torch.contiguous_format)
+        return [_settled(pytree.map(own(place), state)) for place in range(_members(state))]
 
 
-class _Taken:
-    """A state taken apart into what it keeps, by names: sharded trees, tensors, numbers."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.state = state
-        fields = {"params": state.params, "grads": state.grads, "moments": state.moments, "extra": dict(state.extra)}
-        self.names, self.items, self.spec = pytree.named_leaves(fields, is_item)
-
-    def members(self) -> int:
-        """How many states are stacked in this one."""
-        count = 0
-        for name, item in zip(self.names, self.items, strict=True):
-            for entry, x, dims in _tensors(item):
-                there = x.shape[0] if isinstance(x, torch.Tensor) and x.ndim >= dims else 0
-                if not there or there != (count or there):
-                    raise ValueError(
-                        f"unstack: state.{name}{entry}: got {named(x)}, expected a tensor with a leading dim of "
-                        f"{count or 'its'} members. Give it what fz.stack returned, or torch.vmap of a step over that."
-                    )
-                count = there
-        return count
-
-    def with_tensors(self, fn: Callable[[Sequence[Buffer]], torch.Tensor], *others: _Taken) -> TrainState:
-        """The state with `fn` of each of its tensors and those at its place in others."""
-        items = []
-        for own, *its in zip(self.items, *[other.items for other in others], strict=True):
-            if is_sharded(own):
-                items.append(_tree_with(fn, own, its))
-            else:
-                items.append(fn((own, *its)) if isinstance(own, torch.Tensor) else own)
-        return self.state.changed(**pytree.unflatten(self.spec, items))
-
-
-def _tree_with(fn: Callable[[Sequence[Buffer]], torch.Tensor], tree: Sharded, others: Sequence[Sharded]) -> Sharded:
-    trees = (tree, *others)
-    return tree.replaced(
-        buffers={name: fn([each.entries[name] for each in trees]) for name in tree.entries},
-        held={name: fn([each.held_entries[name] for each in trees]) for name in tree.held_entries},
-        stale=frozenset[Key]().union(*[each.stale for each in trees]),
-    )
+def _members(state: TrainState) -> int:
+    """How many states are stacked in this one."""
+    count = 0
+    for name, item in items_of(state):
+        for entry, x, dims in _tensors(item):
+            there = x.shape[0] if isinstance(x, torch.Tensor) and x.ndim >= dims else 0
+            if not there or there != (count or there):
+                raise ValueError(
+                    f"unstack: state.{name}{entry}: got {named(x)}, expected a tensor with a leading dim of "
+                    f"{count or 'its'} members. Give it what fz.stack returned, or torch.vmap of a step over that."
+                )
+            count = there
+    return count
 
 
 def _tensors(item: object) -> Iterator[tuple[str, Buffer, int]]:
@@ -151,22 +121,15 @@ def _tensors(item: object) -> Iterator[tuple[str, Buffer, int]]:
             yield f" (leaf {item.layout.groups[group_of(name)].slots[0].path!r} and its group)", x, 2
 
 
-def _stacked(places: Sequence[Buffer]) -> torch.Tensor:
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor of all members', in memory of its own."""
-    tensors = [tensor_of(x) for x in places]
     if any_follows(tensors):
-        return torch.stack(tensors)
+        return torch.stack([*tensors])
     first = tensors[0]
     out = pages.empty(len(tensors) * first.numel(), first.dtype, first.device).view(len(tensors), *first.shape)
     for place, x in zip(out, tensors, strict=True):
         place.copy_(x)
     return out
-
-
-def _member(place: int, stacked: Sequence[Buffer]) -> torch.Tensor:
-    """One member's part of a stacked tensor, in memory of its own."""
-    (x,) = map(tensor_of, stacked)
-    return x[place].clone(memory_format=torch.contiguous_format)
 
 
 def _settled(state: TrainState) -> TrainState:
@@ -180,18 +143,18 @@ def _settled(state: TrainState) -> TrainState:
     return state.changed(params=one(state.params, "params"), grads=grads, moments=placed_moments(state.moments))
 
 
-def _shared(taken: _Taken) -> Iterator[tuple[str, object]]:
+def _shared(state: TrainState) -> Iterator[tuple[str, object]]:
     """What all members must have alike, by names, in an order in which the first difference says most."""
-    state, params = taken.state, taken.state.params
     yield from [("the step", state.step), ("the signature", state.signature)]
     yield "the number of leaves", len(state.layout.rows)
     for row in state.layout.rows:
         yield "the path of a leaf", row.path
         for name in [field.name for field in dataclasses.fields(row) if field.compare]:
             yield f"the {name} of leaf {row.path!r}", getattr(row, name)
-    yield from [("the mesh axis", params.axis), ("the structure of the params", params.structure)]
-    yield "the structure of grads, moments and extra", taken.spec
-    for name, item in zip(taken.names, taken.items, strict=True):
+    yield from [("the mesh axis", state.params.axis), ("the structure of the params", state.params.structure)]
+    items = items_of(state)
+    yield "the list of trees, tensors and numbers", [item.name for item in items]
+    for name, item in items:
         yield f"state.{name}", _in_words(item)
         if is_sharded(item):
             yield f"the kind of state.{name}", item.kind

@@ -13,13 +13,11 @@ from typing import Protocol
 
 import torch
 
-from fzero.comm.pieces import gathered
 from fzero.formats.bits import Counters
-from fzero.formats.formats import Format, decode, encode
+from fzero.formats.formats import Companded, Format, decode, encode
+from fzero.formats.ops import Ops
 from fzero.kernels.onepass import rounded
-from fzero.state.scatter import codes_of
-from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
-from fzero.state.train_state import TrainState
+from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key
 from fzero.table.policy import Policy
 
@@ -139,14 +137,41 @@ def as_used(policy: Policy, values: torch.Tensor, coded: bool = True) -> torch.T
     return values
 
 
-def decoded(tree: Sharded) -> Sharded:
-    """A tree with values in the place of all codes whose policy is straight-through."""
-    keys = [key for key in tree.groups if tree.goes_as_values(key) and not tree.holds_values(key)]
-    if not keys:
-        return tree
-    gone = {name for key in keys for name in tree.names(key)}
-    buffers = {name: x for name, x in tree.entries.items() if name not in gone}
-    return tree.replaced(buffers=buffers | {key: tree.local(key).to(torch.float32) for key in keys})
+@dataclass(frozen=True)
+class _OtherScale(Companded):
+    """The same codes with another power of two than the least one as their group's scale."""
+
+    by: int = 0
+
+    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
+        return (super().scale(o, largest) + self.by).clamp(0, 253)
+
+
+def codes_of(
+    form: Format,
+    values: torch.Tensor,
+    old: Sequence[Sequence[torch.Tensor]] = (),
+    gaps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
+
+    Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
+    or the next smaller one, does not have codes for all of them.
+
+    Args:
+        old: parts that stay where they are those of the values.
+        gaps: of which elements it does not matter what codes they have.
+    """
+    parts = encode(form, values)
+    if not isinstance(form, Companded):
+        return parts
+    others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
+    for other in (*others, *old):
+        there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
+        there = (there if gaps is None else there | gaps).view(-1, form.group).all(1, keepdim=True)
+        pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
+        parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
+    return parts
 
 
 def as_seen(tree: Sharded) -> Sharded:
@@ -155,44 +180,3 @@ def as_seen(tree: Sharded) -> Sharded:
     own = {key: tree.entries[key] for key, form in forms.items() if form.plain}
     seen = {key: x.to(forms[key].dtype) for key, x in own.items() if isinstance(x, torch.Tensor)}
     return tree.replaced(buffers=tree.entries | seen) if seen else tree
-
-
-def with_values(state: TrainState) -> TrainState:
-    """The state with values in the place of all codes whose policies are straight-through."""
-    return state.replace(params=decoded(state.params), moments=map_trees(decoded, state.moments))
-
-
-def _encoded(tree: Sharded, exact: list[bool]) -> Sharded:
-    """The tree with codes in the place of values; notes of each group whether they are those of its values."""
-    buffers = dict(tree.entries)
-    for key in tree.groups if tree.kind != "values" else ():
-        if tree.holds_values(key):
-            (form, names), own = tree.coded_as(key), tree.local(key)
-            parts = codes_of(form, own)
-            exact.append(torch.equal(decode(form, parts, torch.float32).nan_to_num(), own.nan_to_num()))
-            buffers.update(zip(names, parts, strict=True))
-    return tree.replaced(buffers=buffers)
-
-
-def with_codes(state: TrainState) -> TrainState:
-    """The state with codes in the place of values that a transform has left; itself where others were put there.
-
-    All ranks call it.
-    """
-    if not holds_values(state):
-        return state
-    exact, axis = list[bool](), state.params.axis
-    trees = map_trees(lambda tree: _encoded(tree, exact), (state.params, state.moments))
-    other = torch.tensor(float(not all(exact)), device=state.params.device)
-    if axis.ranks > 1:
-        other = axis.sum(other, "codes of values")
-    if axis.tensor is not None and axis.tensor.size > 1:
-        other = gathered(axis.tensor, other.view(1), 0, [1] * axis.tensor.size, "codes of values").sum()
-    return state if other > 0 else state.replace(params=trees[0], moments=trees[1])
-
-
-def holds_values(state: TrainState) -> bool:
-    """Tells whether a transform has left values in a state, in the place of codes."""
-    if not state.layout.straight:
-        return False
-    return any(tree.holds_values(key) for tree in trees_of((state.params, state.moments)) for key in tree.groups)

@@ -16,7 +16,7 @@ from fzero.base.display import counted, folded, in_bytes
 from fzero.formats.formats import Plain
 from fzero.state.placing import placed
 from fzero.state.scatter import scattered
-from fzero.state.sharded import Sharded, is_sharded, map_trees, trees_of
+from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.table.layout import Layout
 from fzero.table.spec import Signature
 
@@ -151,19 +151,11 @@ class TrainState:
         """A tree for a field: full leaves become slices, where the state's slices lie."""
         like = getattr(self, name)
         if name == "grads":
-            like = like or self._like_grads()
+            like = like or grads_like(self.params)
             own = scattered(who, name, tree, like, drops_frozen=True)
             assert is_sharded(own)
             return placed(own, "grads")
         return scattered(who, name, tree, like, self.params.axis)
-
-    def _like_grads(self) -> Sharded:
-        """Grads of this state, without memory."""
-        rows, params = self.layout.groups, self.params
-        own = {key: (params.layout.shard_numel(key), rows[key].row.policy.reduce) for key in params.layout.trainable}
-        zero = torch.zeros((), device=params.device)
-        buffers = {key: zero.to(dtype).expand(numel) for key, (numel, dtype) in own.items()}
-        return params.with_buffers(buffers, 1.0)
 
     def _entry(self, name: str, value: object) -> object:
         old = self.extra[name]
@@ -242,8 +234,15 @@ class TrainState:
         return folded(title, ("leaf", "shape", "dtype", "stored as", "elements here"), rows, notes)
 
 
+def grads_like(params: Sharded) -> Sharded:
+    """Zero grads of these params, without memory."""
+    layout, zero = params.layout, torch.zeros((), device=params.device)
+    dtypes = {key: layout.groups[key].row.policy.reduce for key in layout.trainable}
+    return params.with_buffers({key: zero.to(own).expand(layout.shard_numel(key)) for key, own in dtypes.items()}, 1.0)
+
+
 def _nbytes(tree: Sharded) -> int:
-    return sum(x.numel() * x.dtype.itemsize for own in (tree.entries, tree.held_entries) for x in own.values())
+    return sum(x.numel() * x.dtype.itemsize for x in entries_of(tree))
 
 
 _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,10 +68,4 @@ def cuts_of(row: Row, ranks: Ranks) -> str:
 
 def _runs(sizes: Sequence[int]) -> str:
     """Sizes in words, equal ones together: `2×3 + 2×2`."""
-    runs: list[list[int]] = []
-    for size in sizes:
-        if runs and runs[-1][1] == size:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, size])
-    return " + ".join(f"{count}×{size}" for count, size in runs)
+    return " + ".join(f"{len([*run])}×{size}" for size, run in itertools.groupby(sizes))

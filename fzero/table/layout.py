@@ -268,12 +268,6 @@ class Layout:
             sizes = self._sizes[key, rank] = [b - a for a, b in itertools.pairwise(bounds)]
         return sizes
 
-    def pack(self, key: Key, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The full buffer of a group from its leaves, in `dtype`. Gaps are zero."""
-        group = self.groups[key]
-        leaves = [leaf[slot.leaf].detach() for slot in group.slots]
-        return group.full_of(leaves, dtype, leaves[0].device)
-
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
     """torch.nn.Embedding(sparse=True) has sparse ones."""

@@ -16,11 +16,11 @@ from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.counts import trained_moments, with_kept_moments
-from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.moments import copied, next_extra
+from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_seen, as_stored, as_used
+from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, members_of
@@ -40,8 +40,8 @@ def differentiable_update(
         grads: with those that the state keeps.
         known: the metrics that do not depend on them.
     """
-    _refuse_of_others(step.optimizer, state.params, state.moments)
-    _refuse_of_extras(step.extras, state.params)
+    if cuts(state.params):
+        _refuse_of_others(step, state)
     norm = root(squares_in(grads)[0])
     extra: dict[str, object] = {"grad_norm": norm}
     if grad_norm is not None:
@@ -60,10 +60,7 @@ def differentiable_update(
         stepped = given.map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
-        new = map_trees(lambda tree, old: _kept(tree, old, applied), new, before)
-        choose = functools.partial(_one_kept, applied)
-        new = new if applied is True else pytree.map(choose, new, before, is_leaf=is_sharded)
-        moments = with_kept_moments(new, moments)
+        moments = with_kept_moments(_kept(new, before, applied), moments)
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
         extras = state.extra
@@ -92,20 +89,33 @@ def _called(
 
 def _watched(call: Callable[[], object], known: Sequence[torch.Tensor], what: str) -> object:
     """Calls what the user has written, where each rank has slices, with a look at what it computes with."""
+    refusal = lambda x: _partial(f"{what} comes to", x, "torch.func", _OF_FZERO)
 
     def watched() -> object:
-        with Hidden(known, functools.partial(_of_others, what), mapped=False):
+        with Hidden(known, refusal, mapped=False):
             return call()
 
     return in_a_level(watched)
 
 
-def _of_others(what: str, x: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"step.update: {what} comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates, and "
-        "each rank has a slice of the leaves, so that its derivative would be a part of the whole one; expected an "
-        "optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, fz.whole(optimizer), which gives "
-        "it whole leaves, or a step that is not sharded."
+_OF_FZERO = (
+    "an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, fz.whole(optimizer), which gives "
+    "it whole leaves"
+)
+
+
+def _refuse_held(what: str, tensors: Sequence[torch.Tensor], expected: str) -> None:
+    """Refuses tensors in what the user has written where ranks have slices: nobody says how they meet these."""
+    for x in tensors:
+        if (transform := transform_of(x)) is not None:
+            raise _partial(f"{what} holds", x, transform, expected)
+
+
+def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> TypeError:
+    return TypeError(
+        f"step.update: {what} a tensor of shape {tuple(x.shape)} that {transform} transforms, and each rank has a "
+        f"slice of the leaves, so that its derivative would be a part of the whole one; expected {expected}, or a step "
+        "that is not sharded."
     )
 
 
@@ -153,8 +163,7 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
         if key in params.entries or coded:
             buffers[key] = shard
         if key in held:
-            used = as_used(params.layout.groups[key].row.policy, shard).to(held[key].dtype)
-            held[key] = held_of(params.axis_of(key), used, f"update of {key}")
+            held[key] = held_of(params, key, shard, held[key].dtype, f"update of {key}")
     return params.replaced(buffers=buffers, held=held, stale=params.stale - set(own.groups))
 
 
@@ -176,35 +185,26 @@ def _changed_by(
     return params, extras
 
 
-def _kept(new: Sharded, old: Sharded, applied: Applied) -> Sharded:
-    """A tree of moments after an update, of the kind that it was."""
-    own = {key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups}
-    return old.over(own)
+def _kept(new: object, old: object, applied: Applied) -> object:
+    """The moments after an update, their trees of the kind that they were; of members that skip it the old ones."""
 
+    def one(new: object, old: object) -> object:
+        if is_sharded(new) and is_sharded(old):
+            return old.over({key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups})
+        both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
+        return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
 
-def _one_kept(applied: Applied, new: object, old: object) -> object:
-    """A tensor of the moments that is no tree, of members that skip an update the old one."""
-    both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
-    return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
+    return pytree.map(one, new, old, is_leaf=is_sharded)
 
 
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
 
-    def one(after: object, before: object) -> object:
-        if is_sharded(after) and is_sharded(before):
-            return after.over({key: _chosen(applied, after.local(key), before.local(key)) for key in after.groups})
-        if isinstance(after, torch.Tensor) and isinstance(before, torch.Tensor):
-            return _chosen(applied, after, before)
-        return after
-
-    new = _updated(extra, old, params, applied is not False)
-    return pytree.map(one, new, old, is_leaf=is_sharded) if isinstance(applied, torch.Tensor) else new
-
-
-def _updated(extra: Extra, old: object, params: Sharded, applied: bool) -> object:
-    """The entry after an update."""
-    return _called_for(extra, functools.partial(next_extra, applied=applied), old, params)
+    new = _called_for(extra, functools.partial(next_extra, applied=applied is not False), old, params)
+    if not isinstance(applied, torch.Tensor):
+        return new
+    # which may be of another kind than the entry began with
+    return _kept(new, map_trees(lambda tree, own: own.over(tree.locals()), old, new), applied)
 
 
 def _called_for(extra: Extra, fn: Callable[..., object], old: object, params: Sharded) -> object:
@@ -216,39 +216,20 @@ def _called_for(extra: Extra, fn: Callable[..., object], old: object, params: Sh
     return _watched(call, [*known, *tensors_reached(old)], f"the update of state.extra[{extra.name!r}]")
 
 
-def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
-    """The same of what transforms add to a state."""
-    for extra in extras if cuts(params) else ():
-        held = [x for x in tensors_reached((extra.update, extra.changes, extra.scale)) if transform_of(x) is not None]
-        if held:
-            raise TypeError(
-                f"step.update: state.extra[{extra.name!r}] ({extra.source}) is updated with a tensor of shape "
-                f"{tuple(held[0].shape)} that {transform_of(held[0])} transforms, and each rank has a slice of the "
-                "leaves, so that its derivative would be a part of the whole one; expected a number there, or a step "
-                "that is not sharded."
-            )
-
-
-def _refuse_of_others(optimizer: GradientTransformation, params: Sharded, moments: object) -> None:
-    """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
-    if not cuts(params):
-        return
-    every = [x for x in tensors_reached(optimizer) if transform_of(x) is not None]
+def _refuse_of_others(step: Spec, state: TrainState) -> None:
+    """Refuses what a transform goes on through and the user's own functions hold, where ranks have slices of leaves."""
+    every = [x for x in tensors_reached(step.optimizer) if transform_of(x) is not None]
     if every:
         check_values(
-            params.axis,
+            state.params.axis,
             every,
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
-    others = [each for each in members_of(optimizer) if is_others(each.update)]
-    alike = [x for x in pytree.flatten(moments, is_leaf=is_sharded)[0] if isinstance(x, torch.Tensor)] if others else []
-    for what, tensors in (("the optimizer", tensors_reached(others)), ("state.moments, of the optimizer,", alike)):
-        held = [(x, how) for x in tensors if (how := transform_of(x)) is not None]
-        if held:
-            raise TypeError(
-                f"step.update: {what} holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} transforms, "
-                "and each rank has a slice of the leaves, so that its derivative would be a part of the whole one; "
-                "expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, "
-                "fz.whole(optimizer), which gives it whole leaves, or a step that is not sharded."
-            )
+    if others := [each for each in members_of(step.optimizer) if is_others(each.update)]:
+        nodes = pytree.flatten(state.moments, is_leaf=is_sharded)[0]
+        _refuse_held("the optimizer", tensors_reached(others), _OF_FZERO)
+        _refuse_held("state.moments", [x for x in nodes if isinstance(x, torch.Tensor)], _OF_FZERO)
+    for extra in step.extras:
+        held = tensors_reached((extra.update, extra.changes, extra.scale))
+        _refuse_held(f"state.extra[{extra.name!r}] ({extra.source})", held, "a number there")

@@ -24,8 +24,8 @@ from fzero.state.gather import squares_in
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
 from fzero.state.squares import need_alike_beside, squares_of, sum_of_squares
-from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState
+from fzero.state.values import holds_values
 from fzero.stores.away import Placed, tensor_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec

@@ -11,16 +11,9 @@ import torch
 
 from fzero.formats.formats import Stored
 from fzero.state.counts import trained_moments
-from fzero.state.leaf_norms import (
-    Squares,
-    moment_norms,
-    moments_by_name,
-    named_squares,
-    norms_by_leaf,
-    norms_of_squares,
-    parts_of,
-)
+from fzero.state.leaf_norms import Named, moment_squares, norms_of_squares
 from fzero.state.sharded import Sharded
+from fzero.state.squares import LeafSquares, squares_of
 from fzero.table.layout import Key
 
 _TREES = ("params", "grads", "updates")  # the other names are those of moments
@@ -32,7 +25,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._old: dict[Key, Stored] = {}
-        self._found = list[Squares]()
+        self._found = list[Named]()
 
     def keep(self, params: Sharded) -> None:
         """Keeps some groups, as they are stored, that are about to be written to."""
@@ -44,11 +37,11 @@ class Changes:
         for key in params.groups:
             new, old = _wide(params.local(key)), self._old.pop(key)
             update = params.with_buffers({key: new - old.to(new.dtype)})
-            self._found += [*parts_of("params", params.only([key])), *parts_of("updates", update)]
+            self._found += [("params", squares_of(params.only([key]))), ("updates", squares_of(update))]
 
-    def found(self, moments: object) -> list[Squares]:
+    def found(self, moments: object) -> list[Named]:
         """The squares of this rank's parts after the update."""
-        return [*self._found, *_of_moments(moments)]
+        return [*self._found, *moment_squares(trained_moments(moments))]
 
 
 def metric(
@@ -66,11 +59,10 @@ def metric(
     if changes is not None:
         parts = changes.found(moments)
     else:
-        (now,) = parts_of("params", own)
-        parts = [now, now._replace(name="updates", sums=torch.zeros_like(now.sums)), *_of_moments(moments)]
-    if grads:
-        parts = [named_squares("grads", grads), *parts]
-    norms = norms_of_squares(parts, own)
+        now = squares_of(own)
+        none = LeafSquares(now.leaves, torch.zeros_like(now.vector))
+        parts = [("params", now), ("updates", none), *moment_squares(trained_moments(moments))]
+    norms = norms_of_squares([("grads", grads), *parts] if grads else parts, own)
     nothing = {path: torch.full_like(x, torch.nan) for path, x in norms["params"].items()}
     return _ordered({"grads": nothing, **norms})
 
@@ -78,19 +70,14 @@ def metric(
 def differentiable_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
     """The same where a transform goes on through the update, of its trees."""
     before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
-    norms = {"params": norms_by_leaf(after), "grads": norms_by_leaf(grads)}
-    norms["updates"] = norms_by_leaf(after.map(torch.sub, before))
-    return _ordered(norms | moment_norms(trained_moments(moments)))
+    trees = {"params": after, "grads": grads, "updates": after.map(torch.sub, before)}
+    parts = [(name, squares_of(tree)) for name, tree in trees.items()]
+    return _ordered(norms_of_squares([*parts, *moment_squares(trained_moments(moments))], after))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     """At least in single precision, in which a difference of close values is exact."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _of_moments(moments: object) -> list[Squares]:
-    every = moments_by_name(trained_moments(moments)).items()
-    return [part for name, trees in every for tree in trees for part in parts_of(name, tree)]
 
 
 def _ordered(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> Metric:

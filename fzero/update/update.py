@@ -24,10 +24,10 @@ from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
 from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
+from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.state.squares import need_alike_beside
-from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
+from fzero.state.values import holds_values
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
@@ -291,7 +291,7 @@ class Update:
         """Says what keeps the old state from its store while nothing of it is lost, and lets nobody say it later."""
         entries = [each.writing.tree for each in self._entries]
         for tree in (self.old, *trees_of(self._state.moments), *entries, grads):
-            for buffer in (*tree.entries.values(), *tree.held_entries.values()):
+            for buffer in entries_of(tree):
                 if isinstance(buffer, Away):
                     buffer.tell()
         donated_to.add(self)

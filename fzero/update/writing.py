@@ -8,10 +8,9 @@ import torch
 
 from fzero.base import pages, private
 from fzero.comm.waits import finish_all
-from fzero.state.placing import memory_of, settle
+from fzero.state.placing import settle
 from fzero.state.sharded import Part, Sharded, group_of
 from fzero.stores.away import Away, Buffer, Wait
-from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
 
 Name = Key | Part
@@ -96,7 +95,7 @@ class Writing:
             if isinstance(buffer, Away):
                 host, takes = group_of(name) in self._on_host, name in self._taken
                 self.entries[name] = buffer.again(self._opened.pop(name), opened=host, takes=takes)
-            elif self._memory(name) != DEVICE:
+            else:
                 self.entries[name] = settle(self.tree, group_of(name), self.kind, buffer)
 
     def hold(self, key: Key, full: torch.Tensor) -> None:
@@ -107,9 +106,6 @@ class Writing:
             if isinstance(buffer, Away)
             else settle(self.tree, key, self.kind, full)
         )
-
-    def _memory(self, name: Name) -> object:
-        return memory_of(self.tree.layout.groups[group_of(name)].row, self.kind)
 
     def finished(self) -> Sharded:
         return self.tree.replaced(

@@ -30,11 +30,6 @@ def test_a_map_over_shards_is_one_over_the_whole() -> None:
     run_ranks(rank_main, 3)
 
 
-def test_it_says_what_it_holds() -> None:
-    tree = fz.train_step(lambda p: p, fz.sgd(0.1)).init({"w": torch.ones(2, 3)}).params
-    assert "w: (2, 3) in unit '(root)'" in repr(tree)
-
-
 @pytest.mark.parametrize("policy", [None, fz.Policy.compact16("4-bit"), fz.Policy.exact()])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_is_a_mapping_from_paths_to_slices(policy: Any, ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,37 +32,11 @@ def converted(rank: int, leaves: sliced.Shapes, chain: tuple[sliced.Over | None,
 
 
 @st.composite
-def chains(draw: st.DrawFn, blocks: bool = False) -> tuple[sliced.Shapes, tuple[sliced.Over | None, ...]]:
+def chains(draw: st.DrawFn, blocks: bool) -> tuple[sliced.Shapes, tuple[sliced.Over | None, ...]]:
     leaves = draw(sliced.shapes(blocks=blocks))
     first = draw(sliced.overs(leaves, blocks=blocks))
     others = st.one_of(st.none(), sliced.overs(leaves, ranks=first.ranks, blocks=blocks))
     return leaves, (first, *draw(st.lists(others, min_size=1, max_size=3)), first)
-
-
-@pytest.mark.usefixtures("hazards")
-@example(  # one dim that is cut in other parts, and two dims
-    chain=(
-        ((4, 7), (3, 6, 2)),
-        (
-            sliced.Over(1, 2, 0, (sliced.Cut(1), sliced.Cut(1, (4, 2)))),
-            sliced.Over(1, 2, 0, (sliced.Cut(1, (2, 5)), sliced.Cut(2))),
-            sliced.Over(1, 2, 0, (sliced.Cut(0), sliced.Cut(1))),
-            sliced.Over(1, 2, 0, (sliced.Cut(1), sliced.Cut(1, (4, 2)))),
-        ),
-    ),
-    policy="float64",
-)
-@given(chain=chains(), policy=st.sampled_from(sliced.ELEMENTWISE))
-def test_any_cut_becomes_any_other(chain: Any, policy: str) -> None:
-    leaves, overs = chain
-    run_ranks(functools.partial(converted, leaves=leaves, chain=overs, policy=policy), overs[0].ranks)
-
-
-@pytest.mark.usefixtures("hazards")
-@given(chain=chains(blocks=True), policy=st.sampled_from(["8-bit", "4-bit"]))
-def test_blocks_that_stay_together_keep_their_scales(chain: Any, policy: str) -> None:
-    leaves, overs = chain
-    run_ranks(functools.partial(converted, leaves=leaves, chain=overs, policy=policy), overs[0].ranks)
 
 
 @st.composite
@@ -71,37 +46,45 @@ def cut_leaves(draw: st.DrawFn, blocks: bool = False) -> tuple[sliced.Shapes, sl
     return leaves, over._replace(data=1, stage=0) if over.data == 3 else over  # a third of three alike is not exact
 
 
-def in_one_process(leaves: sliced.Shapes, policy: str) -> Any:
-    return sliced.whole(after_steps(0, leaves, None, policy))
+def with_policies(cases: Callable[[bool], st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Cases with a policy each; one whose elements share scales where blocks of them stay together."""
+    policies = {False: sliced.ELEMENTWISE, True: ["8-bit", "4-bit"]}
+    return st.booleans().flatmap(lambda blocks: st.tuples(cases(blocks), st.sampled_from(policies[blocks])))
 
 
-def after_steps(rank: int, leaves: sliced.Shapes, over: sliced.Over | None, policy: str) -> fz.TrainState:
+@pytest.mark.usefixtures("hazards")
+@example(  # one dim that is cut in other parts, and two dims
+    case=(
+        (
+            ((4, 7), (3, 6, 2)),
+            (
+                sliced.Over(1, 2, 0, (sliced.Cut(1), sliced.Cut(1, (4, 2)))),
+                sliced.Over(1, 2, 0, (sliced.Cut(1, (2, 5)), sliced.Cut(2))),
+                sliced.Over(1, 2, 0, (sliced.Cut(0), sliced.Cut(1))),
+                sliced.Over(1, 2, 0, (sliced.Cut(1), sliced.Cut(1, (4, 2)))),
+            ),
+        ),
+        "float64",
+    )
+)
+@given(case=with_policies(chains))
+def test_any_cut_becomes_any_other(case: Any) -> None:
+    (leaves, overs), policy = case
+    run_ranks(functools.partial(converted, leaves=leaves, chain=overs, policy=policy), overs[0].ranks)
+
+
+def after_steps(rank: int, leaves: sliced.Shapes, over: sliced.Over | None, policy: str) -> Any:
     dtype = torch.float64 if policy == "float64" else torch.float32
     step = sliced.step_over(over, leaves, sliced.POLICIES[policy])
-    return sliced.trained(step, sliced.params(leaves, dtype), steps=3)
-
-
-def gathered_after_steps(rank: int, leaves: sliced.Shapes, over: sliced.Over, policy: str) -> Any:
-    return sliced.whole(after_steps(rank, leaves, over, policy))
+    return sliced.whole(sliced.trained(step, sliced.params(leaves, dtype), steps=3))
 
 
 @pytest.mark.usefixtures("hazards")
-@given(case=cut_leaves(), policy=st.sampled_from(sliced.ELEMENTWISE))
-def test_rounded_to_the_same_bits_at_any_degree(case: Any, policy: str) -> None:
-    leaves, over = case
-    want = in_one_process(leaves, policy)
-    fn = functools.partial(gathered_after_steps, leaves=leaves, over=over, policy=policy)
-    for got in run_ranks(fn, over.ranks):
-        sliced.same_bits(got, want)
-
-
-@pytest.mark.usefixtures("hazards")
-@given(case=cut_leaves(blocks=True), policy=st.sampled_from(["8-bit", "4-bit"]))
-def test_scales_are_the_same_at_any_degree_where_blocks_stay_together(case: Any, policy: str) -> None:
-    leaves, over = case
-    want = in_one_process(leaves, policy)
-    fn = functools.partial(gathered_after_steps, leaves=leaves, over=over, policy=policy)
-    for got in run_ranks(fn, over.ranks):
+@given(case=with_policies(cut_leaves))
+def test_rounded_to_the_same_bits_at_any_degree(case: Any) -> None:
+    (leaves, over), policy = case
+    want = after_steps(0, leaves, None, policy)
+    for got in run_ranks(functools.partial(after_steps, leaves=leaves, over=over, policy=policy), over.ranks):
         sliced.same_bits(got, want)
 
 

@@ -68,7 +68,7 @@ def test_layout_is_aligned_and_covers_every_leaf_once(tree: Any, shards: int, po
             assert sum(pieces) == slot.numel
         assert group.numel - end < ALIGN * shards
         buffer = torch.arange(group.numel, dtype=torch.float64)
-        packed = layout.pack(key, group.views(buffer), torch.float64)
+        packed = group.full_of([*group.views(buffer).values()], buffer.dtype, buffer.device)
         for index, view in group.views(packed).items():
             assert_trees_equal(view, group.views(buffer)[index])
     assert sorted(seen) == list(range(len(layout.rows)))

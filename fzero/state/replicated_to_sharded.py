@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import torch
 
 from fzero.base.follow import follows
-from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, in_pieces, in_shards
 from fzero.state.sharded import Sharded
+from fzero.state.straight import as_used
 from fzero.state.whole import slice_at
 from fzero.table.layout import Key
 
 
-def entered(tree: Sharded, key: Key, value: torch.Tensor) -> torch.Tensor:
+def to_sharded(tree: Sharded, key: Key, value: torch.Tensor) -> torch.Tensor:
     """A value that is the same on all ranks, for a computation with this rank's slice of a group.
 
     Computed with as it is, every rank would have the part of its derivative that goes through its own slice.
@@ -27,13 +27,13 @@ def entered(tree: Sharded, key: Key, value: torch.Tensor) -> torch.Tensor:
     """
     group, rows = tree.layout.groups[key], tree.layout.rows
     if len({rows[slot.leaf].slices is None for slot in group.slots}) > 1:
-        return of_leaves(tree.only([key]), {slot.leaf: value for slot in group.slots})[key]
+        return leaf_values_to_sharded(tree.only([key]), {slot.leaf: value for slot in group.slots})[key]
     if group.row.cuts:
         value = in_shards(tree.axis, value)
     return _of_leaf(tree, group.slots[0].leaf, value)
 
 
-def of_leaves(tree: Sharded, values: Mapping[int, torch.Tensor]) -> dict[Key, torch.Tensor]:
+def leaf_values_to_sharded(tree: Sharded, values: Mapping[int, torch.Tensor]) -> dict[Key, torch.Tensor]:
     """A value of each leaf, the same on all ranks, once for each element of this rank's slices.
 
     Args:
@@ -90,10 +90,14 @@ def slice_in(tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype:
     return full if size == group.numel else full.narrow(0, tree.rank_of(key) * size, size).clone()
 
 
-def held_of(axis: Axis, shard: torch.Tensor, tag: str) -> torch.Tensor:
-    """The full buffer of a slice, in which others' are constants, as what goes on through a tree does by its slice."""
+def held_of(tree: Sharded, key: Key, values: torch.Tensor, dtype: torch.dtype | None, tag: str) -> torch.Tensor:
+    """The full buffer that is computed with, of the values of a slice of params.
+
+    Others' slices are constants in it, as what goes on through a tree does by its slice.
+    """
+    axis, own = tree.axis_of(key), as_used(tree.layout.groups[key].row.policy, values).to(dtype)
     if axis.size == 1:
-        return shard
-    every = Wire(tag, axis, shard.dtype, shard.dtype, shard.dtype).spread(shard.detach())
-    size, rank = shard.shape[0], axis.rank
-    return torch.cat([every[: rank * size], shard, every[(rank + 1) * size :]])
+        return own
+    every = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own.detach())
+    size, rank = own.shape[0], axis.rank
+    return torch.cat([every[: rank * size], own, every[(rank + 1) * size :]])
