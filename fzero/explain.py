@@ -17,9 +17,9 @@ from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.explaining.births import BACKWARD, FORWARD, Birth, Taint, fault_of
+from fzero.explaining.births import Birth, Taint, fault_of
 from fzero.explaining.operands import is_plain
-from fzero.explaining.report import STATE, UPDATE, Explanation, Fault, Overflow, short
+from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_state
@@ -186,34 +186,23 @@ class _Replay:
                 found.append(self._fault(*forward))
             elif pulled:
                 births = [(pair, path) for path, taint in pulled if (pair := fault_of(taint)) is not None]
-                pair, path = min(births, key=lambda each: each[0][0].at)
+                pair, path = min(births, key=lambda each: each[0][0].fault.at)
                 found.append(self._fault(*pair, path))
         return found
 
     def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
-        first = sum(self._sizes[: birth.microbatch]) if self._sizes else 0
-        return Fault(
-            phase=birth.phase,
-            kind=birth.kind,
+        made, became = birth.fault, end.fault
+        first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
+        return dataclasses.replace(
+            made,
             unit=birth.within.unit,
-            op=birth.op,
-            pulled=birth.pulled,
-            place=str(birth.place or ""),
-            leaf=birth.leaf or leaf,
-            source=birth.source,
-            microbatch=birth.microbatch,
-            examples=tuple([first + number for number in birth.examples]),
-            count=birth.count,
-            shape=birth.shape,
-            dtype=short(birth.dtype),
-            operands=birth.operands,
-            end="" if end is birth else f"from which {end.op} made NaN" + (f" at {end.place}" if end.place else ""),
-            at=birth.at,
+            leaf=made.leaf or leaf,
+            examples=tuple([first + number for number in made.examples]),
+            end="" if end is birth else f"from which {became.op} made NaN{became.place and f' at {became.place}'}",
         )
 
     def overflows(self) -> list[Overflow]:
-        found = self._values.large.items()
-        return [Overflow(*key, large.value, large.op, str(large.place or ""), 0) for key, large in found]
+        return [*self._values.large.values()]
 
 
 def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
