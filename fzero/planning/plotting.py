@@ -155,7 +155,7 @@ class View:
         """
         sides = [min(most, size) for size in (self.rows, self.columns)]
         down, across = [
-            ((torch.arange(n, dtype=torch.float64) + 0.5) * size / n).long()
+            ((torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) * size / n).long()
             for n, size in zip(sides, (self.rows, self.columns), strict=True)
         ]
         number = down[:, None] * self.columns + across  # of the element in the leaf
@@ -236,7 +236,7 @@ class _Panel:
             self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
             held = holdings.of(row.path, rank)
             hue = HUES[0 if held.dim is None else holdings.ranks.place(holdings.ranks.tensor, rank) % len(HUES)]
-            colors = torch.tensor([to_rgba(ELSEWHERE, PALER), to_rgba(hue, PALE), to_rgba(hue)])
+            colors = torch.tensor([to_rgba(ELSEWHERE, PALER), to_rgba(hue, PALE), to_rgba(hue)], device="cpu")
             right, top, bottom = x + 1 - MARGIN, y + NUMBER, y + NUMBER + (1 - 2 * MARGIN) * view.height
             image = colors[view.pixels(held)].numpy()
             self.axes.imshow(image, extent=(x + MARGIN, right, bottom, top), interpolation="nearest")
