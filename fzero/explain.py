@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -14,12 +13,13 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
 from fzero.base.interrupts import as_found
+from fzero.checkpoint.everyone import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.explaining.births import BACKWARD, FORWARD, Birth, Taint, fault_of
+from fzero.explaining.births import Birth, Taint, fault_of
 from fzero.explaining.operands import is_plain
-from fzero.explaining.report import STATE, UPDATE, Explanation, Fault, Overflow, short
+from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_state
@@ -114,8 +114,7 @@ def _explained(
     trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
-    reports = _from_all_ranks(axis, _RankReport(replay.faults(norms["grads"]), replay.overflows()))
-    every = [dataclasses.replace(each, rank=rank) for rank, other in enumerate(reports) for each in other.faults]
+    every, overflows = _from_all_ranks(axis, replay.faults(norms["grads"]), replay.overflows())
     came = [*_in_state(state, norms), *_in_extras(step, state)]
     faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
@@ -126,7 +125,7 @@ def _explained(
     return Explanation(
         fault=faults[0] if faults else None,
         faults=tuple(faults),
-        overflows=_joined(reports),
+        overflows=tuple(overflows),
         dtype=dtype,
         norms=norms,
         loss=None if replay.loss is None else float(replay.loss),
@@ -186,34 +185,23 @@ class _Replay:
                 found.append(self._fault(*forward))
             elif pulled:
                 births = [(pair, path) for path, taint in pulled if (pair := fault_of(taint)) is not None]
-                pair, path = min(births, key=lambda each: each[0][0].at)
+                pair, path = min(births, key=lambda each: each[0][0].fault.at)
                 found.append(self._fault(*pair, path))
         return found
 
     def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
-        first = sum(self._sizes[: birth.microbatch]) if self._sizes else 0
-        return Fault(
-            phase=birth.phase,
-            kind=birth.kind,
+        made, became = birth.fault, end.fault
+        first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
+        return dataclasses.replace(
+            made,
             unit=birth.within.unit,
-            op=birth.op,
-            pulled=birth.pulled,
-            place=str(birth.place or ""),
-            leaf=birth.leaf or leaf,
-            source=birth.source,
-            microbatch=birth.microbatch,
-            examples=tuple([first + number for number in birth.examples]),
-            count=birth.count,
-            shape=birth.shape,
-            dtype=short(birth.dtype),
-            operands=birth.operands,
-            end="" if end is birth else f"from which {end.op} made NaN" + (f" at {end.place}" if end.place else ""),
-            at=birth.at,
+            leaf=made.leaf or leaf,
+            examples=tuple([first + number for number in made.examples]),
+            end="" if end is birth else f"from which {became.op} made NaN{became.place and f' at {became.place}'}",
         )
 
     def overflows(self) -> list[Overflow]:
-        found = self._values.large.items()
-        return [Overflow(*key, large.value, large.op, str(large.place or ""), 0) for key, large in found]
+        return [*self._values.large.values()]
 
 
 def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
@@ -271,39 +259,19 @@ def _numbers(norms: Norms) -> dict[str, float]:
     return dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True)) if norms else {}
 
 
-# ---- between ranks
-
-
-class _RankReport(NamedTuple):
-    """What a rank has found."""
-
-    faults: list[Fault]
-    overflows: list[Overflow]
-
-
-def _from_all_ranks(axis: Axis, own: _RankReport) -> list[_RankReport]:
-    """What all ranks have found, in their order: those of a tensor axis beside each other."""
-    text = json.dumps([[dataclasses.asdict(each) for each in found] for found in own])
-    every = axis.exchange(text, "fz.explain")
-    if axis.tensor is not None:
-        every = [each for texts in axis.tensor.exchange(json.dumps(every), "fz.explain") for each in json.loads(texts)]
-    return [
-        _RankReport([_fault_from_json(x) for x in faults], [Overflow(**x) for x in large])
-        for faults, large in map(json.loads, every)
-    ]
-
-
-def _fault_from_json(said: dict[str, object]) -> Fault:
-    """A fault that JSON has brought, which has lists for tuples."""
-    return Fault(**{name: tuple(x) if isinstance(x, list) else x for name, x in said.items()})  # type: ignore[arg-type]
-
-
-def _joined(reports: Sequence[_RankReport]) -> tuple[Overflow, ...]:
-    """Of each unit and phase the largest of all ranks."""
-    largest: dict[tuple[str, str], Overflow] = {}
-    for rank, each in enumerate(reports):
-        for one in each.overflows:
-            known = largest.get((one.unit, one.phase))
-            if known is None or one.largest > known.largest:
-                largest[one.unit, one.phase] = dataclasses.replace(one, rank=rank)
-    return tuple(largest.values())
+def _from_all_ranks(
+    axis: Axis, faults: Sequence[Fault], overflows: Sequence[Overflow]
+) -> tuple[list[Fault], list[Overflow]]:
+    """What all ranks have found; of each unit and phase the largest overflow."""
+    own = [[dataclasses.asdict(each) for each in found] for found in (faults, overflows)]
+    every, largest = list[Fault](), dict[tuple[str, str], Overflow]()
+    for rank, text in enumerate(Everyone(axis).exchange(json.dumps(own), "fz.explain")):
+        theirs, large = json.loads(text)
+        for said in theirs:  # JSON has lists for tuples
+            fields = {name: tuple(x) if isinstance(x, list) else x for name, x in said.items()}
+            every.append(Fault(**{**fields, "rank": rank}))
+        for one in [Overflow(**{**said, "rank": rank}) for said in large]:
+            known = largest.setdefault((one.unit, one.phase), one)
+            if one.largest > known.largest:
+                largest[one.unit, one.phase] = one
+    return every, [*largest.values()]

@@ -45,7 +45,6 @@ Params = Mapping[str, Any]
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
-_calls: contextvars.ContextVar[tuple[_Copy, ...]] = variable("module_calls", ())  # copies on which calls run
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
 _outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable("module_leaves", {})
 
@@ -204,7 +203,7 @@ class Apply:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with as_found(), own.untouched.around_call(params), during(_units, units), during(_calls, (*_calls.get(), own)):
+        with as_found(), own.untouched.around_call(params), during(_units, units):
             with own.carrying(buffers) as new:
                 out = self._run(own, units, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
@@ -230,10 +229,9 @@ class Apply:
         where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
         copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
         own = copies.get(cuts)
-        if own is None or own.untouched.changed:
+        if own is None or own.untouched.changed or own.interrupts != passed():
             with without_dispatch_modes():  # others run on it later
                 own = copies[cuts] = _Copy(self, cuts)
-        own.put_right()
         own.used = 1 + max(each.used for each in copies.values())
         for other in sorted(copies, key=lambda cuts: copies[cuts].used)[:-COPIES]:
             if not copies[other].untouched.depth:
@@ -272,26 +270,12 @@ class _Copy:
         self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
         self.looks = synchronises or compiles  # at what compiled units do
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
-        self._interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
+        self.interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
         self.untouched = Untouched(module, reach, sources, of._originals, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
-
-    def put_right(self) -> None:
-        """Puts back what calls have left that an interrupt has ended; what its forward keeps in attributes stays."""
-        if self._interrupts == passed():
-            return
-        if self in _calls.get():
-            raise RuntimeError(
-                "apply: a call of the module calls it again, after an interrupt (Ctrl-C, SystemExit) within that call "
-                "was caught there. Let the interrupt end the whole call."
-            )
-        self.untouched.depth = 0
-        for places in (self.root.places, *([self.carried.places] if self.carried else ())):
-            places.put_back()
-        self._interrupts = passed()
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}

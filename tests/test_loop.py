@@ -570,12 +570,6 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
         assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))
 
 
-def kept_in(folder: Path, step: fz.Step) -> fz.TrainState:
-    found = fz.Checkpoints(folder).restore(step)
-    assert found is not None
-    return found[0]
-
-
 # ---- steps of other kinds
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fzero.base.places import Place
+from fzero.explaining.report import Fault
 
-FORWARD, BACKWARD = "forward", "backward"
 NAN, INF = "nan", "inf"
 
 
@@ -25,30 +24,14 @@ class Birth:
     """An operation that made what is not finite of what was, or a value that came so.
 
     Attributes:
-        at: its number among all operations of this rank.
-        kind: "nan" or "inf".
-        pulled: the operation whose pullback it belongs to; "" in a forward.
-        source: what came so: a leaf's path, an input's name; "" of an operation.
+        fault: what is said of it. Its examples are numbers in its microbatch, and `within` knows its unit.
         given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity. Or the engine
             has made it, as of memory that nobody has written to yet.
         of: where the infinities come from that this NaN is made of.
     """
 
-    at: int
-    microbatch: int
-    phase: str
-    kind: str
-    op: str
-    pulled: str
+    fault: Fault
     within: Within
-    place: Place | None
-    leaf: str | None
-    source: str
-    examples: tuple[int, ...]
-    count: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    operands: tuple[str, ...]
     given: bool = False
     of: frozenset[Birth] = field(default_factory=frozenset)
 
@@ -78,7 +61,7 @@ def fault_of(taint: Taint) -> tuple[Birth, Birth] | None:
 
 
 def _earliest(births: Iterable[Birth]) -> Birth:
-    return min(births, key=lambda birth: birth.at)
+    return min(births, key=lambda birth: birth.fault.at)
 
 
 def kinds_of(x: torch.Tensor) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-STATE, UPDATE = "state", "update"  # phases, beside forward and backward
+STATE, FORWARD, BACKWARD, UPDATE = "state", "forward", "backward", "update"  # phases
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Overflow:
     largest: float
     op: str
     place: str
-    rank: int
+    rank: int = 0
 
     def __str__(self) -> str:
         unit = f"unit {self.unit!r}" if self.unit else "outside of units"

@@ -6,6 +6,7 @@ that it takes is so; from there its births are followed through memory to what t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
@@ -25,7 +26,7 @@ from fzero.engine.op import UnitOp
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
 from fzero.engine.traversal import known as known_leaves
-from fzero.explaining.births import BACKWARD, FORWARD, INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
+from fzero.explaining.births import INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
 from fzero.explaining.operands import (
     Operand,
     Operator,
@@ -36,18 +37,11 @@ from fzero.explaining.operands import (
     overwritten_by,
     writes,
 )
+from fzero.explaining.report import BACKWARD, FORWARD, Fault, Overflow, short
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
 from fzero.table.layout import Group, Key
 from fzero.table.spec import Spec
-
-
-class Large(NamedTuple):
-    """The largest finite magnitude beyond a limit that the operations of a unit made in one phase."""
-
-    value: float
-    op: str
-    place: Place | None
 
 
 class _Op(NamedTuple):
@@ -87,7 +81,7 @@ class Values(dispatch.TorchDispatchMode):
         self._sources: dict[tuple[int, int, str], Birth] = {}
         self._call: tuple[FrameType, Within] | None = None  # of a unit that is a plain call
         self._present: object = None
-        self.large: dict[tuple[str, str], Large] = {}
+        self.large: dict[tuple[str, str], Overflow] = {}
         self.left: dict[int, Taint] = {}
         self.pulled: list[tuple[int, str, Taint]] = []
 
@@ -222,8 +216,8 @@ class Values(dispatch.TorchDispatchMode):
         if not self._limit < value < 0.5 * torch.finfo(own.tensor.dtype).max:  # where masks have their numbers
             return
         key = (op.within.unit or ROOT, self.phase)
-        if key not in self.large or value > self.large[key].value:
-            self.large[key] = Large(value, op.name, op.place)
+        if key not in self.large or value > self.large[key].largest:
+            self.large[key] = Overflow(*key, value, op.name, str(op.place or ""))
 
     # ---- what is not finite
 
@@ -270,7 +264,7 @@ class Values(dispatch.TorchDispatchMode):
             if birth is None:
                 op = _Op("", Within(self._layout.key_of[leaf][0].unit if leaf else None), None)
                 birth = self._birth(kind, x, op, (), kind == INF and not has_nan and not bool((x == math.inf).any()))
-                birth.leaf, birth.source = leaf, source
+                birth.fault = dataclasses.replace(birth.fault, leaf=leaf, source=source)
                 self._sources[known] = birth
             found.append(frozenset({birth}))
         return Taint(*found)
@@ -287,25 +281,22 @@ class Values(dispatch.TorchDispatchMode):
         pulled = None if in_function.get() else self._pulled_op()
         leaves = [(max(abs(each.low), abs(each.high)), self._leaf(each.tensor)) for each in before]
         leaf = max([(size, path) for size, path in leaves if path is not None and size == size], default=(0, None))[1]
-        return Birth(
-            at=self._at,
-            microbatch=self.microbatch,
+        fault = Fault(
             phase=self.phase,
             kind=kind,
             op=op.name,
             pulled="" if pulled is None else pulled.name,
-            within=op.within,
-            place=op.place,
+            place=str(op.place or ""),
             leaf=leaf,
-            source="",
+            microbatch=self.microbatch,
             examples=examples_of(x, self._batch),
             count=int((~x.isfinite()).sum()),
             shape=tuple(x.shape),
-            dtype=x.dtype,
+            dtype=short(x.dtype),
             operands=tuple(described(each.tensor, each.low, each.high, kinds_of(each.tensor)) for each in before),
-            given=given or op.engine,
-            of=of,
+            at=self._at,
         )
+        return Birth(fault, op.within, given or op.engine, of)
 
     def _leaf(self, x: torch.Tensor) -> str | None:
         """The path of the leaf that a tensor lies in."""

@@ -39,7 +39,7 @@ def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function
         What has others that a function of the module calls do so, too, where those of all kinds do.
     """
     for path, layer in _synchronised(module, every):
-        layer.forward = types.MethodType(_forward_of(path, _own_forward(layer)), layer)
+        layer.forward = _forward_of(path, layer)
     return functools.partial(_inside, functools.partial(_label, module)) if every else lambda run: run
 
 
@@ -90,16 +90,11 @@ def _is_torchs(layer: nn.Module) -> bool:
     return type(layer).forward is nn.SyncBatchNorm.forward and "forward" not in vars(layer)
 
 
-def _own_forward(layer: nn.Module) -> Callable[..., object]:
-    """A layer's forward as a function of it: of torch's synchronised one that which it has on one rank."""
-    wrapped = vars(layer).get("forward")
-    if wrapped is not None:
-        return lambda _, *args, **kwargs: wrapped(*args, **kwargs)
-    return _BatchNorm.forward if _is_torchs(layer) else type(layer).forward
+def _forward_of(path: str, layer: nn.Module) -> Callable[..., object]:
+    """A layer's forward over ranks; of torch's synchronised one that which it has on one rank."""
+    run = types.MethodType(_BatchNorm.forward, layer) if _is_torchs(layer) else layer.forward
 
-
-def _forward_of(path: str, run: Callable[..., object]) -> Callable[..., object]:
-    def forward(layer: nn.Module, *args: object, **kwargs: object) -> object:
+    def forward(*args: object, **kwargs: object) -> object:
         return _over_ranks(path, run, layer, args, kwargs)
 
     return forward
@@ -113,7 +108,7 @@ def _over_ranks(
         _need_spanned(path, layer, axes)
     call = Call(path, axes, layer.running_mean)
     with during(running, call), OverRanks() if axes else contextlib.nullcontext():
-        out = run(layer, *args, **kwargs)
+        out = run(*args, **kwargs)
     if axes and not call.ran:
         raise ValueError(
             f"apply: the forward of batch norm {path!r}, a {type(layer).__name__} in training, calls neither "

@@ -67,7 +67,6 @@ class Carried:
         first = {id(x): name for name, x in values_of(module).items()}
         self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
         self._owners = {name: id(registry) for name, (registry, _) in self.places.of.items()}
-        self._placeholders = {id(x): name for name, x in every.items()}
         alike = others_in(module) if synchronises else ()
         self._alike = [name for name in self.names if name in alike]
 

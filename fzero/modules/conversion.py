@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +42,6 @@ class CutLeaf(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Over(Protocol):
-    """What leaves are cut over."""
-
-    @property
-    def axis(self) -> Axis: ...
-
-    @property
-    def sequence(self) -> bool: ...
-
-
 class _Apart(Absent):
     """A leaf that is cut, where its module's own forward does not run."""
 
@@ -83,8 +73,10 @@ class Converted:
         then: what is done to its results.
     """
 
-    def __init__(self, path: str, module: nn.Module, cut: Sequence[CutLeaf], cuts: Over) -> None:
-        self.path, self.module, self.axis, self.sequence = path, module, cuts.axis, cuts.sequence
+    def __init__(
+        self, path: str, module: nn.Module, cut: Sequence[CutLeaf], axis: Axis, sequence: bool
+    ) -> None:
+        self.path, self.module, self.axis, self.sequence = path, module, axis, sequence
         self.before = path + "." if path else ""
         self.cut = {leaf.name.removeprefix(self.before): leaf for leaf in cut}
         self.leaves: dict[str, object] = {}
@@ -200,7 +192,10 @@ class Converted:
         def features(input: torch.Tensor) -> torch.Tensor:
             self._need_no_slices(input)
             out = F.embedding(input, _value(self.leaves["weight"]), module.padding_idx)
-            return out if leaf.style == "column" else self._shed(self._gathered(out, -1, slices))
+            if leaf.style == "column":
+                return out
+            out = self._gathered(out, -1, slices)
+            return piece.cut(out, self.axis) if self.sequence else out
 
         if slices.dim == 1:
             return features
@@ -274,10 +269,6 @@ class Converted:
     def _total(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of [..., tokens, features], of which each keeps a piece of the tokens in sequences."""
         return piece.scattered(partial, self.axis) if self.sequence else maps.sum(partial, self.axis)
-
-    def _shed(self, x: torch.Tensor) -> torch.Tensor:
-        """A whole [..., tokens, features], the same."""
-        return piece.cut(x, self.axis) if self.sequence else x
 
     def _piece(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
         """This rank's piece of what a row takes, which it is already if a column came before."""

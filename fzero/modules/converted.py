@@ -90,7 +90,7 @@ def converted(
     once: dict[int, Converted] = {}  # a module may be at two paths
     for path, leaves in by_module.items():
         own = module.get_submodule(path)
-        made[path] = once[id(own)] = once.get(id(own)) or Converted(path, own, leaves, cuts)
+        made[path] = once[id(own)] = once.get(id(own)) or Converted(path, own, leaves, cuts.axis, cuts.sequence)
     for path, own in module.named_modules(remove_duplicate=False):
         _share_heads(path, own, made, cuts)
     for each in {id(each): each for each in made.values()}.values():
@@ -129,7 +129,7 @@ def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], cuts:
     chosen = [head // heads.groups for head in range(start, start + size)]
     for name, key in zip(("k_proj", "v_proj"), keys, strict=True):
         if key is None:
-            key = made[before + name] = Converted(before + name, getattr(module, name), (), cuts)
+            key = made[before + name] = Converted(before + name, getattr(module, name), (), axis, cuts.sequence)
         elif key.cut["weight"].style == "column":
             key.cut["weight"] = key.cut["weight"]._replace(style="column_gather")
         key.then = functools.partial(_chosen_heads, axis, heads.dim, chosen)

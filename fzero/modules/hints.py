@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -114,13 +115,5 @@ def _plan_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def _found(plan: Mapping[str, str], name: str) -> str:
     """The style of a name; stars of patterns are numbers."""
-    if name in plan:
-        return plan[name]
-    words = name.split(".")
-    for pattern, style in plan.items():
-        parts = pattern.split(".")
-        if len(parts) == len(words) and all(
-            part == word or (part == "*" and word.isdigit()) for part, word in zip(parts, words, strict=True)
-        ):
-            return style
-    return ""
+    forms = {re.escape(pattern).replace(r"\*", r"\d+"): style for pattern, style in plan.items()}
+    return plan.get(name) or next((style for form, style in forms.items() if re.fullmatch(form, name)), "")

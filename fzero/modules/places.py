@@ -45,8 +45,7 @@ class Places:
             for name in getattr(owner, registry)
         }
         self.of.update(apart)
-        self._before = {name: owner[own] for name, (owner, own) in self.of.items()}
-        held = {name: param for name, param in self._before.items() if param is not None}
+        held = {name: owner[own] for name, (owner, own) in self.of.items()}
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
     def now(self, leaves: Leaves) -> Leaves:
@@ -62,14 +61,6 @@ class Places:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
         with _Installed(self, leaves):
             return run(*args, **kwargs)
-
-    def put_back(self) -> None:
-        """Puts there what stood there at first, whatever an interrupt has left."""
-        for name, (owner, own) in self.of.items():
-            owner[own] = self._before[name]
-        for placeholder, others in self.elsewhere.values():
-            for place in others:
-                place.put(placeholder, placeholder)
 
     def installed(self, leaves: Leaves) -> _Installed:
         """Inside, these leaves are the module's params, also where they are held besides their module."""

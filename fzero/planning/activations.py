@@ -13,6 +13,7 @@ from fzero.base import pytree, thread_state
 from fzero.base.context import during, own_copies, proves
 from fzero.base.flops import Flops
 from fzero.engine.named import Unit, looking
+from fzero.planning.words import table
 from fzero.table.handle import storage_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.names import EVERY_NAME, need_given
@@ -70,9 +71,9 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
         with during(looking, found.append), during(proves, False), Flops() as flops:
             out, pullback, *_ = looks.vjp(state, *fake, argnums=())
             pullback(pytree.map_leaves(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, out))
-        table, given = step.table(state.layout), {name for unit in found for name in unit.run.names}
-        need_given(table.names, given)
-        return _alike(found, table.units), flops.total
+        rows, given = step.table(state.layout), {name for unit in found for name in unit.run.names}
+        need_given(rows.names, given)
+        return _alike(found, rows.units), flops.total
 
 
 def without_axis(step: Spec) -> Spec:
@@ -123,8 +124,7 @@ def activation_lines(activations: Sequence[Activations], total: int) -> list[str
     for each in activations:
         if each.chosen not in each.choices:
             body.append(_cells(each, each.chosen, total))
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [head, ["-" * w for w in widths], *body]]
+    return table(head, body)
 
 
 def _cells(each: Activations, choice: Choice, total: int) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
 from fzero.planning.update import Taken, taken
-from fzero.planning.words import HEAD, by_name, cells, sent_as
+from fzero.planning.words import HEAD, by_name, cells, sent_as, table
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
@@ -165,10 +165,7 @@ class Plan:
         return f"Plan({leaves} on {ranks}; print it to see its table)"
 
     def __str__(self) -> str:
-        head, body = self._table()
-        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-        body = [head, ["-" * width for width in widths], *body]
-        return "\n".join(["  ".join(map(str.ljust, line, widths)).rstrip() for line in body] + ["", *self._lines()])
+        return "\n".join([*table(*self._table()), "", *self._lines()])
 
     def _repr_html_(self) -> str:
         lines, most = self._lines(), len(self.header)

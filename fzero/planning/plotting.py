@@ -8,7 +8,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.rows import KINDS, Row
@@ -22,6 +24,7 @@ HUES = ("#2f6db3", "#d9822b", "#3a9161", "#b5467c", "#7759b5", "#8c6d31", "#2b9c
 LINES = TEXT = "#7b7b7b"  # read alike on white and on black, as pictures have no background
 ELSEWHERE = "#808080"
 PALE, PALER = 0.35, 0.15  # opacity
+PIXELS = 96  # of a side of a leaf
 
 
 def new_axes(width: float, height: float) -> Axes:
@@ -121,83 +124,55 @@ class Grid:
         return ", ".join(words)
 
 
-class Box(NamedTuple):
-    """A part of a leaf, whose sides are 1: from the left, from the top."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-
-
 @dataclass(frozen=True)
 class View:
     """A leaf as a rectangle: the dim that is cut lies across, but for the first of several, which lies down.
 
     Attributes:
+        shape: of the leaf.
         rows, columns: its elements, row-major.
-        unit: rows, or columns, for one element of the dim that is cut.
     """
 
+    shape: tuple[int, ...]
     rows: int
     columns: int
-    down: bool
-    unit: int
 
     @staticmethod
     def of(shape: Sequence[int], dim: int | None) -> View:
-        down = dim in (None, 0) and len(shape) > 1
-        rows = math.prod(shape[: 1 if down else dim or 0])
-        columns = math.prod(shape) // rows
-        return View(rows, columns, down, 1 if down else math.prod(shape[(dim or 0) + 1 :]))
+        rows = math.prod(shape[: 1 if dim in (None, 0) and len(shape) > 1 else dim or 0])
+        return View(tuple(shape), rows, math.prod(shape) // rows)
 
     @property
     def height(self) -> float:
         """The height of the rectangle for a width of 1, within limits."""
         return min(max(self.rows / self.columns, 0.2), 0.8)
 
-    def pieces(self, held: Held) -> list[tuple[int, int]]:
-        """(start, size) of a rank's slice, in rows or columns of the leaf."""
+    def pixels(self, held: Held, most: int = PIXELS) -> torch.Tensor:
+        """A picture of what a rank holds, of at most so many pixels a side, each that of the element in its middle.
+
+        Returns:
+            [height, width] of 0 (on other ranks of the tensor axis), 1 (the rank's slice), 2 (its flat piece of that).
+        """
+        sides = [min(most, size) for size in (self.rows, self.columns)]
+        down, across = [
+            ((torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) * size / n).long()
+            for n, size in zip(sides, (self.rows, self.columns), strict=True)
+        ]
+        number = down[:, None] * self.columns + across  # of the element in the leaf
         if held.dim is None:
-            return [(0, self.rows if self.down else self.columns)]
-        return [(start * self.unit, size * self.unit) for start, size in held.ranges if size]
+            return 1 + ((number >= held.start) & (number < held.stop)).long()
+        inner = math.prod(self.shape[held.dim + 1 :])
+        index, place = number // inner % self.shape[held.dim], torch.full_like(number, -1)
+        for begin, (start, size) in zip(_begins(held), held.ranges, strict=True):
+            place = torch.where((index >= start) & (index < start + size), begin + index - start, place)
+        own = sum(size for _, size in held.ranges)
+        number = (number // (inner * self.shape[held.dim]) * own + place) * inner + number % inner  # in the slice
+        return (place >= 0) * (1 + ((number >= held.start) & (number < held.stop)).long())
 
-    def slices(self, held: Held) -> list[Box]:
-        """A rank's slice."""
-        return [self._box(0, self._across, start, size) for start, size in self.pieces(held)]
 
-    def own(self, held: Held) -> list[Box]:
-        """The flat piece of a rank's slice: the end of a row, whole rows, the beginning of one."""
-        width = self.columns if self.down else sum(size for _, size in self.pieces(held))
-        start, boxes = held.start, list[Box]()
-        while start < held.stop:
-            row, left = divmod(start, width)
-            whole = 0 if left else (held.stop - start) // width
-            right = width if whole else min(width, left + held.stop - start)
-            boxes += self._placed(held, row, row + max(whole, 1), left, right)
-            start += max(whole, 1) * (right - left)
-        return boxes
-
-    @property
-    def _across(self) -> int:
-        return self.columns if self.down else self.rows
-
-    def _placed(self, held: Held, top: int, bottom: int, left: int, right: int) -> Iterator[Box]:
-        """A block of rows and columns of a slice, where they lie in the leaf."""
-        begin, end = (top, bottom) if self.down else (left, right)
-        other = (left, right - left) if self.down else (top, bottom - top)
-        done = 0
-        for start, size in self.pieces(held):
-            low, high = max(begin, done), min(end, done + size)
-            if low < high:
-                yield self._box(*other, start + low - done, high - low)
-            done += size
-
-    def _box(self, other: int, extent: int, start: int, size: int) -> Box:
-        """A box of `size` rows (or columns) from `start`, and of `extent` columns (or rows) from `other`."""
-        if self.down:
-            return Box(other / self.columns, start / self.rows, extent / self.columns, size / self.rows)
-        return Box(start / self.columns, other / self.rows, size / self.columns, extent / self.rows)
+def _begins(held: Held) -> list[int]:
+    """Where each range of a slice begins in it."""
+    return list(itertools.accumulate([size for _, size in held.ranges], initial=0))[:-1]
 
 
 # ---- drawing
@@ -250,6 +225,9 @@ class _Panel:
     cell: float
 
     def draw(self, holdings: Holdings, row: Row, view: View) -> None:
+        from matplotlib.colors import to_rgba
+        from matplotlib.patches import Rectangle
+
         grid, what = self.grid, "×".join(map(str, row.shape)) or "scalar"
         self._text(self.left, self.top - 0.75, row.path, ha="left", weight="bold")
         self._text(self.left, self.top - 0.35, f"{what}; {cuts_of(row, holdings.ranks)}", ha="left")
@@ -258,12 +236,12 @@ class _Panel:
             self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
             held = holdings.of(row.path, rank)
             hue = HUES[0 if held.dim is None else holdings.ranks.place(holdings.ranks.tensor, rank) % len(HUES)]
-            place = x + MARGIN, y + NUMBER, 1 - 2 * MARGIN
-            self._fill(place, view, [Box(0, 0, 1, 1)], facecolor=ELSEWHERE, alpha=PALER)
-            self._fill(place, view, view.slices(held), facecolor=hue, alpha=PALE)
-            self._fill(place, view, [Box(0, 0, 1, 1)], fill=False, edgecolor=LINES, linewidth=0.5)
-            # what is thinner than a line is still seen
-            self._fill(place, view, view.own(held), facecolor=hue, edgecolor=hue, linewidth=0.8)
+            colors = torch.tensor([to_rgba(ELSEWHERE, PALER), to_rgba(hue, PALE), to_rgba(hue)], device="cpu")
+            right, top, bottom = x + 1 - MARGIN, y + NUMBER, y + NUMBER + (1 - 2 * MARGIN) * view.height
+            image = colors[view.pixels(held)].numpy()
+            self.axes.imshow(image, extent=(x + MARGIN, right, bottom, top), interpolation="nearest")
+            sides = right - x - MARGIN, bottom - top
+            self.axes.add_patch(Rectangle((x + MARGIN, top), *sides, fill=False, edgecolor=LINES, linewidth=0.5))
         for line in range(grid.lines if len(grid.sizes) > 1 else 0):
             self._text(self.left - 0.1, self.top + (line + 0.5) * self.cell, grid.label(line), ha="right")
         self._text(self.left + grid.columns / 2, self.top + grid.lines * self.cell + 0.25, f"{[*grid.sizes][-1]} →")
@@ -271,15 +249,6 @@ class _Panel:
     def _text(self, x: float, y: float, text: str, ha: str = "center", color: str = TEXT, **more: object) -> None:
         size = more.pop("size", 8)
         self.axes.text(x, y, text, ha=ha, va="center", color=color, fontsize=size, **more)
-
-    def _fill(self, place: tuple[float, float, float], view: View, boxes: Sequence[Box], **look: object) -> None:
-        from matplotlib.patches import Rectangle
-
-        x, y, width = place
-        height = view.height * width
-        for box in boxes:
-            corner = x + box.left * width, y + box.top * height
-            self.axes.add_patch(Rectangle(corner, box.width * width, box.height * height, **{"linewidth": 0, **look}))
 
 
 def _legend(rows: Sequence[Row]) -> list[object]:

@@ -198,13 +198,6 @@ def moved(pieces: Sequence[Piece]) -> dict[str, tuple[int, int]]:
     }
 
 
-def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    out = collections.defaultdict[str, list[Piece]](list)
-    for piece in pieces:
-        out[piece.unit].append(piece)
-    return out
-
-
 def peak(
     step: Spec, pieces: Sequence[Piece], layout: Layout, made: Taken, gathered: Mapping[str, int]
 ) -> dict[str, int]:
@@ -328,14 +321,14 @@ def _updating(step: Spec, pieces: Sequence[Piece]) -> dict[str, int]:
     """Memory -> bytes that an update takes there beside what runs, and beside what the optimizer makes."""
     copied = [piece for piece in pieces if piece.copies]
     out: dict[str, int] = {memory: _taken(memory, pieces) + _taken(memory, copied) for memory in MEMORIES}
-    brought = collections.Counter[str]()
+    brought, down = collections.Counter[str](), collections.Counter[str]()
     for piece in pieces:
+        down[piece.unit] += piece.down
         passes = piece.reads if piece.kind in ("params", "moments") else 1
         if piece.memory == DISK or (piece.memory == HOST and passes):
             brought[piece.unit] += piece.nbytes
-    down = [sum(p.down for p in own) for own in _by_unit(pieces).values()]
     by_group = step.optimizer.by_group
-    out[HOST] += max(down, default=0) if by_group else sum(down)
+    out[HOST] += max(down.values(), default=0) if by_group else down.total()
     waiting = step.optimizer.exchanges if step.optimizer.paused else 0  # of as many units, each for another one
     out[DEVICE] += sum(heapq.nlargest(2 + waiting if by_group else len(brought), brought.values()))
     return out

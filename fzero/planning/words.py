@@ -16,6 +16,12 @@ from fzero.table.rows import Kept, Row
 HEAD = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
 
 
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: its head, a rule, and its rows."""
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [head, ["-" * w for w in widths], *body]]
+
+
 def cells(row: Row) -> tuple[str, ...]:
     policy, whole = row.policy, " (full)" if row.held else ""
     assert policy.compute and policy.reduce

@@ -268,42 +268,54 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def losses(code: Any) -> Any:
-    torch.manual_seed(0)
-    apply, params = fz.functional(Between(code).to(F64))
-    return (lambda p, x: apply(p, x).square().mean()), params
-
-
-def grads(code: Any, sequence: bool, x: torch.Tensor, ranks: int) -> list[Any]:
-    """Of each rank, those of the first run, and of a second one, in which nothing is followed."""
-    loss, params = losses(code)
+def tensor_vjps(
+    loss: Any, params: Any, plan: Any, *inputs: Any, ranks: int = 2, runs: int = 1, zero3: bool = False, **options: Any
+) -> list[Any]:
+    """(output, whole gradients) of each rank and run, cut over a tensor axis; `wrap` is a transform of the step."""
+    wrap = options.pop("wrap", lambda step: step)
 
     def rank_main(rank: int) -> Any:
-        step = fz.train_step(loss, fz.sgd(0.1))
-        step = fz.shard_tensor(step, {"up": "column", "down": "row"}, sequence=sequence)
+        mesh = torch.distributed.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), plan, mesh=mesh, **options)
+        step = wrap(fz.shard_zero3(step, mesh=mesh, axis="dp") if zero3 else step)
         state = step.init(params)
-        runs = [step.vjp(state, x) for _ in range(2)]
-        return [(out, dict(fz.gather(pullback(torch.ones_like(out))[0]))) for out, pullback in runs]
+        found = [step.vjp(state, *inputs) for _ in range(runs)]
+        return [(out, dict(fz.gather(pullback(torch.ones_like(out))[0]))) for out, pullback in found]
 
-    return [each for own in run_ranks(rank_main, ranks) for each in own]
+    return [each for own in run_ranks(rank_main, ranks, timeout=200) for each in own]
+
+
+def need_equal(loss: Any, params: Any, found: list[Any]) -> None:
+    """Every rank and run has the values and the gradients of one process."""
+    want, value = torch.func.grad_and_value(loss)(dict(params))
+    for out, own in found:
+        assert_trees_close((out, own), (value, want), rtol=1e-10, atol=1e-12)
+
+
+def squares(module: nn.Module, x: torch.Tensor) -> Any:
+    """The mean square of a module's output as a function of its params, and these."""
+    apply, params = fz.functional(module.to(F64))
+    return (lambda p: apply(p, x).square().mean()), params
+
+
+PLAN = {"*up": "column", "*down": "row"}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", sorted(EQUAL))
 def test_equal(name: str, sequence: bool) -> None:
-    x = torch.randn(2, 6, WIDTH, dtype=F64)
-    loss, params = losses(EQUAL[name])
-    want, value = torch.func.grad_and_value(loss)(dict(params), x)
-    for ranks in (2, 3) if NIGHTLY else (2 + (len(name) + sequence) % 2,):
-        for found, own in grads(EQUAL[name], sequence, x, ranks):
-            assert_trees_close((found, own), (value, want), rtol=1e-10, atol=1e-12)
+    torch.manual_seed(0)
+    loss, params = squares(Between(EQUAL[name]), torch.randn(2, 6, WIDTH, dtype=F64))
+    for ranks in (2, 3) if NIGHTLY else (2 + (len(name) + sequence) % 2,):  # in a second run nothing is followed
+        need_equal(loss, params, tensor_vjps(loss, params, PLAN, ranks=ranks, runs=2, sequence=sequence))
 
 
 @pytest.mark.parametrize(("name", "sequence"), by_turns(sorted(REFUSED), [False, True]))
 def test_refused(name: str, sequence: bool) -> None:
     refused = r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives|is partial"
+    loss, params = squares(Between(REFUSED[name]), torch.randn(2, 6, WIDTH, dtype=F64))
     with pytest.raises(RankError, match=refused):
-        grads(REFUSED[name], sequence, torch.randn(2, 6, WIDTH, dtype=F64), 2)
+        tensor_vjps(loss, params, PLAN, sequence=sequence)
 
 
 class First(nn.Module):
@@ -346,49 +358,25 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("remat", [False, True])
 def test_modules(made: Any, sequence: bool, remat: bool) -> None:
     torch.manual_seed(0)
-    apply, params = fz.functional(made().to(F64))
-    x = torch.randn(2, 6, WIDTH, dtype=F64)
-    loss = lambda p: apply(p, x).square().mean()
-    want = torch.func.grad(loss)(dict(params))
-    plan: dict[str, Any] = {"up": "column", "down": "row"} | ({"scale.gamma": 0} if made is Scaled else {})
-
-    def rank_main(rank: int) -> Any:
-        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), plan, sequence=sequence)
-        step = fz.remat(step) if remat else step
-        state = step.init(params)
-        runs = [step.vjp(state) for _ in range(2)]
-        return [dict(fz.gather(pullback(torch.ones((), dtype=F64))[0])) for _, pullback in runs]
-
-    for found in itertools.chain.from_iterable(run_ranks(rank_main, 2)):
-        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+    loss, params = squares(made(), torch.randn(2, 6, WIDTH, dtype=F64))
+    plan: dict[str, Any] = PLAN | ({"scale.gamma": 0} if made is Scaled else {})
+    wrap = fz.remat if remat else lambda step: step
+    need_equal(loss, params, tensor_vjps(loss, params, plan, runs=2, sequence=sequence, wrap=wrap))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_between_units(stage: int) -> None:
     """Each element of a Sequential is a unit: what varies goes from one to the next."""
-    x = torch.randn(2, 6, WIDTH, dtype=F64)
-
-    def grads_of(between: nn.Module) -> Any:
+    for between in (nn.Softmax(-1), nn.LogSoftmax(-1), nn.GELU()):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, INNER), between, nn.Linear(INNER, WIDTH)).to(F64)
-        apply, params = fz.functional(model)
-        loss = lambda p: apply(p, x).square().mean()
-
-        def rank_main(rank: int) -> Any:
-            mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-            step = fz.train_step(loss, fz.sgd(0.1))
-            step = fz.shard_tensor(step, {"0": "column", "2": "row"}, mesh=mesh)
-            step = fz.shard_zero3(step, mesh=mesh, axis="dp") if stage else step
-            return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
-
-        return run_ranks(rank_main, 2), torch.func.grad(loss)(dict(params))
-
-    for between in (nn.Softmax(-1), nn.LogSoftmax(-1)):
+        model = nn.Sequential(nn.Linear(WIDTH, INNER), between, nn.Linear(INNER, WIDTH))
+        loss, params = squares(model, torch.randn(2, 6, WIDTH, dtype=F64))
+        run = functools.partial(tensor_vjps, loss, params, {"0": "column", "2": "row"}, zero3=stage == 3)
+        if isinstance(between, nn.GELU):
+            need_equal(loss, params, run())
+            continue
         with pytest.raises(RankError, match="outputs of module '0' are cut"):
-            grads_of(between)
-    found, want = grads_of(nn.GELU())
-    for own in found:
-        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+            run()
 
 
 class ByHand(nn.Module):
@@ -467,22 +455,14 @@ def test_heads_of_keys_by_rank(heads: int, keys: int, ranks: int, grouped: bool)
             out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
             return self.o(out.transpose(1, 2).flatten(2))
 
-    apply, params = fz.functional(Grouped().to(F64))
-    loss = lambda p: apply(p, x).square().mean()
-    want = torch.func.grad(loss)(dict(params))
+    loss, params = squares(Grouped(), x)
     plan = {f"{name}.*": fz.parallel.cut("column", multiple=2) for name in "qkv"}
     plan["o.*"] = fz.parallel.cut("row", multiple=2)
-
-    def rank_main(rank: int) -> Any:
-        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), plan)
-        return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
-
     if keys % ranks:
         with pytest.raises(RankError, match=r"attention' goes over the dim|this rank's slices of what 'q' gives"):
-            run_ranks(rank_main, ranks)
-        return
-    for found in run_ranks(rank_main, ranks):
-        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+            tensor_vjps(loss, params, plan, ranks=ranks)
+    else:
+        need_equal(loss, params, tensor_vjps(loss, params, plan, ranks=ranks))
 
 
 class InUnits(nn.Module):
@@ -499,29 +479,17 @@ class InUnits(nn.Module):
 def test_compiled_units(name: str, remat: bool) -> None:
     """Compiled code is not watched: it runs once the same code was, if nothing had to be done for slices."""
     torch.manual_seed(0)
-    x = torch.randn(2, 6, WIDTH, dtype=F64)
-    apply, params = fz.functional(InUnits((EQUAL | REFUSED)[name]).to(F64))
-    loss = lambda p: apply(p, x).square().mean()
-
-    def rank_main(rank: int) -> Any:
-        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"*.up": "column", "*.down": "row"}, mesh=mesh)
-        step = fz.compile(fz.shard_zero3(step, mesh=mesh, axis="dp"))
-        step = fz.remat(step) if remat else step
-        state = step.init(params)
-        return [dict(fz.gather(step.vjp(state)[1](torch.ones((), dtype=F64))[0])) for _ in range(3)]
-
+    loss, params = squares(InUnits((EQUAL | REFUSED)[name]), torch.randn(2, 6, WIDTH, dtype=F64))
+    wrap = lambda step: fz.remat(fz.compile(step)) if remat else fz.compile(step)
+    run = functools.partial(tensor_vjps, loss, params, PLAN, runs=3, zero3=True, wrap=wrap)
     if name in REFUSED:
         with pytest.raises(RankError, match=r"module 'blocks\.0\.up'"):
-            run_ranks(rank_main, 2)
+            run()
         return
-    want = torch.func.grad(loss)(dict(params))
     said = pytest.warns(UserWarning, match=r"'blocks.0' is not compiled, as what is whole meets slices in '\w+'")
     with said if name == "gate" else contextlib.nullcontext():
-        every = run_ranks(rank_main, 2, timeout=200)
-    for found in every:
-        for own in found:
-            assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+        found = run()
+    need_equal(loss, params, found)
 
 
 class Chooses(nn.Module):
@@ -555,17 +523,9 @@ def test_another_branch_of_a_compiled_unit() -> None:
 def test_random_numbers_within_a_checkpoint() -> None:
     """Which would draw others when it runs again: for slices each rank draws its own."""
     code = lambda h, x: checkpoint(lambda y: F.dropout(y, 0.5), h, use_reentrant=False)
-    apply, params = fz.functional(InUnits(code).to(F64))
-
-    def rank_main(rank: int) -> None:
-        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
-        step = fz.shard_tensor(step, {"*.up": "column", "*.down": "row"}, mesh=mesh)
-        step = fz.shard_zero3(step, mesh=mesh, axis="dp")
-        step.vjp(step.init(params), torch.ones(2, 6, WIDTH, dtype=F64))
-
+    loss, params = squares(InUnits(code), torch.ones(2, 6, WIDTH, dtype=F64))
     with pytest.raises(RankError, match=r"inside torch\.utils\.checkpoint, which would draw others"):
-        run_ranks(rank_main, 2)
+        tensor_vjps(loss, params, PLAN, zero3=True)
 
 
 def test_a_checkpoint_in_a_unit_does_not_end_the_check_around() -> None:
@@ -650,29 +610,19 @@ class InContainers(nn.Module):
 @pytest.mark.parametrize("name", CONTAINERS)
 @pytest.mark.parametrize("remat", [False, True])
 def test_containers_between_units(name: str, remat: bool) -> None:
-    x = torch.randn(2, 6, WIDTH, dtype=F64)
+    torch.manual_seed(0)
+    plan: dict[str, Any] = {"units.0.layer": "column", "units.2.layer": "row", "*gamma": 0}
+    wrap = fz.remat if remat else lambda step: step
 
     def run(code: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        torch.manual_seed(0)
-        apply, params = fz.functional(InContainers(name, code).to(F64))
-        loss = lambda p: apply(p, x).square().mean()
-        plan: dict[str, Any] = {"units.0.layer": "column", "units.2.layer": "row", "*gamma": 0}
-
-        def rank_main(rank: int) -> Any:
-            mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-            step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1), units=["units.*"]), plan, mesh=mesh)
-            step = fz.shard_zero3(fz.remat(step) if remat else step, mesh=mesh, axis="dp")
-            return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
-
-        return run_ranks(rank_main, 2), torch.func.grad(loss)(dict(params))
+        loss, params = squares(InContainers(name, code), torch.randn(2, 6, WIDTH, dtype=F64))
+        return loss, params, tensor_vjps(loss, params, plan, zero3=True, wrap=wrap)
 
     if name in ("object", "closure"):
         with pytest.raises(RankError, match=r"returns an object of type .* Return what pytrees are made of"):
             run(torch.tanh)
         return
-    found, want = run(torch.tanh)
-    for own in found:
-        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+    need_equal(*run(torch.tanh))
     with pytest.raises(RankError, match=r"outputs of module .units.0.layer. are cut"):
         run(lambda h: h.softmax(-1))
 
@@ -818,15 +768,8 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
     torch.manual_seed(0)
     apply, params = fz.functional(Units(code).to(F64))
     x = torch.randn(2, 5, WIDTH, dtype=F64)
-    want = torch.func.grad(lambda p: apply(p, x * 1).square().mean())(dict(params))
-
-    def rank_main(rank: int) -> Any:
-        step = fz.train_step(lambda p, x: apply(p, x * 1).square().mean(), fz.sgd(0.1), units=["blocks.*"])
-        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        step = fz.shard_tensor(fz.shard_zero3(step, mesh=mesh), {"*.up": "column", "*.down": "row"}, mesh, "tp", True)
-        out, pullback = step.vjp(step.init(params), x)
-        return dict(fz.gather(pullback(torch.ones_like(out))[0]))
-
+    loss = lambda p: apply(p, x * 1).square().mean()
+    run = functools.partial(tensor_vjps, loss, params, PLAN, zero3=True, sequence=True)
     refused = {
         appends: "changes a list, a dict",
         rewrites: "changes a list, a dict",
@@ -835,10 +778,9 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
     }
     if code in refused:
         with pytest.raises(RankError, match=refused[code]):
-            run_ranks(rank_main, 2)
+            run()
     else:
-        for grads in run_ranks(rank_main, 2):
-            assert_trees_close(grads, want, rtol=1e-10, atol=1e-13)
+        need_equal(loss, params, run())
 
 
 class Heads(nn.Module):
