@@ -2,7 +2,7 @@
 
 But for those that others draw: losses and numbers of pullbacks before an update, several models in one loss
 (`test_programs`), accumulation (`transforms/test_accumulate`), a loss scale (`test_precision`), checkpoints in units
-and gradient penalties (`test_written`).
+and gradient penalties (`test_drawn`).
 
 Each at every stage, with and without recomputation, by day at stage 3 only with both, on two ranks, against the same
 mathematics in one process.
