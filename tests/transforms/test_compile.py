@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import by_turns
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -66,8 +67,7 @@ def run_three(step: fz.Step, params: Any, x: torch.Tensor) -> tuple[list[float],
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     """With a dropout, whose random numbers are the same."""
 
