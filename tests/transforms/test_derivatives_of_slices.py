@@ -145,8 +145,8 @@ def test_modules(
 
 
 def test_on_real_processes() -> None:
-    blocks = (("Attention", 1, True),)
-    plan = {**zoo.made(blocks, True).plan([True]), "embedding": "vocabulary"}
+    blocks = (("Attention", 1, True), ("Fused", 3, False))
+    plan = {**zoo.made(blocks, True).plan([True] * 2), "embedding": "vocabulary"}
     transform = functools.partial(transformed, plan=plan, stage=3, sequence=True, others=("remat",))
     make = functools.partial(module_of, blocks=blocks, tied=True, count=2)
     check(make, (2, 2), transform, True, backend="processes")
