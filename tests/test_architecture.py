@@ -168,7 +168,7 @@ def test_the_import_is_quick_and_says_nothing() -> None:
     quick is told by torch's own import, as machines differ, and one machine from hour to hour.
     """
     code = """
-        import gc, os, time
+        import gc, os, sys, time
         begun = time.process_time()
         import torch
         print(time.process_time() - begun, flush=True)
@@ -178,8 +178,8 @@ def test_the_import_is_quick_and_says_nothing() -> None:
                 begun = time.process_time()
                 import fzero
                 print(time.process_time() - begun, flush=True)
-                os._exit(0)
-            os.wait()
+                os._exit("hypothesis" in sys.modules or torch.distributed.is_initialized())
+            assert os.wait()[1] == 0
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,78 +39,57 @@ def test_step() -> None:
     assert "fzero ZeRO-2 of DDP" in out
 
 
-@at_length
-def test_overhead() -> None:
-    assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
-
-
-@at_length
-def test_update() -> None:
-    small = *"--log2 16 --only compact16".split(), "bf16, nearest"
-    assert "compiled by" in run("update.py", *small) and "no C++ compiler" in run("update.py", "--eager", *small)
-
-
-@at_length
-def test_muon() -> None:
-    out = run("muon.py", *"--width 16 --heads 2 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split())
-    assert "muon / (adamw + alone)" in out
-
-
-@at_length
-def test_channels() -> None:
-    out = run("channels.py", *"--mib 1 --rounds 1 --trips 10".split())
-    assert "round trip by a unix socket" in out and "round trip by TCP" in out
-
-
-@at_length
-def test_disk(tmp_path: Path) -> None:
-    out = run("disk.py", str(tmp_path), *"--mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split())
-    assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
-
-
 def test_resident(tmp_path: Path) -> None:
     grown = [float(line.split()[-1]) for line in run("resident.py", str(tmp_path)).splitlines() if "after step" in line]
     assert len(grown) == 3 and grown[-1] <= 0.25, "memory that is freed goes back"
 
 
-@at_length
-def test_offload(tmp_path: Path) -> None:
-    out = run(
-        "offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder".split(), str(tmp_path)
-    )
-    assert "losses agree" in out and "compact16, all away" in out and not list(tmp_path.iterdir())
+AXES = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split()
+AXES += ["--regimes", "float32", "--only", "torch TP", "torch TP, sequence", "fzero TP", "fzero TP, pure"]
+AXES += ["fzero TP, sequence", "fzero ZeRO-3"]
+SMALL = "--width 16 --heads 2"
+# a command, {folder} a new one -> what it prints
+AT_LENGTH: Sequence[tuple[Sequence[str], Sequence[str]]] = [
+    (["overhead.py", *TINY, "--blocks", "2"], ["a unit adds"]),
+    ([*"update.py --log2 16 --only compact16".split(), "bf16, nearest"], ["compiled by"]),
+    ([*"update.py --eager --log2 16 --only compact16".split(), "bf16, nearest"], ["no C++ compiler"]),
+    (
+        f"muon.py {SMALL} --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split(),
+        ["muon / (adamw + alone)"],
+    ),
+    ("channels.py --mib 1 --rounds 1 --trips 10".split(), ["round trip by a unix socket", "round trip by TCP"]),
+    (
+        "disk.py {folder} --mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split(),
+        ["write again", "read, not aligned"],
+    ),
+    (
+        ["offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder {folder}".split()],
+        ["losses agree", "compact16, all away"],
+    ),
+    ("remote.py --calls 5 --rounds 2 --mib 1".split(), ["processes", "share"]),
+    ("node.py --rounds 5".split(), ["direct"]),
+    (
+        "ensemble.py --members 3 --width 8 --layers 2 --batch 4 --rounds 2 --steps 1 --warmup 0".split(),
+        ["all end with the same params", "vmap, rates"],
+    ),
+    (["axes.py", *AXES], ["losses agree", "fzero TP / torch TP "]),
+    (
+        [
+            *f"pipeline.py {SMALL} --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1".split(),
+            *"--warmup 0 --regimes float32 --schedules".split(),
+            "zero bubble",
+        ],
+        ["zero bubble"],
+    ),
+]
 
 
 @at_length
-def test_remote() -> None:
-    out = run("remote.py", *"--calls 5 --rounds 2 --mib 1".split())
-    assert "processes" in out and "share" in out
-
-
-@at_length
-def test_node() -> None:
-    assert "direct" in run("node.py", "--rounds", "5")
-
-
-@at_length
-def test_ensemble() -> None:
-    out = run("ensemble.py", *"--members 3 --width 8 --layers 2 --batch 4 --rounds 2 --steps 1 --warmup 0".split())
-    assert "all end with the same params" in out and "vmap, rates" in out
-
-
-@at_length
-def test_axes() -> None:
-    peers = ("torch TP", "torch TP, sequence", "fzero TP", "fzero TP, pure", "fzero TP, sequence", "fzero ZeRO-3")
-    sizes = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1"
-    out = run("axes.py", *sizes.split(), "--regimes", "float32", "--only", *peers)
-    assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
-
-
-@at_length
-def test_pipeline() -> None:
-    sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
-    out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "zero bubble")
-    assert "zero bubble" in out and "did not run" not in out
+@pytest.mark.parametrize(("command", "said"), AT_LENGTH, ids=[command[0] for command, _ in AT_LENGTH])
+def test_it_runs(command: Sequence[str], said: Sequence[str], tmp_path: Path) -> None:
+    out = run(*[word.replace("{folder}", str(tmp_path)) for word in command])
+    assert all(phrase in out for phrase in said) and not re.search("would not run|did not run", out), out
+    assert not list(tmp_path.iterdir())
 
 
 @at_length

@@ -42,7 +42,7 @@ def example(name: str) -> Any:
 # ---- my_transform.py
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     data=st.data(),
     chosen=strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS),

@@ -436,10 +436,6 @@ def test_a_log_is_read_by_numpy_and_cut_where_a_run_goes_on(tmp_path: Path) -> N
     assert [row["x"] for row in rows_of(log)] == ["", "", "", "1.0", "1.0"]  # looked at after each step
     run(None, 1)
     assert [row["step"] for row in rows_of(log)] == ["1"]
-    log.write_text("something else\n")
-    with pytest.raises(ValueError, match="is no log of a loop"):
-        run(4, 6)
-    assert log.read_text() == "something else\n"
 
 
 def test_metrics_are_read_for_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +447,7 @@ def test_metrics_are_read_for_rows_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read == [1, 4, 8, 11]
 
 
-def test_members_have_columns_and_other_tensors_are_refused(tmp_path: Path) -> None:
+def test_members_have_columns(tmp_path: Path) -> None:
     step = step_of(1)
     states = fz.stack([step.init(PARAMS), step.init(PARAMS)])
     run = quiet(
@@ -460,13 +456,6 @@ def test_members_have_columns_and_other_tensors_are_refused(tmp_path: Path) -> N
     for _, metrics in run:
         assert [run.logged[f"loss.{i}"] for i in range(2)] == metrics["loss"].tolist()
     assert {"loss.0", "loss.1", "grad_norm.0", "grad_norm.1"} <= rows_of(tmp_path / "l")[0].keys()
-    for bad, text in (
-        (torch.ones(2, 2), r"metrics\['bad'\] of a tensor of shape \(2, 2\)"),
-        ("x", r"metrics\['bad'\] of 'x'"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            for _ in quiet(lambda state: (state, {"bad": bad, "aux": object()}), 0, [(), ()]):
-                pass
     with pytest.raises(ValueError, match=r"evaluate gave \['loss'\], which are names"):
         for _ in quiet(step, step.init(PARAMS), batch, total=2, evaluate=lambda state: {"loss": 1.0}):
             pass

@@ -64,6 +64,8 @@ def test_numbers_of_any_kind_are_floats(value: Any, tmp_path: Path) -> None:
         ({"a": torch.tensor(1j)}, r"\['a'\] of a tensor of shape \(\) and dtype torch.complex64"),
         ({"a": 1j}, r"\['a'\] of complex"),
         ({"a": torch.ones(0)}, r"\['a'\] of a tensor of shape \(0,\)"),
+        ({"a": torch.ones(2, 2)}, r"\['a'\] of a tensor of shape \(2, 2\)"),
+        ({"a": "x"}, r"\['a'\] of 'x'"),
         ({"a": 10**400}, r"\['a'\], a number that is too large"),
         ({"a": np.ones(2)}, r"\['a'\] of ndarray"),
     ],

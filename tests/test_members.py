@@ -100,8 +100,7 @@ RUNS: dict[str, Callable[[fz.Step], fz.Step]] = {
 }
 
 
-@pytest.mark.parametrize("randomness", ["same", "different"])
-@pytest.mark.parametrize("name", sorted(RUNS))
+@pytest.mark.parametrize(("name", "randomness"), by_turns(sorted(RUNS), ["same", "different"]))
 def test_dropout(name: str, randomness: str) -> None:
     """Drawn for each member or once for all, the same numbers when a unit runs again, and those of the seed."""
     generator = torch.Generator().manual_seed(0)

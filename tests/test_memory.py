@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes, assert_peak_bytes, recorded_collectives, run_ranks
@@ -204,8 +204,7 @@ def test_two_components_keep_nothing(stages: tuple[int, int]) -> None:
     run_ranks(fn, 2 if stages[0] else 1, backend="processes", checked=False)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_a_dropped_or_used_pullback_keeps_nothing(stage: int, remat: bool) -> None:
     """On real processes: the threaded group holds on to what it last received. A used pullback is still in scope."""
     fn = functools.partial(keep_nothing, stage=stage, remat=remat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nightly import NIGHTLY
-from processes import EXAMPLES, interrupt, start_example
+from processes import EXAMPLES
 from safetensors.torch import load_file
 
 import fzero as fz
@@ -120,9 +121,9 @@ def test_the_losses_of_plain_torch_however_they_are_cut(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(fz.parallel, "attention", attend)
-            expected = plain_losses(example, example.options([*TINY, "--steps", "3", "--out", str(tmp_path)]))
+            expected = plain_losses(example, example.options([*TINY, "--steps", "2", "--out", str(tmp_path)]))
         for name, options in (("here", "--on here"), ("threads", "--on threads --vision-dp 2 --text-dp 2")):
-            losses = run(example, tmp_path / name, "--steps", "3", *options.split())
+            losses = run(example, tmp_path / name, "--steps", "2", *options.split())
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=0.0)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -140,10 +141,22 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(
     check_same_bits(tmp_path / last, threads / last)
 
 
-def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
-    options = [*TINY, "--on", "here", "--steps", "1000000", "--out", str(tmp_path)]
-    interrupt(start_example("multimodal.py", *options), once="images of")
-    assert fz.load_extra(next((tmp_path / "checkpoints").iterdir()) / "text")["losses"] == losses_of(tmp_path)
+@pytest.mark.usefixtures("terminal")
+def test_ctrl_c_keeps_what_was_trained(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn, batch = list[int](), example.random_batch
+
+    def random_batch(lines: Any, count: int, seed: int) -> Any:
+        drawn.append(seed)
+        if len(drawn) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return batch(lines, count, seed)
+
+    monkeypatch.setattr(example, "random_batch", random_batch)
+    example.main(example.options([*TINY, "--on", "here", "--steps", "1000000", "--out", str(tmp_path)]))
+    assert "stopped after" in capsys.readouterr().out and 0 < len(losses_of(tmp_path)) <= 3
+    assert fz.load_extra(max((tmp_path / "checkpoints").iterdir()) / "text")["losses"] == losses_of(tmp_path)
 
 
 def test_bad_options_are_named(

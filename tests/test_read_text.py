@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def check_said(stdout: str) -> None:
         assert phrase in stdout
 
 
-@at_length  # as the run that is stopped, but for its last lines, which ranks that are threads print, too
+@at_length  # by day on ranks that are threads
 def test_end_to_end(example: Any, tmp_path: Path) -> None:
     process = start("--steps", "3", out=tmp_path)
     stdout, stderr = process.communicate(timeout=120)
@@ -66,14 +67,23 @@ def test_end_to_end(example: Any, tmp_path: Path) -> None:
     check_said(stdout)
 
 
-def test_one_rank_that_shards_nothing(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = "--steps 3 --ranks 1 --vision-stage 0 --text-stage 0 --batch 9 --out".split()
-    args = example.options([*TINY, *more, str(tmp_path)])
-    run_ranks(lambda rank: example.train(rank, 1, args, lambda: False), 1)
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, "--steps 3 --vision-stage 0 --text-stage 0 --batch 9"), (2, "--steps 1000000")]
+)
+def test_on_ranks_that_are_threads(
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, options: str
+) -> None:
+    """One that shards nothing, and two that are asked to stop."""
+    args = example.options([*TINY, "--ranks", str(ranks), "--out", str(tmp_path), *options.split()])
+    counts = [itertools.count() for _ in range(ranks)]
+    run_ranks(lambda rank: example.train(rank, ranks, args, lambda: ranks == 2 and next(counts[rank]) >= 2), ranks)
     check_files(example, tmp_path)
-    check_said(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    check_said(said)
+    assert ("stopped after" in said) == (ranks == 2)
 
 
+@at_length  # examples/launch.py hears it, for examples/train_lm.py in tests/test_resuming.py too
 def test_ctrl_c_keeps_what_was_trained(example: Any, tmp_path: Path) -> None:
     interrupt(start("--steps", "1000000", out=tmp_path), once="state per rank")
     check_files(example, tmp_path)

@@ -223,7 +223,7 @@ def test_every_public_function_is_in_a_table() -> None:
     assert not RIGHT.keys() & REFUSED.keys()
 
 
-@pytest.mark.parametrize(("name", "transform"), by_turns(sorted(RIGHT), sorted(AROUND)))
+@pytest.mark.parametrize(("name", "transform"), by_turns(sorted(RIGHT), sorted(AROUND), of=3))
 def test_it_is_right(name: str, transform: str) -> None:
     fn, x = RIGHT[name]
     value, h, low = torch.as_tensor(fn(x)), 1e-5, 1e-6

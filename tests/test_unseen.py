@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import by_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -147,8 +148,7 @@ def by_hand(t: torch.Tensor) -> torch.Tensor:
     return total + (torch.tanh(X @ w) * t).square().mean()
 
 
-@pytest.mark.parametrize("kind", sorted(GRADS))
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(("way", "kind"), by_turns(sorted(WAYS), sorted(GRADS)))
 def test_right_on_one_rank_and_refused_in_scans_and_on_several(way: str, kind: str) -> None:
     grad = GRADS[kind]
     assert_trees_close(grad(functools.partial(run, WAYS[way](), lambda s: s, False))(T), grad(by_hand)(T), rtol=1e-10)
@@ -246,9 +246,14 @@ def also_held(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torc
     return (x @ p["w"]).square().mean() * CONFIG.scale * t
 
 
-@pytest.mark.parametrize("kind", sorted(GRADS))
-@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update])
-@pytest.mark.parametrize("way", ["module", "late cache", "late", "also held", "an object as input"])
+@pytest.mark.parametrize(
+    ("way", "wrap", "kind"),
+    by_turns(
+        ["module", "late cache", "late", "also held", "an object as input"],
+        [lambda step: step, fz.fuse_update],
+        sorted(GRADS),
+    ),
+)
 def test_what_only_a_later_step_comes_to_is_refused_by_a_scan(way: str, wrap: Any, kind: str) -> None:
     def trained(t: torch.Tensor) -> Any:
         CONFIG.scale = None if way == "module" else t
@@ -304,8 +309,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(GRADS))
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(("optimizer", "kind"), by_turns(sorted(OPTIMIZERS), sorted(GRADS)))
 def test_an_optimizer_of_any_make(optimizer: str, kind: str) -> None:
     def trained(wrap: Any, rate: torch.Tensor) -> Any:
         CONFIG.rate = rate

@@ -1,8 +1,9 @@
 """The cases of DeepSpeed's tests of a user's own backward (its test_zero_user_backward.py and others), by intent.
 
 But for those that others draw: losses and numbers of pullbacks before an update, several models in one loss
-(`test_programs`), accumulation (`transforms/test_accumulate`), a loss scale (`test_precision`), checkpoints in units
-and gradient penalties (`test_written`).
+(`test_programs`), accumulation, outputs of any shape, a list of modules as one unit, checkpoints in units and gradient
+penalties (`test_drawn`), one pullback called twice (`engine/test_op`), a loss scale (`test_precision`), factors over a
+frozen base (`test_lora`).
 
 Each at every stage, with and without recomputation, by day at stage 3 only with both, on two ranks, against the same
 mathematics in one process.
@@ -20,7 +21,6 @@ import reference
 import scenarios
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from nightly import NIGHTLY
 from torch import nn
@@ -74,57 +74,10 @@ def batches(count: int = WORLD, size: int = 4, seed: int = 1) -> list[tuple[torc
     ]
 
 
-def cross_entropy(apply: Any) -> Any:
-    return lambda p, x, y: F.cross_entropy(apply(p, x), y)
-
-
 def mean_grads(fn: Any, params: Any, data: Any, scale: float = 1.0) -> Any:
     """The mean over ranks of the gradient of scale * fn."""
     grads = [torch.func.grad(lambda p: scale * fn(p, *batch))(params) for batch in data]  # type: ignore[misc]
     return optree.tree_map(lambda *g: torch.stack(g).mean(0), *grads)
-
-
-def total(*trees: Any) -> Any:
-    return optree.tree_map(lambda *g: sum(g), *trees)
-
-
-# ---- non-scalar, a loss outside, a list as one unit
-
-
-@pytest.mark.parametrize("units", [None, "blocks|heads"])
-def test_a_non_scalar_backward_and_the_params_after_the_step(sharded: Any, units: str | None) -> None:
-    """With `units` a whole ModuleList is one unit, DeepSpeed's leaf module."""
-    apply, params = made()
-    data = [(x,) for x, _ in batches()]
-    want, _, _ = reference.adamw_steps(lambda p, x: apply(p, x).sum(), params, data, 1, lr=1e-3)
-    grads_want = mean_grads(lambda p, x: apply(p, x).sum(), params, data)
-
-    def rank_main(rank: int) -> None:
-        chosen = None if units is None else [f"{name}" for name in units.split("|")]
-        step = sharded(fz.train_step(apply, fz.adamw(1e-3), units=chosen))
-        state = step.init(params)
-        out, pullback = step.vjp(state, *data[rank])
-        grads, _ = pullback(torch.ones_like(out))
-        close(fz.gather(grads), grads_want)
-        close(fz.gather(step.update(state, grads)[0].params), want)
-
-    run_ranks(rank_main, WORLD)
-
-
-def test_a_loss_function_outside(sharded: Any) -> None:
-    """Cross entropy is no part of the component: its gradient is the cotangent."""
-    apply, params = made()
-    data = batches()
-    want = mean_grads(cross_entropy(apply), params, data)
-
-    def rank_main(rank: int) -> None:
-        x, y = data[rank]
-        step = sharded(fz.train_step(apply, fz.adamw(1e-3)))
-        logits, pullback = step.vjp(step.init(params), x)
-        cotangent = torch.func.grad(lambda z: F.cross_entropy(z, y))(logits)
-        close(fz.gather(pullback(cotangent)[0]), want)
-
-    run_ranks(rank_main, WORLD)
 
 
 # ---- accumulation
@@ -202,67 +155,7 @@ def test_a_parameter_shared_between_components(sharded: Any) -> None:
     run_ranks(rank_main, WORLD)
 
 
-# ---- loss scale
-
-
-def test_a_small_float16_gradient_survives() -> None:
-    """Without its scale this gradient of 2**-26 would vanish in float16."""
-    params = {"w": torch.ones(4, dtype=torch.float16)}
-
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.train_step(lambda p, x: p["w"] * x, fz.sgd(1.0), fz.Policy(reduce=torch.float16)))
-        for scale, survives in ((1.0, False), (2.0**15, True)):
-            scaled = fz.loss_scale(step, scale)
-            out, pullback = scaled.vjp(scaled.init(params), torch.full((4,), 2.0**-13, dtype=torch.float16))
-            grads, _ = pullback(torch.full_like(out, 2.0**-13))
-            assert (fz.global_norm(grads).item() > 0) is survives
-
-    run_ranks(rank_main, WORLD)
-
-
 # ---- frozen params, parts that are left out
-
-
-def lora(p: Any, x: torch.Tensor) -> torch.Tensor:
-    block = fz.unit(lambda q, x: torch.tanh(x @ q["base"] + (x @ q["a"]) @ q["b"]))
-    for q in p["blocks"]:
-        x = block(q, x)
-    return x
-
-
-def test_frozen_params_with_lora_over_three_blocks(sharded: Any) -> None:
-    """Grads of the factors only, three iterations; the base keeps its bits, without grads and moments anywhere."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"base": (5, 5), "a": (5, 2), "b": (2, 5)}
-    params = {
-        "blocks": [
-            {name: torch.randn(shape, generator=generator, dtype=F64) for name, shape in shapes.items()}
-            for _ in range(3)
-        ]
-    }
-    data = [(x,) for x, _ in batches()]
-    names = [str(path[-1]) for path, _ in pytree.tree_flatten_with_path(params)[0]]
-    want, _, _ = reference.adamw_steps(
-        lambda p, x: lora(p, x).square().sum(), params, data, 3, frozen=lambda i: "base" in names[i]
-    )
-
-    def rank_main(rank: int) -> None:
-        step = fz.freeze(sharded(fz.train_step(lora, fz.adamw(1e-2))), "*.base")
-        state = step.init(params)
-        for _ in range(3):
-            out, pullback = step.vjp(state, *data[rank])
-            grads, _ = pullback(2 * out)
-            assert all(block["base"] is None for block in fz.gather(grads)["blocks"])
-            with pytest.raises(KeyError, match=r"leaf 'blocks\.0\.base' is frozen"):
-                grads["blocks.0.base"]
-            state, _ = step.update(state, grads)
-        full = fz.gather(state.params)
-        close(full, want)
-        assert_trees_equal([b["base"] for b in full["blocks"]], [b["base"] for b in params["blocks"]])
-        for moment in (state.moments.mu, state.moments.nu):
-            assert all(block["base"] is None for block in fz.gather(moment)["blocks"])
-
-    run_ranks(rank_main, WORLD)
 
 
 def test_inactive_heads_and_disabled_blocks_on_some_steps(sharded: Any) -> None:
@@ -295,23 +188,6 @@ def test_inactive_heads_and_disabled_blocks_on_some_steps(sharded: Any) -> None:
 
 
 # ---- what DeepSpeed does not do
-
-
-def test_one_pullback_called_twice(sharded: Any) -> None:
-    apply, params = made()
-    data = [(x,) for x, _ in batches()]
-    weights = [1.0, -3.0]
-
-    def rank_main(rank: int) -> None:
-        step = sharded(fz.train_step(apply, fz.sgd(0.1)))
-        out, pullback = step.vjp(step.init(params), *data[rank])
-        for weight, retain in zip(weights, (True, False), strict=True):
-            grads, _ = pullback(weight * torch.ones_like(out), retain_graph=retain)
-            close(fz.gather(grads), mean_grads(lambda p, x: apply(p, x).sum(), params, data, weight))
-        with pytest.raises(RuntimeError, match="retain_graph=True to every call but the last"):
-            pullback(torch.ones_like(out))
-
-    run_ranks(rank_main, WORLD)
 
 
 def losses_of(stage: int, params: Any, data: Any, fn: Any, policy: Any) -> tuple[list[torch.Tensor], Any]:

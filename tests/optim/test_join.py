@@ -146,12 +146,12 @@ WHOLE: dict[str, chains.Spec] = {
 }
 
 
-@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS, of=4))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS, of=8))
 def test_a_chain(case: str, stage: int, way: str | None) -> None:
     check(CASES[case], stage, way, 2)
 
 
-@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=5))
+@pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=8))
 def test_whole_leaves(case: str, stage: int, way: str | None) -> None:
     check(WHOLE[case], stage, way, 3)
 
@@ -164,7 +164,7 @@ def on_process(world: int, rank: int) -> Any:
     return [on_rank(*case, world, None, rank) for case in cases]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_whole_leaves_on_real_processes(world: int) -> None:
     wanted = [expected(spec, world) for spec in WHOLE.values()]
     for found in run_ranks(functools.partial(on_process, world), world, backend="processes"):

@@ -187,9 +187,7 @@ def test_beside_others_in_a_partition(how: str) -> None:
         )
 
 
-CHAINS = [
-    (fz.clip_by_value(0.5), fz.whole(MOVED)),
-    (fz.whole(MOVED), fz.sgd(0.5)),
+CHAINS = [  # more in test_join.py
     (fz.clip_by_value(0.5), fz.adafactor()),
     (fz.sgd(-0.5, momentum=0.9), fz.adaptive_clip(0.1), fz.whole(MOVED), fz.adamw(0.1)),
 ]

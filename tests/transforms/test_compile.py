@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import by_turns
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -66,16 +67,16 @@ def run_three(step: fz.Step, params: Any, x: torch.Tensor) -> tuple[list[float],
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     """With a dropout, whose random numbers are the same."""
 
     def rank_main(rank: int) -> None:
         step, params = module_step(dropout=0.5)
         step = SHARDS[stage](fz.remat(step) if remat else step)
+        some = "blocks.1.*" if stage == 2 else "*"
         torch.testing.assert_close(
-            run_three(fz.compile(step), params, rank_batch()),
+            run_three(fz.compile(step, pattern=some), params, rank_batch()),
             run_three(step, params, rank_batch()),
             rtol=1e-10,
             atol=1e-12,
@@ -92,9 +93,8 @@ def _two_ranks(rank: int) -> None:
     step, params = module_step()
     step = fz.shard_zero3(step)
     want = run_three(step, params, rank_batch() + rank)
-    for compiled in (fz.compile(step), fz.compile(step, pattern="blocks.1.*")):
-        got = run_three(compiled, params, rank_batch() + rank)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    got = run_three(fz.compile(step), params, rank_batch() + rank)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
 def test_units_of_one_code_share_a_graph() -> None:

@@ -13,6 +13,7 @@ import zoo
 from halved import compare
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import by_day
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -115,6 +116,7 @@ common = {
 
 
 @pytest.mark.usefixtures("hazards")
+@by_day(6)
 @given(layers=functions.drawn_layers, **common)
 def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tuple[str, ...]) -> None:
     layers = layers if functions.plan_of(layers) else (*layers, ("mlp", 5))
@@ -126,6 +128,7 @@ def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tupl
 
 
 @pytest.mark.usefixtures("hazards")
+@by_day(5)
 @given(
     blocks=zoo.drawn_blocks,
     tied=st.booleans(),

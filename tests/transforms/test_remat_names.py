@@ -225,7 +225,7 @@ orders = st.lists(st.sampled_from(sorted(TRANSFORMS)), unique=True, max_size=3).
 
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
-@by_day(20)
+@by_day(14)
 @given(st.lists(programs(), min_size=1, max_size=2), orders, keeps, st.integers(1, 3))
 def test_whatever_is_kept_bits_are_the_same(
     drawn: Sequence[Program], transforms: Sequence[str], keep: Keep, ranks: int
@@ -261,7 +261,7 @@ ALL: list[Program] = [
 
 
 def every_way(rank: int) -> None:
-    for transforms in (["zero3"], ["zero1", "fused"], ["zero3", "fused", "host"], ["two microbatches", "zero3"]):
+    for transforms in (["zero1", "two microbatches"], ["zero3", "fused", "host"]):
         run(rank, ALL, transforms, (("a",), ("b",)), 3)
 
 
