@@ -34,12 +34,21 @@ class Kind(NamedTuple):
         targets: positions and names of the operands that it writes to.
         switches: positions and names of arguments without which it writes nothing.
         shapes_only: whether it reads no values.
+        seeded: whether it may draw random numbers.
+        chances: positions and names of what it draws with; where one of them is 0 it draws nothing.
     """
 
     writes_unsaid: bool = False
     targets: tuple[tuple[int, str], ...] = ()
     switches: tuple[tuple[int, str], ...] = ()
     shapes_only: bool = False
+    seeded: bool = False
+    chances: tuple[tuple[int, str], ...] = ()
+
+    def draws(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+        """Tells whether it draws random numbers, called with these."""
+        chances = _given(self.chances, args, kwargs)
+        return self.seeded and not any(isinstance(x, (int, float)) and x == 0 for x in chances)
 
     def written(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors among the operands that it writes to."""
@@ -62,6 +71,8 @@ def kind_of(func: Function) -> Kind:
         tuple(targets),
         tuple([(i, a.name) for i, a in enumerate(arguments) if name in _STATISTICS and a.name in _SWITCHES]),
         name in _SHAPES_ONLY,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout")]),
     )
 
 

@@ -45,6 +45,8 @@ class Recording(Tracing):
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         out = func(*args, **kwargs)
+        if kind_of(func).draws(args, kwargs):  # a run without it would draw other numbers later
+            self._changed.add(number)
         if self._counts:
             flops = flops_of(func, args, kwargs, out)
             self.total += flops

@@ -229,7 +229,7 @@ class Replaying(Tracing):
         if number is not None and self.matches:
             assert self.plan is not None
             if number in self._held:
-                own = [x.detach() if isinstance(x, torch.Tensor) else x for x in self._held[number]]
+                own = [intercept.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
                 return tuple(own) if len(own) > 1 else own[0]
             if number in self.plan.blanks:
                 return PRODUCTS[func](*args, **kwargs)

@@ -503,3 +503,46 @@ def test_what_is_written_after_it_was_kept_is_computed_again() -> None:
             state, metrics = step(state, x)
         found.append([metrics["loss"], fz.gather(state.params)])
     assert_trees_equal(*found)
+
+
+def test_what_draws_is_computed_again() -> None:
+    """Or what is drawn after it would be other numbers."""
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        chosen = fz.name(torch.bernoulli((x @ p["w"]).sigmoid().detach()), "a")
+        kept = F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], dropout_p=0.5)[0, 0]
+        return F.dropout(torch.tanh(fz.name(kept, "b") * p["s"]) * chosen, 0.3)
+
+    unit, found = fz.unit(body), []
+    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a", "b"))):
+        step = transform(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(0.1)))
+        state, x = step.init(params_of(1)), torch.linspace(-1, 1, D * D, dtype=F64).view(D, D)
+        for _ in range(3):
+            state, _ = step(state, x)
+        found.append(fz.gather(state.params))
+    assert_trees_equal(*found)
+
+
+def test_a_backward_that_writes_to_what_is_kept() -> None:
+    """Pulled back again it is right, or torch's error."""
+
+    class Reusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            return x.mul_(2).mul_(cotangent)
+
+    unit = fz.unit(lambda p, x: Reusing.apply(fz.name(x @ p["w"], "a")))  # type: ignore[operator]
+    for keep in ((("a",), ()), ((), ("a",))):
+        step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), "blocks.*", *keep)
+        state, x = step.init(params_of(1)), torch.linspace(-1, 1, 400 * D, dtype=F64).view(-1, D)
+        for _ in range(3):
+            loss, pullback = step.vjp(state, x)
+            one = torch.ones_like(loss)
+            first, again = pullback(one, retain_graph=True)[0], pullback(one)[0]
+            assert_trees_equal(fz.gather(first), fz.gather(again))
