@@ -48,6 +48,11 @@ proves: contextvars.ContextVar[bool] = variable("proves", True)
 of_one_leaf: contextvars.ContextVar[str] = variable("of_one_leaf", "")
 
 
+def values_here() -> list[tuple[contextvars.ContextVar[Any], object]]:
+    """The context variables of others that have values here, and what those are."""
+    return [(x, value) for x, value in contextvars.copy_context().items() if x not in variables]
+
+
 def in_differentiated() -> bool:
     """Tells whether a step's function runs that plain autograd, at least, differentiates."""
     return in_function.get() and torch.is_grad_enabled()

@@ -32,7 +32,7 @@ from fzero.engine.compiled import compiled
 from fzero.engine.named import Named, Unit, looking
 from fzero.engine.pullback import Pull, PulledOp
 from fzero.engine.signature import Signature
-from fzero.engine.surroundings import closed, own_modes, under_modes
+from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
@@ -93,7 +93,8 @@ class UnitOp(PulledOp):
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
-        self._modes = own_modes() if signature.modes else ()
+        surrounds = signature.surrounded and (self.recompute or signature.transformed)
+        self._surroundings = Surroundings() if surrounds else None
         traversal.schedule.runs(self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -103,8 +104,9 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
+        modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, under_modes(self._modes), one_level, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, modes, one_level, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -291,6 +293,8 @@ class UnitOp(PulledOp):
         assert self._first is not None
         with seeded(self.seed):
             out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+        if self._surroundings is not None:
+            signature.surrounded = self._surroundings.differ
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

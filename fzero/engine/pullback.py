@@ -20,7 +20,7 @@ from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
 from fzero.engine.named import Named
 from fzero.engine.signature import Signature
-from fzero.engine.surroundings import under_modes
+from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
 from fzero.table.layout import Key
 
@@ -54,7 +54,7 @@ class PulledOp(CalledOp):
     _saved: Saved | Named | None = None  # what the graph saved, elsewhere, or what is kept of it by name
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
-    _modes: Sequence[object]  # of functions, the user's, around the call
+    _surroundings: Surroundings | None  # of one that runs again
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
@@ -148,7 +148,7 @@ class PulledOp(CalledOp):
         enabled, dtype = self.autocast
         casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
         with (
-            under_modes(self._modes),
+            self._surroundings.again() if self._surroundings is not None else contextlib.nullcontext(),
             functions_seen(self.functions),
             default_dtype(self.default_dtype),
             during(averaged, self.averaged),

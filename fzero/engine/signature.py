@@ -17,8 +17,8 @@ from fzero.base.patterns import ROOT
 from fzero.base.refusals import noted
 from fzero.base.replay import Plan
 from fzero.base.thread_state import autocasts, function_modes_on
-from fzero.engine.surroundings import own_modes
 from fzero.engine.traversal import Traversal
+from fzero.purity.look import own_modes
 from fzero.stores.put import DEVICE
 from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
@@ -40,6 +40,7 @@ class Signature:
         wanted: the positions of what is differentiated, keys first and then tensors.
         transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
+        surrounded: whether what surrounds a call may be another than what surrounds its second run.
         proves: whether its first run proves that it is pure.
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
@@ -92,7 +93,7 @@ class Signature:
         self.carriers, self.proves = carriers, proves
         self.collectors = open_here()
         # ---- what its first run shows
-        self.collects = False
+        self.collects, self.surrounded = False, True
         self.proven = self.repeated = self.pulled = self.reruns = False
         self.plan: Plan | None = None
         self.joint: Mapping[int, frozenset[int]] = {}

@@ -303,6 +303,11 @@ _Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-d
 looking: contextvars.ContextVar[Look | None] = variable("looking_at_operations", None)
 
 
+def own_modes() -> list[object]:
+    """The user's torch function modes that are on."""
+    return [mode for mode in private.function_modes() if not type(mode).__module__.startswith("fzero.")]
+
+
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
     """Inside, nothing is looked at."""

@@ -327,9 +327,8 @@ def _differs(what: str, place: Place | None) -> Impure:
     return Impure(
         what,
         place,
-        "A clock, a counter, a file, a global, a context variable, a setting of torch's, or a random generator of your "
-        "own decides something. Take what changes as an argument, and draw random numbers from torch's default "
-        "generator.",
+        "A clock, a counter, a file, or a random generator of your own decides something. Take what changes as an "
+        "argument, and draw random numbers from torch's default generator.",
     )
 
 
