@@ -90,8 +90,7 @@ class UnitOp(PulledOp):
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
-        surrounds = signature.surrounded and (self.recompute or signature.transformed)
-        self._surroundings = Surroundings() if surrounds else None
+        self._surroundings = Surroundings() if signature.wanted or signature.transformed else None
         traversal.schedule.runs(self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -101,9 +100,9 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
-        modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
+        again = self._surroundings.again() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, modes, one_level, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, again, one_level, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -294,8 +293,6 @@ class UnitOp(PulledOp):
         assert self._first is not None
         with seeded(self.seed):
             out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
-        if self._surroundings is not None:
-            signature.surrounded = self._surroundings.differ
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

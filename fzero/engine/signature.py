@@ -39,7 +39,6 @@ class Signature:
         wanted: the positions of what is differentiated, keys first and then tensors.
         transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
-        surrounded: whether what surrounds a call may be another than what surrounds its second run.
         proves: whether its first run proves that it is pure.
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
@@ -93,7 +92,7 @@ class Signature:
         self.carriers, self.proves = carriers, proves
         self.collectors = open_here()
         # ---- what its first run shows
-        self.collects, self.surrounded = False, True
+        self.collects = False
         self.proven = self.repeated = self.pulled = self.reruns = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
