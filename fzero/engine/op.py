@@ -76,6 +76,7 @@ class UnitOp(PulledOp):
         self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
         self._eager = eager
         self.keys, self.unit, self.joint = list(signature.keys), signature.unit, signature.joint
+        self.asked = signature.asked
         self.name = f"unit {self.unit!r}"
         self.reduced = len(self.keys) if any(traversal.uses[key].axis.ranks > 1 for key in self.keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it

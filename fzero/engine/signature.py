@@ -43,6 +43,7 @@ class Signature:
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
+        asked: the outputs by which the step's function has asked for a gradient, in its first run.
         whole: whether its operations do not say all that it computes: nothing of it is kept by name.
         kept: neither do they, and it sends messages: all of it is kept.
     """
@@ -95,6 +96,7 @@ class Signature:
         self.collects = False
         self.proven = self.repeated = self.pulled = self.reruns = self.whole = self.kept = False
         self.joint: Mapping[int, frozenset[int]] = {}
+        self.asked: set[int] = set()
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
         self.returns: set[type] = set()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over
