@@ -46,6 +46,7 @@ class Op:
 
     name = "a unit"
     joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
+    asked: set[int] | None = None  # outputs by which a gradient was asked for, if somebody keeps that
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors

@@ -79,6 +79,7 @@ class UnitOp(PulledOp):
         self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
         self._eager = eager
         self.keys, self.unit, self.joint = list(signature.keys), signature.unit, signature.joint
+        self.asked = signature.asked
         self.name = f"unit {self.unit!r}"
         self.reduced = len(self.keys) if any(traversal.uses[key].axis.ranks > 1 for key in self.keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it
@@ -93,8 +94,8 @@ class UnitOp(PulledOp):
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
-        surrounds = signature.surrounded and (self.recompute or signature.transformed)
-        self._surroundings = Surroundings() if surrounds else None
+        transformed = signature.transformed
+        self._surroundings = Surroundings(self.recompute or transformed) if signature.wanted or transformed else None
         traversal.schedule.runs(self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -104,9 +105,9 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         one_level = OneLevel(self.unit) if private.level() else _NOTHING
-        modes = self._surroundings.modes() if self._surroundings is not None else _NOTHING
+        again = self._surroundings.again() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, modes, one_level, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, again, one_level, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -293,8 +294,6 @@ class UnitOp(PulledOp):
         assert self._first is not None
         with seeded(self.seed):
             out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
-        if self._surroundings is not None:
-            signature.surrounded = self._surroundings.differ
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

@@ -54,7 +54,7 @@ class PulledOp(CalledOp):
     _saved: Saved | Named | None = None  # what the graph saved, elsewhere, or what is kept of it by name
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
-    _surroundings: Surroundings | None  # of one that runs again
+    _surroundings: Surroundings | None  # of one that may run again
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]

@@ -40,11 +40,11 @@ class Signature:
         wanted: the positions of what is differentiated, keys first and then tensors.
         transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
-        surrounded: whether what surrounds a call may be another than what surrounds its second run.
         proves: whether its first run proves that it is pure.
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
         joint: an output -> the others that depend on it inside.
+        asked: the outputs by which the step's function has asked for a gradient, in its first run.
         plan: what it keeps by name, and leaves out as it runs again.
     """
 
@@ -93,10 +93,11 @@ class Signature:
         self.carriers, self.proves = carriers, proves
         self.collectors = open_here()
         # ---- what its first run shows
-        self.collects, self.surrounded = False, True
+        self.collects = False
         self.proven = self.repeated = self.pulled = self.reruns = False
         self.plan: Plan | None = None
         self.joint: Mapping[int, frozenset[int]] = {}
+        self.asked: set[int] = set()
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
         self.returns: set[type] = set()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over

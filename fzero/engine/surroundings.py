@@ -17,26 +17,18 @@ from fzero.purity.look import own_modes
 class Surroundings:
     """Those of one call.
 
-    Attributes:
-        differ: whether a second run has found others: later calls need not look if the first one's were alike.
+    Args:
+        settings: whether torch's settings are among them, which take the longest to read.
     """
 
-    def __init__(self) -> None:
-        self._settings, self._modes, self._variables = ambient(), own_modes(), values_here()
-        self.differ = False
-
-    def modes(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the function modes are those of the call."""
-        return private.under_function_modes(self._modes)
+    def __init__(self, settings: bool) -> None:
+        self._settings, self._modes, self._variables = ambient() if settings else None, own_modes(), values_here()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all are as in the call."""
-        now = dict(values_here())
-        same = ambient() == self._settings and [*map(id, own_modes())] == [*map(id, self._modes)]
-        same = same and len(now) == len(self._variables)
-        self.differ = not (same and all(x in now and now[x] is value for x, value in self._variables))
-        with within(self._settings), self.modes():
+        settings = within(self._settings) if self._settings is not None else contextlib.nullcontext()
+        with settings, private.under_function_modes(self._modes):
             tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:
                 yield

@@ -355,16 +355,20 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
         op = getattr(node, "op", None)
         if node is None or not isinstance(op, Op):
             continue
+        if op.asked is not None:
+            op.asked.add(x.output_nr)
         others = op.joint.get(x.output_nr, frozenset())
         if is_grad and others:  # those that what is differentiated depends on
             others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
         if others:
-            what = f"asks {name_of(func)!r} by one of {len(node.real)} tensors that {op.name} returns"
-            why = (
-                "Another one depends on it inside, which is not seen outside. Differentiate inside the unit, or "
-                "compute the other one of it outside."
-            )
-            raise noted(Impure(what, place_here(), why))
+            raise noted(asks_part(name_of(func), len(node.real), op.name))
+
+
+def asks_part(asks: str, outputs: int, unit: str) -> Impure:
+    """What is said of a gradient by an output of a unit that others depend on."""
+    why = "Another one depends on it inside, which is not seen outside. Differentiate inside the unit, or "
+    why += "compute the other one of it outside."
+    return Impure(f"asks {asks!r} by one of {outputs} tensors that {unit} returns", place_here(), why)
 
 
 def memory_of(x: torch.Tensor) -> int:
