@@ -14,7 +14,7 @@ def _what(c: Writer, of: str = "h") -> str:
 @feature("a hook on a tensor", rows=False, nests=False)
 def tensor_hook(c: Writer) -> None:
     """That changes the cotangent, or keeps what the next step reads."""
-    form, seen = c.number(4), c.name("seen")
+    form, seen = c.number(3), c.name("seen")
     if form == 0:
         change = "if v.requires_grad:\n    v.register_hook(lambda g: 0.5 * g)"
         block = c.unit("h", f"v = {_what(c)}", change, "return h + v")
@@ -26,9 +26,6 @@ def tensor_hook(c: Writer) -> None:
     if form == 1:
         block = c.unit("h", f"v = {_what(c)}", keep, "return h + v")
         c.do(f"h = {c.call(block, 'h')} * {factor}")
-    elif form == 2:  # read where it is written
-        block = c.unit("h", f"v = {_what(c)} * {factor}", keep, "return h + v")
-        c.do(f"h = {c.call(block, 'h')}")
     else:  # of what a unit puts out
         block = c.unit("h", f"return {_what(c)}")
         c.do(f"v = {c.call(block, 'h')}", keep, f"h = h + v * {factor}")
