@@ -10,12 +10,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
-from fzero.base.edges import is_users
 from fzero.base.flops import flops_of
-from fzero.base.node import edges_to
 from fzero.base.operators import Function, kind_of
 from fzero.base.pytree import tensors_in
-from fzero.base.replay import PRODUCTS, Plan, Tracing, key_of, memory_of
+from fzero.base.replay import (
+    CONSTANT,
+    PASSES,
+    PRODUCTS,
+    SCALES,
+    Plan,
+    Tracing,
+    is_opaque,
+    key_of,
+    memory_of,
+)
 
 
 class Recording(Tracing):
@@ -41,6 +49,8 @@ class Recording(Tracing):
         self._changed: set[int | None] = set()  # operations whose results cannot be kept
         self._named: dict[str, list[int]] = {}
         self._needed: set[int] = set()
+        self._outputs: set[int] = set()
+        self._fixed = {CONSTANT}  # operations of which no result depends on a value that is given
         self._registered = hooks.Registrations()
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -72,6 +82,8 @@ class Recording(Tracing):
         if number is None:
             return
         self._sizes[number] = size
+        if _of_shapes(func) or self._fixed.issuperset(self.trace[number].reads):
+            self._fixed.add(number)
         self._results[number] = [(key_of(x), weakref.ref(memory_of(x))) for x in (*made, *written)]
         if isinstance(out, list):
             self._changed.add(number)
@@ -108,12 +120,14 @@ class Recording(Tracing):
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
         """Notes what has outlived the run, whose results these are, with their graph."""
-        # what a hook or a user's Function holds is in no graph
-        opaque = self._registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
+        opaque = is_opaque(self._registered, outputs)
         own = set() if opaque else {key_of(x) for x in outputs} - self._saved.keys()
         for number, results in self._results.items():
-            if any(memory() is not None and key not in own for key, memory in results):
+            alive = [key in own for key, memory in results if memory() is not None]
+            if not all(alive):
                 self._needed.add(number)
+            elif alive:
+                self._outputs.add(number)
         self._results.clear()
 
     def planned(self, names: Collection[str]) -> Plan:
@@ -124,8 +138,33 @@ class Recording(Tracing):
             own = self.trace[number]
             if number in needed and number not in keeps and not _of_shapes(own.function):
                 needed.update(own.reads)
-        blanks = [n for n, own in enumerate(self.trace) if own.function in PRODUCTS and n not in needed]
-        return Plan(self.trace, {n: name for n, name in keeps.items() if n in needed}, frozenset(blanks))
+        keeps = {number: name for number, name in keeps.items() if number in needed}
+        blanks, of_blanks = set[int](), set[int]()
+        for number, own in enumerate(self.trace):
+            if own.function in PRODUCTS and number not in needed:
+                passed = self._passed(number, keeps)
+                if passed is not None:
+                    blanks.add(number)
+                    of_blanks |= passed
+        return Plan(self.trace, keeps, frozenset(blanks), frozenset(of_blanks))
+
+    def _passed(self, number: int, keeps: Collection[int]) -> set[int] | None:
+        """The operations to which a value is passed on; None where one does more with it than a unit's output needs."""
+        passed, ends = {number}, {number}
+        for later in range(number + 1, len(self.trace)):
+            function, reads = self.trace[later]
+            if passed.isdisjoint(reads):
+                continue
+            ends.difference_update(reads)
+            if later in keeps or _of_shapes(function):
+                continue
+            name = function._schema.name if isinstance(function, torch._ops.OpOverload) else ""
+            scales = name in SCALES and all(each in passed or each in self._fixed for each in reads)
+            if name not in PASSES and not (scales and sum(each in passed for each in reads) == 1):
+                return None
+            passed.add(later)
+            ends.add(later)
+        return passed if ends <= self._outputs else None  # another end is for Python, which may read it
 
     def flops(self, plan: Plan) -> int:
         """What the second run costs by this plan."""

@@ -20,13 +20,16 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import as_written, intercept, private
 from fzero.base.context import during, variable
+from fzero.base.edges import is_users
+from fzero.base.hooks import Registrations
+from fzero.base.node import edges_to
 from fzero.base.operators import Function, kind_of
 from fzero.base.pytree import tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _current: contextvars.ContextVar[Tracing | None] = variable("tracing", None)
-_CONSTANT = -1  # stands for what depends on nothing that the function is given; inputs are -2, -3, ...
+CONSTANT = -1  # stands for what depends on nothing that the function is given; inputs are -2, -3, ...
 _aten = torch.ops.aten
 _UNSEEN = {_aten.detach.default, torch.ops.prim.device.default}  # graphs save by the one, fake tensors call the other
 
@@ -60,11 +63,13 @@ class Plan:
     Attributes:
         keeps: the number of an operation -> the name of what it makes.
         blanks: numbers of matrix products of which nothing is needed.
+        of_blanks: those, and the numbers of what is computed of them, which is nothing but outputs.
     """
 
     trace: Sequence[Traced]
     keeps: Mapping[int, str] = field(default_factory=dict)
     blanks: frozenset[int] = frozenset()
+    of_blanks: frozenset[int] = frozenset()
 
 
 class Tracing(dispatch.TorchDispatchMode):
@@ -96,7 +101,7 @@ class Tracing(dispatch.TorchDispatchMode):
             return func(*args, **named)
         kind, operands = kind_of(func), tensors_in(*args, *named.values())
         reads = tuple([self._maker(x) for x in operands])
-        number = self._next(func, reads) if any([each != _CONSTANT for each in reads]) else None
+        number = self._next(func, reads) if any([each != CONSTANT for each in reads]) else None
         written = operands if kind.writes_unsaid else kind.written(args, named)
         if self._places:
             self._copy_sent(written)
@@ -130,7 +135,7 @@ class Tracing(dispatch.TorchDispatchMode):
 
     def _maker(self, x: torch.Tensor) -> int:
         found = self._makers.get(key_of(x))
-        return found[0] if found is not None and found[1]() is not None else _CONSTANT
+        return found[0] if found is not None and found[1]() is not None else CONSTANT
 
     def _note(self, x: torch.Tensor, number: int | None) -> None:
         if number is None:
@@ -192,12 +197,24 @@ class Keeping(Tracing):
     def __init__(self, given: Iterable[torch.Tensor], plan: Plan) -> None:
         super().__init__(given, plan)
         self._held: dict[int, list[object]] = {}
+        self._blank: list[tuple[int, weakref.ref[object]]] = []  # what is of blanks
+        self._registered = Registrations()
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         out = func(*args, **kwargs)
-        if number is not None and self.matches and self.plan is not None and number in self.plan.keeps:
-            self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
+        if number is not None and self.matches and self.plan is not None:
+            if number in self.plan.keeps:
+                self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
+            if number in self.plan.of_blanks:
+                self._blank += [(key_of(x), weakref.ref(memory_of(x))) for x in tensors_in(out)[:1]]
         return out
+
+    def leaves_out(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Tells whether the blanks may be left out: nothing but the run's outputs, which are given, is of them."""
+        if not self.is_followed() or not self._blank or is_opaque(self._registered, outputs):
+            return False
+        own = {key_of(x) for x in outputs}
+        return all(memory() is None or key in own for key, memory in self._blank)
 
     def held(self) -> dict[int, list[object]]:
         """What is kept of each operation's results, tensors as `Held`, but for what was written to since."""
@@ -212,6 +229,7 @@ class Replaying(Tracing):
 
     Args:
         held: what was kept, by the numbers of the operations that have made it.
+        blanks: whether the plan's blanks are left out.
         sent: what came by the first run's messages, which are not sent again.
     """
 
@@ -220,18 +238,19 @@ class Replaying(Tracing):
         given: Iterable[torch.Tensor],
         plan: Plan | None,
         held: Mapping[int, Sequence[object]],
+        blanks: bool,
         sent: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         super().__init__(given, plan)
         self._held, self._coming = held, iter(sent)
+        self._blanks = plan.blanks if plan is not None and blanks else frozenset[int]()
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         if number is not None and self.matches:
-            assert self.plan is not None
             if number in self._held:
                 own = [intercept.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
                 return tuple(own) if len(own) > 1 else own[0]
-            if number in self.plan.blanks:
+            if number in self._blanks:
                 return PRODUCTS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -245,6 +264,11 @@ class Replaying(Tracing):
 
     def _came(self, written: Sequence[torch.Tensor]) -> None:
         pass
+
+
+def is_opaque(registered: Registrations, outputs: Sequence[torch.Tensor]) -> bool:
+    """Tells whether what a hook or a user's Function holds may be among what a run has made."""
+    return registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
 
 
 def _zeros(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -262,6 +286,14 @@ PRODUCTS: Mapping[object, Callable[..., torch.Tensor]] = {
 
 def _held(x: object) -> object:
     return Held(own := intercept.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
+
+
+# what passes values on without keeping any: a graph never saves what it is given, nor its result
+PASSES = frozenset(
+    f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
+    "neg _to_copy clone native_dropout".split()
+)
+SCALES = frozenset({"aten::mul", "aten::div"})  # so do these, beside what no derivative goes to
 
 
 def memory_of(x: torch.Tensor) -> object:

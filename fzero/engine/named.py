@@ -42,6 +42,7 @@ class Named(Activations):
         self._names, self._memory, self._what, self._plan = names, memory, what, plan
         self._held: dict[int, list[object]] = {}
         self._sent: Sequence[Sequence[torch.Tensor]] = ()
+        self._blanks = False
 
     def first(self, given: Sequence[torch.Tensor]) -> Recording | Keeping:
         """Around the first run."""
@@ -49,13 +50,14 @@ class Named(Activations):
             return Recording(given, self._what, looking.get() is not None)
         return Keeping(given, self._plan)
 
-    def keep(self, run: Recording | Keeping) -> None:
-        """Keeps what the first run has shown is needed."""
+    def keep(self, run: Recording | Keeping, outputs: Sequence[torch.Tensor]) -> None:
+        """Keeps what the first run has shown is needed; its outputs are given, with their graph."""
         self._sent = run.sent
         if not isinstance(run, Keeping):
             return
         if not run.is_followed():
             self._plan = None
+        self._blanks = run.leaves_out(outputs)
         for number, results in run.held().items():
             assert self._plan is not None
             memory = self._memory
@@ -76,7 +78,7 @@ class Named(Activations):
             for number, results in self._held.items()
             if plan and not any(isinstance(x, Held) and x.is_written() for x in results)
         }
-        return Replaying(given, self._plan if plan else None, held, self._sent)
+        return Replaying(given, self._plan if plan else None, held, self._blanks, self._sent)
 
     def kept(self) -> Iterable[Kept]:
         return [x for results in self._held.values() for x in results if isinstance(x, Kept)]

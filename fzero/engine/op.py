@@ -1,8 +1,7 @@
 """The engine: a unit's call gathers its params, runs, frees them, and pulls cotangents back.
 
 Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
-with it (`remat`) only the shards and the inputs are kept, and what has a name. Both are one `Node` of the outer
-derivative.
+with it (`remat`) only the shards and the inputs are kept, and what has a name. Both are one node for who is outside.
 """
 
 from __future__ import annotations
@@ -358,13 +357,10 @@ class UnitOp(PulledOp):
                 self.traversal.named.append(None)
             yield None
             return
-        run: Recording | Keeping | Replaying
-        if isinstance(self._saved, Named):
-            run = self._saved.second(given, self._first is None)
-        else:
-            what = f"the activations of {self.name}"
-            self._saved = named = Named(self._names, self._memory, what, self.signature.plan)
-            run = named.first(given)
+        if not (again := isinstance(self._saved, Named)):
+            self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
+        assert isinstance(self._saved, Named)
+        run = self._saved.second(given, self._first is None) if again else self._saved.first(given)
         with run.here():
             yield run
 
@@ -379,15 +375,16 @@ class UnitOp(PulledOp):
             return
         assert isinstance(self._saved, Named)
         self.traversal.named.append({*run.names})
+        outputs = [x for x in out if isinstance(x, torch.Tensor)]
         if isinstance(run, Recording):
-            run.end([x for x in out if isinstance(x, torch.Tensor)])
+            run.end(outputs)
             signature.plan = run.planned(self._names.all)
             look = looking.get()
             if look is not None:
                 look(Unit(self.unit, run, inputs))
         elif not run.is_followed():
             signature.plan = None  # it branches: the next one shows what this does
-        self._saved.keep(run)
+        self._saved.keep(run, outputs)
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:

@@ -92,12 +92,12 @@ def _is_torchs(layer: nn.Module) -> bool:
 
 def _forward_of(path: str, layer: nn.Module) -> Callable[..., object]:
     """A layer's forward over ranks; of torch's synchronised one that which it has on one rank."""
-    run = types.MethodType(_BatchNorm.forward, layer) if _is_torchs(layer) else layer.forward
+    run = _BatchNorm.forward if _is_torchs(layer) else getattr(layer.forward, "__func__", None)
 
-    def forward(*args: object, **kwargs: object) -> object:
-        return _over_ranks(path, run, layer, args, kwargs)
+    def forward(own: nn.Module, *args: object, **kwargs: object) -> object:
+        return _over_ranks(path, functools.partial(run, own) if run is not None else layer.forward, own, args, kwargs)
 
-    return forward
+    return types.MethodType(forward, layer)  # as a copy of the layer is given itself
 
 
 def _over_ranks(

@@ -16,9 +16,9 @@ def remat(step: S, pattern: str = "*", save: Sequence[str] = (), offload: Sequen
     Random numbers, such as dropout's, are drawn again as they were. What is outside of units is never recomputed.
 
     With names, it is selective: tensors that the unit has named with `fz.name(x, "qkv")` are kept too. The second run
-    leaves out the operations that have made them, and matrix products that nothing needs.
+    leaves out the operations that have made them, and matrix products that go to nothing but the unit's output.
 
-    - What came by messages (`fz.parallel`) is kept as well. What is written to in place is not kept.
+    - What came by messages (`fz.parallel`) is kept as well. What is written to in place, or drawn, is not kept.
     - A unit is recomputed as a whole in its first call, if it is compiled, and under transforms of `torch.func`.
     - `fz.plan(step, params, inputs=...)` says what each name takes in bytes, and saves in FLOPs.
 
