@@ -89,7 +89,8 @@ def _called(
 
 def _watched(call: Callable[[], object], known: Sequence[torch.Tensor], what: str) -> object:
     """Calls what the user has written, where each rank has slices, with a look at what it computes with."""
-    refusal = lambda x: _partial(f"{what} comes to", x, "torch.func", _OF_FZERO)
+    # a TypeError inside of an operator would be Python's own
+    refusal = lambda x: ValueError(_partial(f"{what} comes to", x, "torch.func", _OF_FZERO))
 
     def watched() -> object:
         with Hidden(known, refusal, mapped=False):
@@ -108,11 +109,11 @@ def _refuse_held(what: str, tensors: Sequence[torch.Tensor], expected: str) -> N
     """Refuses tensors in what the user has written where ranks have slices: nobody says how they meet these."""
     for x in tensors:
         if (transform := transform_of(x)) is not None:
-            raise _partial(f"{what} holds", x, transform, expected)
+            raise TypeError(_partial(f"{what} holds", x, transform, expected))
 
 
-def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> TypeError:
-    return TypeError(
+def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> str:
+    return (
         f"step.update: {what} a tensor of shape {tuple(x.shape)} that {transform} transforms, and each rank has a "
         f"slice of the leaves, so that its derivative would be a part of the whole one; expected {expected}, or a step "
         "that is not sharded."
