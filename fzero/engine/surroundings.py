@@ -11,6 +11,7 @@ from fzero.base import private
 from fzero.base.ambient import ambient, within
 from fzero.base.context import values_here
 from fzero.base.places import is_library
+from fzero.base.thread_state import function_modes_on
 from fzero.purity.look import own_modes
 
 
@@ -22,7 +23,8 @@ class Surroundings:
     """
 
     def __init__(self, settings: bool) -> None:
-        self._settings, self._modes, self._variables = ambient() if settings else None, own_modes(), values_here()
+        self._settings, self._variables = ambient() if settings else None, values_here()
+        self._modes = own_modes() if function_modes_on() else []
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
