@@ -22,6 +22,7 @@ from fzero.base.replay import (
     Tracing,
     is_opaque,
     key_of,
+    living,
     memory_of,
 )
 
@@ -82,7 +83,8 @@ class Recording(Tracing):
         if number is None:
             return
         self._sizes[number] = size
-        if _of_shapes(func) or self._fixed.issuperset(self.trace[number].reads):
+        reads = self.trace[number].reads  # none of a message, of which others decide
+        if _of_shapes(func) or (reads and self._fixed.issuperset(reads)):
             self._fixed.add(number)
         self._results[number] = [(key_of(x), weakref.ref(memory_of(x))) for x in (*made, *written)]
         if isinstance(out, list):
@@ -91,8 +93,7 @@ class Recording(Tracing):
             self._needed.add(number)  # it tells a value, or nobody knows what it does
 
     def _origin(self, x: torch.Tensor) -> int | None:
-        found = self._origins.get(key_of(x))
-        return found[0] if found is not None and found[1]() is not None else None
+        return living(self._origins, x, None)
 
     def name(self, x: torch.Tensor, name: str) -> None:
         super().name(x, name)

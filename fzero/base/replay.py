@@ -134,8 +134,7 @@ class Tracing(dispatch.TorchDispatchMode):
         """Looks at what an operation has done."""
 
     def _maker(self, x: torch.Tensor) -> int:
-        found = self._makers.get(key_of(x))
-        return found[0] if found is not None and found[1]() is not None else CONSTANT
+        return living(self._makers, x, CONSTANT)
 
     def _note(self, x: torch.Tensor, number: int | None) -> None:
         if number is None:
@@ -294,6 +293,12 @@ PASSES = frozenset(
     "neg _to_copy clone native_dropout".split()
 )
 SCALES = frozenset({"aten::mul", "aten::div"})  # so do these, beside what no derivative goes to
+
+
+def living(of: Mapping[int, tuple[T, weakref.ref[object]]], x: torch.Tensor, default: T) -> T:
+    """What is known of a tensor's memory, by its key; `default` where that was of memory that is gone."""
+    found = of.get(key_of(x))
+    return found[0] if found is not None and found[1]() is not None else default
 
 
 def memory_of(x: torch.Tensor) -> object:
