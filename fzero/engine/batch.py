@@ -209,7 +209,13 @@ class Pullback:
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
             seed, mask = seed_of(state, rng, i), self._counts.mask(i)
-            run = Run(step, state, given, own, seed, scale, alone=not several, partial=several, mask=mask)
+            run = run_of(
+                *(None, step, state, given, own, seed, scale),
+                unreduced=False,
+                alone=not several,
+                partial=several,
+                mask=mask,
+            )
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None
             self._runs.append(run)

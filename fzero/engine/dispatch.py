@@ -52,6 +52,8 @@ def call_unit(
         prove: whether its first run proves that it is pure.
     """
     traversal = current.get()
+    if traversal is not None and traversal.traced_unit is not None:
+        return traversal.traced_unit(fn, args, kwargs, seed)
     acts = traversal is not None and traversal.acts
     if acts or seed is not None:
         assert traversal is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -44,6 +45,9 @@ def evaluated(
         mask: whether it then adds anything to gradients.
         follows: whether one may be.
     """
+    if step.graphs is not None and not follows:
+        own = functools.partial(evaluated, dataclasses.replace(step, graphs=None), state, inputs, seed, mask)
+        return step.graphs.forward(step, state, inputs, own, seed=seed, mask=mask)
     grads = contextlib.nullcontext() if follows else torch.no_grad()
     with failing("a forward"), private.outside_inference(), without_fast_attention(), grads:
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows, mask=mask)

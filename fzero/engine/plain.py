@@ -244,10 +244,18 @@ def run_of(
     mask: Mask | None = None,
 ) -> Run | PlainRun:
     """A forward on these leaves, if there are any; otherwise a `Run`."""
-    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask)
-    if leaves is None or (torch.is_grad_enabled() and any(map(_leads_on, pytree.leaves(tuple(inputs))))):
+    again = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask)
+    leads_on = torch.is_grad_enabled() and any(map(_leads_on, pytree.leaves(tuple(inputs))))
+    own: Callable[[], Run | PlainRun] = again
+    if leaves is not None and not leads_on:
+        own = functools.partial(
+            PlainRun, step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), again
+        )
+    if step.graphs is None or leads_on:
         return own()
-    return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, mask or Mask(), own)
+    mask = mask or Mask()
+    given = {"argnums": argnums, "seed": seed, "scale": scale, "unreduced": unreduced, "partial": partial, "mask": mask}
+    return step.graphs.run(step, state, inputs, own, again=again, **given)
 
 
 def _leads_on(x: object) -> bool:

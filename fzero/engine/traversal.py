@@ -75,6 +75,7 @@ class Traversal:
         self.means: tuple[int, bool] = (1, False)  # what is not exact in the function, as its step takes means of it
         self.mask = Mask()
         self.guards = False  # whether a transform around the run sends cotangents to what it masks
+        self.traced_unit: Callable[..., object] | None = None  # what a unit's call is where the run is traced
         self.plain = False  # whether plain autograd differentiates the run
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
@@ -135,6 +136,10 @@ class Traversal:
     def _handle(self, key: Key, slot: Slot, token: torch.Tensor) -> Handle:
         row = self.layout.rows[slot.leaf]
         return Handle(self, key, slot.leaf, row, self.uses[key].compute, token, slot.shape)
+
+    def read(self, handle: Handle) -> torch.Tensor:
+        """As the function of this name, where the run is traced."""
+        raise NotImplementedError
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
@@ -279,6 +284,8 @@ _full = direct(_Full)
 def read(handle: Handle) -> torch.Tensor:
     """A unit's leaf in full, outside that unit, differentiable; for this use alone its group is gathered."""
     traversal, key = handle.owner, handle.key
+    if traversal.traced_unit is not None:
+        return traversal.read(handle)
     traversal.schedule.called((key,))
     views, slots = _full(traversal, key, handle.primal), traversal.layout.groups[key].slots
     return next(x for x, slot in zip(views, slots, strict=True) if slot.leaf == handle.index).clone()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.display import folded
@@ -128,6 +128,24 @@ class Signature(NamedTuple):
         return f"[{self.policy}, units={self.units}, {', '.join(sources) or 'no rules'}]"
 
 
+class Graphs(Protocol):
+    """What runs a step's function as a graph; see `fzero.graph`.
+
+    Attributes:
+        traces: how many signatures were traced.
+    """
+
+    traces: int
+
+    def run(self, step: Spec, state: Any, inputs: Sequence[object], own: Callable[[], Any], **given: Any) -> Any:
+        """A run of the function; `own()` is one without a graph."""
+
+    def forward(
+        self, step: Spec, state: Any, inputs: Sequence[object], own: Callable[[], Any], **given: Any
+    ) -> tuple[object, object]:
+        """Outputs and aux; `own()` are those without a graph."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """The fields of a step, as data: transforms return one with one more rule, and the engine reads it.
@@ -147,6 +165,7 @@ class Spec:
     donates: bool = False
     metrics: tuple[str, ...] = ()  # those that are asked for besides
     fusion: str | None = None  # how a fused update is to know the norm of all gradients
+    graphs: Graphs | None = None  # runs the function as a graph
 
     # ---- what transforms use
 
@@ -297,6 +316,7 @@ class Spec:
             when = modes.get(mode, f"once the norm is known, grads held ({mode})")
             lines.append(f"fuse_update: each unit is updated {when}")
         lines += [f"metrics: {', '.join(self.metrics)}"] if self.metrics else []
+        lines += [f"jit: {self.graphs}"] if self.graphs is not None else []
         return (*lines, "donate: the state passed in is overwritten") if self.donates else tuple(lines)
 
     @property

@@ -1,0 +1,1 @@
+"""The step as graphs: traced once for each signature, run as flat code."""

@@ -1,0 +1,32 @@
+"""What cannot be traced, as an error that names the line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from fzero.base.refusals import place_of
+
+_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+
+
+@contextlib.contextmanager
+def naming() -> Iterator[None]:
+    """Around a trace."""
+    try:
+        yield
+    except Exception as error:
+        name = type(error).__name__
+        if name in _VALUES:
+            operator = getattr(error, "func", "an operator")
+            what = (
+                "makes a tensor whose shape depends on values"
+                if name == "DynamicOutputShapeException"
+                else "asks for the value of a tensor"
+            )
+            raise ValueError(
+                f"jit: the function{place_of(error)} {what} ({operator}), and a graph has none. Write torch.where(...) "
+                "in the place of a branch or a mask, torch.cond for two functions, and leave .item() and float(...) "
+                "out; a number that shapes depend on is a static argument (static_argnums=)."
+            ) from error
+        raise

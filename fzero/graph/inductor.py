@@ -1,0 +1,120 @@
+"""Graphs of torch's operators, compiled by Inductor: once for all that are alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fzero.base import private
+from fzero.graph import operators, program
+from fzero.graph.program import Run
+from fzero.graph.trace import draws, is_view
+
+_made: dict[str, Run] = {}
+
+
+def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawing: bool = False) -> Run:
+    """`run(xs) -> outputs`, which empties the list of inputs.
+
+    What draws random numbers runs as it is: its numbers are those of torch's operators.
+    """
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    if drawing or not any(n.op == "call_function" for n in module.graph.nodes):
+        return program.compiled(module, constants=constants)
+    text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
+    run = _made.get(text)
+    if run is None:
+        run = _made[text] = private.inductor(module, [n.meta["val"] for n in placeholders])
+    if not constants:
+        return run
+    own = list(constants)
+    return lambda xs: run([*xs, *own])
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
+
+
+def table() -> Any:
+    """The decompositions that Inductor wants."""
+    return private.inductor_decompositions()
+
+
+_OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL}
+LEAST = 3  # operators that are worth a call of compiled code
+
+
+def in_pieces(module: GraphModule) -> GraphModule:
+    """A graph in which runs of torch's operators between messages and regions are compiled, each as one call."""
+    number, numbers, plain = 0, dict[str, int](), False
+    counts: dict[int, int] = {}
+    items = [n for n in module.graph.nodes if n.op == "call_function"]
+    for node in items:
+        special = node.target in _OWN or draws(node)
+        if node.target is operator.getitem and node.args[0].target in _OWN:
+            numbers[node.name] = numbers[node.args[0].name]
+            continue
+        if special or not plain:
+            number += 1
+        plain = not special
+        numbers[node.name] = number
+        counts[number] = 0 if special else counts.get(number, 0) + (not is_view(node))
+    worth = {n for n, count in counts.items() if count >= LEAST}
+    if not worth:
+        return module
+    out = _fused(module, numbers, worth)
+    return out
+
+
+def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> GraphModule:
+    graph, made = Graph(), dict[Node, Node]()
+    nodes = list(module.graph.nodes)
+    members: dict[int, list[Node]] = {}
+    for node in nodes:
+        if numbers.get(node.name) in worth:
+            members.setdefault(numbers[node.name], []).append(node)
+    modules: dict[str, Any] = {}
+    done: set[int] = set()
+    for node in nodes:
+        number = numbers.get(node.name)
+        if number not in worth:
+            made[node] = graph.node_copy(node, made.__getitem__)
+            continue
+        if number in done:
+            continue
+        done.add(number)
+        own = members[number]
+        inside = set(own)
+        inputs = list(dict.fromkeys(x for n in own for x in n.all_input_nodes if x not in inside))
+        outputs = [n for n in own if any(user not in inside for user in n.users)]
+        again = [n for n in outputs if is_view(n)]  # looks at what goes in or out are made outside
+        piece = _piece(module, inputs, own, outputs)
+        name = f"piece_{number}"
+        modules[name] = compiled(piece)
+        called = graph.call_module(name, tuple(made[x] for x in inputs))
+        for i, n in enumerate(outputs):
+            made[n] = graph.call_function(operator.getitem, (called, i))
+            made[n].meta = dict(n.meta)
+        del again
+    out = GraphModule(torch.nn.Module(), Graph())
+    for name, run in modules.items():
+        setattr(out, name, run)
+    out.graph = graph
+    return out
+
+
+def _piece(
+    module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]
+) -> GraphModule:
+    graph, made = Graph(), dict[Node, Node]()
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[n] for n in outputs])
+    return GraphModule(module, graph)

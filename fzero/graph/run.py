@@ -1,0 +1,256 @@
+"""One run of a traced step: its forward is one program, its pullback another."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.random import Seeds, seeded
+from fzero.comm.divergence import failing
+from fzero.engine.delivery import Delivery
+from fzero.engine.function import traversal_of
+from fzero.engine.outcome import Outcome, is_transformed
+from fzero.engine.run import Run
+from fzero.engine.traversal import Traversal
+from fzero.graph import inductor, program
+from fzero.graph.program import Calls, compiled, scheduled
+from fzero.graph.trace import Traced
+from fzero.graph.tracer import Call, Inline, Tracer, traced_call
+from fzero.state.placing import settle
+from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
+from fzero.table.counting import Mask
+from fzero.table.layout import Key
+from fzero.table.spec import Spec
+
+
+class Program:
+    """A step's function, traced and compiled for one signature."""
+
+    def __init__(self, call: Call, backend: str) -> None:
+        self.call = call
+        compile_one = inductor.compiled if backend == "inductor" else _plainly
+        regions: dict[int, Any] = {}
+        for number, region in enumerate(call.regions):
+            traced = region.traced
+            forward = compile_one(traced.forward, traced.constants, traced.draws[0])
+            pullback = compile_one(traced.pullback, (), traced.draws[1])
+            pullback = _with_constants(pullback, traced)
+            regions[number] = (forward, pullback, *traced.draws, region.seed)
+        traced = call.traced
+        wanted = len(traced.reached) - len(call.differentiated)
+        groups: list[int | None] = [*[None] * wanted, *call.differentiated]
+        self.forward_graph = scheduled(traced.forward)
+        self.pullback_graph = scheduled(traced.pullback, groups)
+        if backend == "inductor":
+            self.forward_graph = inductor.in_pieces(self.forward_graph)
+            self.pullback_graph = inductor.in_pieces(self.pullback_graph)
+        self.forward = compiled(self.forward_graph, regions, traced.constants)
+        self.pullback = _with_constants(compiled(self.pullback_graph, regions), traced)
+        self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
+
+
+def _plainly(module: torch.fx.GraphModule, constants: Sequence[torch.Tensor], draws: bool) -> program.Run:
+    return compiled(module, constants=constants)
+
+
+def _with_constants(run: program.Run, traced: Traced) -> program.Run:
+    """A pullback that is given none of the constants."""
+    count = len(traced.forward.graph.find_nodes(op="placeholder")) - len(traced.constants)
+    places = [(i, traced.constants[-1 - place - count]) for i, place in enumerate(traced.saved) if -1 - place >= count]
+    if not places:
+        return run
+
+    def call(xs: list[Any], calls: Calls | None = None) -> list[Any]:
+        for place, x in places:
+            xs.insert(place, x)
+        return run(xs) if calls is None else run(xs, calls)
+
+    return call
+
+
+def made(
+    step: Spec,
+    state: TrainState,
+    inputs: Sequence[object],
+    wanted: Sequence[int] | None,
+    seed: tuple[int, ...],
+    backend: str,
+) -> Program:
+    """Traces a step's function, and compiles it.
+
+    Args:
+        wanted: the places of the inputs that are differentiated; None for a forward alone.
+    """
+    traversal = traversal_of(step, state, seed, derived=wanted is not None)[0]
+    flat, spec = pytree.flatten(tuple(inputs))
+    table = inductor.table() if backend == "inductor" else {}
+    for inline in (False, True):
+        mode = private.fake_mode()
+        tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
+        with contextlib.suppress(Inline), tracer:
+            return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
+    raise AssertionError
+
+
+class _Calls(Calls):
+    """A program's messages, in one run."""
+
+    def __init__(self, traversal: Traversal, keys: Sequence[Key], seeds: Sequence[int]) -> None:
+        self._schedule, self._keys, self._seeds = traversal.schedule, keys, seeds
+        self.delivery: Delivery | None = None
+        self.masked = False
+        self._traversal = traversal
+
+    def take(self, group: int) -> torch.Tensor:
+        return self._schedule.take(self._keys[group])[0]
+
+    def ahead(self, group: int) -> None:
+        self._schedule.gather_ahead((self._keys[group],))
+
+    def reduce(self, x: torch.Tensor, group: int) -> None:
+        key = self._keys[group]
+        use = self._traversal.uses[key]
+        self._schedule.make_room(key)
+        x = x.to(use.wire)
+        assert self.delivery is not None
+        self.delivery.add(key, x.zero_() if self.masked else x)
+
+    def seeded(self, number: int) -> seeded:
+        return seeded(self._seeds[number])
+
+
+class GraphRun(Outcome):
+    """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
+
+    Args:
+        argnums, seed, scale, partial, mask: as in `Run`.
+        again: makes a `Run` of the same.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        step: Spec,
+        state: TrainState,
+        inputs: Sequence[object],
+        argnums: Collection[int] | None,
+        seed: tuple[int, ...],
+        scale: float,
+        unreduced: bool,
+        partial: bool,
+        mask: Mask,
+        again: Callable[[], Run],
+    ) -> None:
+        super().__init__(state, inputs, argnums, scale, mask)
+        self._program, self._partial, self._again = program, partial, again
+        self._pulling = threading.RLock()
+        flat, _ = pytree.flatten(tuple(inputs))
+        call, traced = program.call, program.call.traced
+        self._traversal: Traversal | None
+        traversal, *_ = traversal_of(step, state, seed, unreduced, mask=mask)
+        self._traversal = traversal
+        seeds = Seeds(*seed)
+        self._calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
+        given = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
+        own = list(given)
+        drawing = self._calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
+        with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
+            out = program.forward(given, self._calls)
+        self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in _of(traced, len(own))]
+        self.returned = call.returned[0]
+        self.outputs, self.aux = call.split(out)
+        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
+        self.collected, begin = {}, sum(map(len, (*call.returned[0].places, *call.returned[1].places)))
+        for name, count in call.collected.items():
+            self.collected[name] = out[begin : begin + count]
+            begin += count
+        self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
+
+    def pull(
+        self,
+        cotangent: object,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        receive: Callable[[Key, torch.Tensor], object] | None = None,
+        before: Callable[[Sequence[Key]], object] | None = None,
+        into: Mapping[Key, Buffer] | None = None,
+    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
+        """As of `Run`."""
+        with self._pulling:
+            self.need_graph()
+            if create_graph or is_transformed(cotangent):
+                pulled = self._again().pull(cotangent, retain_graph, create_graph)
+                if not retain_graph:
+                    self.drop()
+                return pulled
+            assert self.state is not None and self._held is not None and self._traversal is not None
+            traversal, traced, params = self._traversal, self._program.call.traced, self.state.params
+            found: dict[Key, Buffer] = {}
+
+            def keep(key: Key, shard: torch.Tensor) -> None:
+                found[key] = settle(params, key, "grads", shard)
+
+            cotangents = [c.contiguous() for c in self.scaled(cotangent)]
+            traversal.schedule.used.update(dict.fromkeys(traversal.uses, 0))
+            for group in self._program.uses:
+                traversal.schedule.note_use((self._program.call.keys[group],))
+            own = Delivery(traversal.schedule, traversal.layout, receive or keep, {}, self._partial)
+            own.into = {}
+            self._calls.delivery, self._calls.masked = own, self.mask.masked
+            held = [*self._held, *cotangents]
+            if not retain_graph:
+                self._held = None
+            drawing = self._calls.seeded(0) if traced.draws[1] else contextlib.nullcontext()
+            with failing("a pullback"), torch.no_grad(), private.without_autocast():
+                with traversal.schedule.pullback(before), drawing:
+                    out = self._program.pullback(held, self._calls)
+                    own.finish({})
+            wanted = [
+                out[i] if out[i] is not None else torch.zeros_like(self._zeros[place])
+                for i, place in enumerate(self.wanted)
+            ]
+            placed = self._placed(wanted)
+            if not retain_graph:
+                self.drop()
+            return found, placed
+
+    def _reached(self, place: int) -> bool:
+        return self._program.call.traced.reached[self.wanted.index(place)]
+
+    def note_use(self, used: set[int]) -> None:
+        assert self._traversal is not None
+        used.update(range(len(self._traversal.layout.rows)))
+
+    def is_used_up(self) -> bool:
+        return self._held is None
+
+    def drop(self) -> None:
+        """Forgets what the forward saved, and the state."""
+        self._held = self.state = self._traversal = None
+
+
+def forward_only(
+    program: Program, step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...], mask: Mask | None
+) -> tuple[object, object]:
+    """Outputs and aux of a run that nothing pulls back."""
+    call, traced = program.call, program.call.traced
+    traversal, *_ = traversal_of(step, state, seed, derived=False, mask=mask)
+    seeds = Seeds(*seed)
+    calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
+    given = [x.detach() for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]
+    drawing = calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
+    with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
+        out = program.forward(given, calls)
+    return call.split(out)
+
+
+def _of(traced: Traced, count: int) -> list[int]:
+    return [place for place in traced.saved if -1 - place < count]
+
+

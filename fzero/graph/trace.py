@@ -1,0 +1,259 @@
+"""A function and its pullback as two graphs of torch's operators, by one run of it on tensors without values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fzero.base import private
+from fzero.graph import operators
+
+Flat = Sequence[torch.Tensor]
+# of a function of tensors: outputs, places of those with cotangents, what else is differentiated
+Traceable = Callable[[Sequence[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]]
+
+
+@dataclass(eq=False)
+class Traced:
+    """Two graphs: `forward(*primals, *constants) -> (*outputs, *saved)`, `pullback(*held, *cotangents) -> cotangents`.
+
+    Attributes:
+        outputs: the number of outputs.
+        real: the places of those that have cotangents.
+        saved: for each tensor that the pullback is given first, its place: among the outputs of the forward (from 0),
+            or among its inputs (from -1 down).
+        constants: tensors that the function closes over.
+        reached: for each differentiated primal, and for what else is, whether its cotangent is there.
+        values: the outputs, without values.
+        draws: whether the forward, and the pullback, draw random numbers.
+    """
+
+    forward: GraphModule
+    pullback: GraphModule
+    outputs: int
+    real: Sequence[int]
+    saved: Sequence[int]
+    constants: Sequence[torch.Tensor]
+    reached: Sequence[bool]
+    values: Sequence[torch.Tensor]
+    draws: tuple[bool, bool]
+
+
+def trace(
+    fn: Traceable,
+    primals: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    decompositions: Any,
+    recompute: bool = False,
+    free: Collection[int] = (),
+) -> Traced:
+    """Traces a function and its pullback.
+
+    Args:
+        fn: `fn(primals) -> (outputs, places of those with cotangents, what else is differentiated)`, called once.
+        primals: tensors of the fake mode that is active.
+        wanted: the places of those that are differentiated.
+        recompute: whether the pullback computes again what it needs of the forward.
+        free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
+    """
+    real: list[int] = []
+    count = 0
+
+    def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        nonlocal count
+        own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
+        with torch.enable_grad():
+            outs, places, others = fn(own)
+        real[:], count = places, len(outs)
+        ends = [outs[i] for i in places if outs[i].requires_grad]
+        tangents = [operators.tangent(outs[i].detach()) for i in places]
+        moving = [t for i, t in zip(places, tangents, strict=True) if outs[i].requires_grad]
+        asked = [*[own[i] for i in wanted], *others]
+        found: Sequence[torch.Tensor | None] = [None] * len(asked)
+        if ends and asked:
+            found = torch.autograd.grad(ends, asked, moving, allow_unused=True)
+        return [*[x.detach() for x in outs], *tangents, *found]
+
+    module = private.traced(joint, primals, decompositions)
+    graph = module.graph
+    constants = _lifted(module)
+    result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
+    outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
+    for node in graph.nodes:
+        _tidied(node)
+    outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
+    return _parted(module, outs, tangents, grads, constants, real, recompute, free)
+
+
+def _lifted(module: GraphModule) -> list[torch.Tensor]:
+    """Makes tensors that the function closes over inputs, behind the others."""
+    graph, constants = module.graph, list[torch.Tensor]()
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    by_name: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        name = str(node.target)
+        if name not in by_name:
+            value = getattr(module, name)
+            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
+                made = graph.placeholder(f"constant_{len(constants)}")
+            made.meta = {"val": node.meta.get("val", value)}
+            last = [made]
+            by_name[name] = made
+            constants.append(value)
+        node.replace_all_uses_with(by_name[name])
+        graph.erase_node(node)
+    return constants
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
+
+
+def _resolved(x: object) -> object:
+    while isinstance(x, Node) and x.op == "call_function" and x.target in _SAME:
+        x = x.args[0]
+    return x
+
+
+def _tidied(node: Node) -> None:
+    """Takes out what makes another tensor of the same values for autograd alone."""
+    if node.op == "call_function":
+        node.args = torch.fx.map_arg(node.args, _resolved)  # type: ignore[assignment,arg-type]
+        node.kwargs = torch.fx.map_arg(node.kwargs, _resolved)  # type: ignore[assignment,arg-type]
+
+
+def draws(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_item(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_view(node: Node) -> bool:
+    """Tells whether an operator makes nothing but another look at its first argument."""
+    if node.op != "call_function":
+        return False
+    if _is_item(node):
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable or not schema.arguments:
+        return False
+    info = schema.arguments[0].alias_info
+    return info is not None and not info.is_write
+
+
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def _parted(
+    module: GraphModule,
+    outs: Sequence[Any],
+    tangents: Sequence[Node],
+    grads: Sequence[Any],
+    constants: Sequence[torch.Tensor],
+    real: Sequence[int],
+    recompute: bool,
+    free: Collection[int],
+) -> Traced:
+    """Cuts the graph of both into a forward and a pullback."""
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    after: set[Node] = set(tangents)  # what depends on a cotangent
+    for node in nodes:
+        if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
+            after.add(node)
+    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in nodes if draws(n) and n not in after])
+    needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
+    forward = [node for node in nodes if node in needed and node not in after]
+    pulled = _ancestors([x for x in grads if isinstance(x, Node)], stop=set(tangents))
+    stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
+    first = set(forward) | set(placeholders)
+    cheap: dict[Node, bool] = {}
+
+    def again(node: Node) -> bool:
+        """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
+        if node.op == "placeholder":
+            return False
+        if node not in first or recompute or node.target is operators.GATHER:
+            return True
+        if node not in cheap:
+            source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+            of_param = node.target in _CASTS and source is not None and _root(source) in stored
+            cheap[node] = is_view(node) or of_param
+        return cheap[node]
+
+    if recompute:
+        pulled |= {n for n in forward if draws(n)} if any(draws(n) for n in pulled) else set()
+        pulled = _ancestors(pulled, stop=set(tangents))
+    own: set[Node] = set()
+    saved: dict[Node, None] = {}
+    todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
+    todo += [n for n in nodes if recompute and n in pulled and n in first and draws(n)]
+    todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
+    for node in todo:  # which grows
+        if node in own or node in saved:
+            continue
+        if node not in after and not again(node):
+            saved[node] = None
+            continue
+        own.add(node)
+        todo += [x for x in node.all_input_nodes if x not in tangents]
+    held = [n for n in nodes if n in saved]
+    out_of = {n: i for i, n in reversed([*enumerate(outs)])}
+    kept = [n for n in held if n.op != "placeholder" and n not in out_of]
+    fw = _extracted(module, placeholders, forward, [*outs, *kept])
+    bw = _extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
+    numbers = {**out_of, **{node: i for i, node in enumerate(kept, len(outs))}}
+    places = {node: -1 - i for i, node in enumerate(placeholders)}
+    return Traced(
+        forward=fw,
+        pullback=bw,
+        outputs=len(outs),
+        real=tuple(real),
+        saved=tuple(numbers[n] if n in numbers else places[n] for n in held),
+        constants=constants,
+        reached=tuple(isinstance(x, Node) for x in grads),
+        values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
+        draws=(any(map(draws, forward)), any(draws(n) for n in own)),
+    )
+
+
+def _root(node: Node) -> Node:
+    while is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _ancestors(of: Sequence[Node] | set[Node], stop: set[Node] = frozenset()) -> set[Node]:  # type: ignore[assignment]
+    out, todo = set(of), list(of)
+    while todo:
+        node = todo.pop()
+        if node in stop:
+            continue
+        for x in node.all_input_nodes:
+            if x not in out:
+                out.add(x)
+                todo.append(x)
+    return out
+
+
+def _extracted(
+    module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[object]
+) -> GraphModule:
+    """A graph of its own of some nodes."""
+    graph, made = Graph(), dict[Node, Node]()
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in nodes:
+        if node.op != "placeholder" and node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(torch.fx.map_arg(list(outputs), made.__getitem__))
+    return GraphModule(module, graph)

@@ -1,0 +1,279 @@
+"""A run of the step's function on tensors without values: each unit that it calls is a region of the graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.base import collecting, private, pytree
+from fzero.base.carriers import changing, flatten_first
+from fzero.base.context import during, proves
+from fzero.comm.axis import Axis
+from fzero.engine.called import CalledOp
+from fzero.engine.dispatch import autocast_to
+from fzero.engine.outcome import split_both
+from fzero.engine.signature import Signature
+from fzero.engine.traversal import Traversal, autocast
+from fzero.graph import operators
+from fzero.graph.trace import Traced, trace
+from fzero.table.handle import Handle, StandIn, storage_of
+from fzero.table.layout import Key
+from fzero.table.spec import Spec
+
+
+class Inline(Exception):
+    """The function differentiates a unit itself: its operators are to be part of the function's own graph."""
+
+
+class Region(NamedTuple):
+    """A unit's call.
+
+    Attributes:
+        seed: the number of its seed in the run.
+    """
+
+    traced: Traced
+    unit: str
+    seed: int
+
+
+class Call(NamedTuple):
+    """What a step's function returned when it was traced."""
+
+    traced: Traced
+    regions: Sequence[Region]
+    returned: tuple[pytree.Split, pytree.Split]
+    collected: Mapping[str, int]  # names, and how many values of each are at the end of the outputs
+    seeds: int
+    keys: Sequence[Key]
+    differentiated: Sequence[int]  # the groups of what is differentiated besides the inputs, in order
+
+    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object]:
+        """The outputs and the aux."""
+        outputs, others = self.returned
+        real, rest, aux = (len(places) for places in (*outputs.places, *others.places))
+        ends = real + rest, real + rest + aux
+        return outputs.join(out[:real], out[real : ends[0]]), others.join(out[ends[0] : ends[1]])
+
+
+class Tracer(Traversal):
+    """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
+
+    def __init__(self, own: Traversal, axis: Axis, mode: Any, decompositions: Any, inline: bool, derived: bool) -> None:
+        super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
+        self.means, self.run, self.mask = own.means, own.run, own.mask
+        self.acts, self.mode, self.decompositions, self.inline, self.derived = True, mode, decompositions, inline, derived
+        self.regions: list[Region] = []
+        self.keys = list(self.layout.groups)
+        self.drawn = 0
+        self.fulls: list[tuple[int, torch.Tensor]] = []  # group, its buffer, for each differentiated use
+        self.inlined = False
+
+    def __enter__(self) -> None:
+        self.next_seed, self.traced_unit = self._next, self.unit_call
+
+    def __exit__(self, *_: object) -> None:
+        self.uses, self.tokens = {}, {}  # or the state's buffers would be held
+        del self.next_seed, self.traced_unit
+
+    def _next(self) -> int:
+        self.drawn += 1
+        return 0
+
+    # ---- what the graph's operators return
+
+    def gathered(self, group: int) -> torch.Tensor:
+        key = self.keys[group]
+        use = self.uses[key]
+        return torch.empty(self.layout.groups[key].numel, dtype=use.compute, device=use.device)
+
+    def called(self, region: int) -> list[torch.Tensor]:
+        traced = self.regions[region].traced
+        return [_like(x.meta["val"]) for x in _result(traced.forward)]
+
+    def pulled(self, region: int) -> list[torch.Tensor]:
+        return [_like(x.meta["val"]) for x in _result(self.regions[region].traced.pullback) if x is not None]
+
+    # ---- leaves
+
+    def full(self, key: Key) -> torch.Tensor:
+        """The full buffer of a group, for one use."""
+        group = self.keys.index(key)
+        full = operators.GATHER(group)
+        if self.derived and not self.layout.groups[key].row.frozen:
+            full = full.detach().requires_grad_()
+            self.fulls.append((group, full))
+        return full
+
+    def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
+        out: dict[int, torch.Tensor] = {}
+        for key, group in self.layout.groups.items():
+            if key.unit:
+                stand_in = self.gathered(self.keys.index(key))
+                if self.derived and not group.row.frozen:
+                    stand_in = stand_in.requires_grad_()
+                self.tokens[key] = stand_in
+                for slot in group.slots:
+                    out[slot.leaf] = self._handle(key, slot, stand_in)
+            else:
+                for index, view in group.views(self.full(key)).items():
+                    out[index] = view
+                    self.origins[id(view)] = index
+        return [out[index] for index in range(len(self.layout.rows))]
+
+    def read(self, handle: Handle) -> torch.Tensor:
+        """A unit's leaf in full, outside of that unit."""
+        return self.layout.groups[handle.key].views(self.full(handle.key))[handle.index].clone()
+
+    # ---- units
+
+    def unit_call(
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], seed: int | None
+    ) -> object:
+        """A unit's call: a region of the graph, or, where the function differentiates it, operators of that."""
+        number = self.drawn
+        if seed is None:
+            self.drawn += 1
+        flat, spec = flatten_first((args, kwargs))
+        carriers = changing((args, kwargs))
+        signature = Signature(self, fn, flat, spec, False, bool(carriers), False)
+        op = CalledOp.__new__(CalledOp)
+        op.traversal, op.signature, op.unit, op._eager = self, signature, signature.unit, fn
+        op.name = f"unit {signature.unit!r}"
+        op._flat, op._spec, op._notes, op._noted = flat, spec, None, ()
+        fulls = [self.full(key) for key in signature.keys]
+        tensors: list[Any] = [flat[place] for place in signature.tensors]
+        with autocast_to(self, signature.casts):
+            if self.inline or private.level() or any(map(private.is_wrapped, tensors)):
+                self.inlined = True
+                out = op._called(fn, self._views(signature.keys, fulls), tensors)
+                result = pytree.unflatten(op._spec_out, out)
+                if signature.collects:
+                    result, taken = result
+                    collecting.put(taken)
+                return _changed(result, carriers)
+            operands = [*fulls, *tensors]
+            wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
+            traced = self._region(op, operands, wanted, len(fulls), signature.remat)
+            self.regions.append(Region(traced, signature.unit, number))
+            outs = _Called.apply(len(self.regions) - 1, traced, wanted, *operands)
+            return op._outside(outs, carriers)
+
+    def _views(self, keys: Sequence[Key], fulls: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        views: dict[int, torch.Tensor] = {}
+        for key, full in zip(keys, fulls, strict=True):
+            views.update(self.layout.groups[key].views(full))
+        return views
+
+    def _region(
+        self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: bool
+    ) -> Traced:
+        keys = op.signature.keys
+
+        def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
+            leaves = self._views(keys, given[:count])
+            with torch.set_grad_enabled(op.signature.grad):
+                out = op._called(op._eager, leaves, given[count:])
+            put = op._let_out(out, leaves, given[count:], given[:count])
+            return put, [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()], ()
+
+        with self.mode, private.untraced():
+            given = [_like(x) for x in operands]
+            return trace(run, given, wanted, self.decompositions, recompute, range(count))
+
+
+def _changed(result: Any, carriers: Sequence[object]) -> object:
+    from fzero.engine.called import put_together
+
+    return put_together(result, carriers) if carriers else result
+
+
+class _Called(torch.autograd.Function):
+    """`apply(number, traced, wanted, *operands)`: a region, and its pullback as another node."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, traced: Traced, wanted: Sequence[int], *operands: torch.Tensor) -> Any:  # type: ignore[override]
+        out = operators.call(number, [*operands])
+        outs = out[: traced.outputs]
+        ctx.number, ctx.traced, ctx.wanted, ctx.count = number, traced, wanted, len(operands)
+        ctx.held = [out[i] if i >= 0 else _held(operands, traced, -1 - i) for i in traced.saved]
+        ctx.mark_non_differentiable(*[x for i, x in enumerate(outs) if i not in traced.real])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise Inline
+        traced: Traced = ctx.traced
+        given = [cotangents[i].contiguous() for i in traced.real]
+        found = iter(operators.pull(ctx.number, [*[x for x in ctx.held if x is not None], *given]))
+        out: list[torch.Tensor | None] = [None] * ctx.count
+        for i, reached in zip(ctx.wanted, traced.reached, strict=True):
+            out[i] = next(found) if reached else None
+        return None, None, None, *out
+
+
+def _held(operands: Sequence[torch.Tensor], traced: Traced, place: int) -> torch.Tensor | None:
+    """What the pullback is given of a region's inputs; its constants are the region's own."""
+    return operands[place] if place < len(operands) else None
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _result(module: torch.fx.GraphModule) -> Sequence[Any]:
+    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
+
+
+def traced_call(
+    step: Spec, structure: pytree.Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
+) -> Call:
+    """Traces the step's function.
+
+    Args:
+        flat: its inputs, flat; `spec` their structure.
+        wanted: the places of those that are differentiated.
+    """
+    places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+    returned: list[Any] = []
+
+    def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
+        filled = list(flat)
+        for place, x in zip(places, given, strict=True):
+            filled[place] = x
+        inputs: tuple[Any, ...] = pytree.unflatten(spec, filled)
+        tree = pytree.unflatten(structure, tracer.leaves({}))
+        with (
+            autocast(tracer.device, tracer.table.outside),
+            tracer.running(),
+            during(proves, False),
+            collecting.run() as collected,
+        ):
+            out = step.fn(tree, *inputs)
+            out = pytree.map_leaves(lambda x: tracer.read(x) if isinstance(x, Handle) else _given_out(x), out)
+        outputs, others = split_both(step, out)
+        counts = {name: len(own) for name, own in collected.items()}
+        (real, rest), (aux,) = outputs.leaves, others.leaves
+        put = [*real, *rest, *aux, *[x for own in collected.values() for x in own]]
+        memories = {storage_of(x) for x in (*given, *[full for _, full in tracer.fulls])}
+        put = [x.clone() if storage_of(x) in memories else x for x in put]
+        sizes = len(real), len(rest), len(aux)
+        outputs.leaves, others.leaves = [], []
+        returned[:] = [(outputs, others), counts, sizes]
+        return put, range(len(real)), [full for _, full in tracer.fulls]
+
+    with tracer.mode, during(operators.tracing, tracer):
+        given = [_like(flat[i]) for i in places]  # type: ignore[arg-type]
+        numbers = [places.index(i) for i in wanted]
+        traced = trace(run, given, numbers, tracer.decompositions)
+    groups = [group for group, _ in tracer.fulls]
+    (splits, counts, _) = returned
+    return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, groups)
+
+
+def _given_out(x: object) -> object:
+    return x.outside() if isinstance(x, StandIn) else x
