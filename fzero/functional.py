@@ -372,6 +372,7 @@ class _Copy:
                 return call(*given)
 
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
+        own_call.module = unit.module  # type: ignore[attr-defined]
         return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
 
 

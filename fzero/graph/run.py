@@ -36,12 +36,13 @@ class Program:
         self.call = call
         compile_one = inductor.compiled if backend == "inductor" else _plainly
         regions: dict[int, Any] = {}
+        pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
         for number, region in enumerate(call.regions):
             traced = region.traced
-            forward = compile_one(traced.forward, traced.constants, traced.draws[0])
-            pullback = compile_one(traced.pullback, (), traced.draws[1])
-            pullback = _with_constants(pullback, traced)
-            regions[number] = (forward, pullback, *traced.draws, region.seed)
+            if traced not in pairs:
+                forward = compile_one(traced.forward, traced.constants, traced.draws[0])
+                pairs[traced] = forward, _with_constants(compile_one(traced.pullback, (), traced.draws[1]), traced)
+            regions[number] = (*pairs[traced], *traced.draws, region.seed)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]

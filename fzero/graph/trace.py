@@ -129,7 +129,16 @@ def _tidied(node: Node) -> None:
 
 
 def draws(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Tells whether an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    rate = "dropout_p" if "dropout_p" in names else None
+    if rate is None:
+        return True
+    place = names.index(rate)
+    given = node.args[place] if place < len(node.args) else node.kwargs.get(rate, 0.0)
+    return given != 0.0
 
 
 def _is_item(node: Node) -> bool:

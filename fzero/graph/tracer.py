@@ -15,9 +15,11 @@ from fzero.comm.axis import Axis
 from fzero.engine.called import CalledOp
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
+from fzero.engine.outlets import Leaving, Same, Slot
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import operators
+from fzero.graph.alike import form_of
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Key
@@ -67,6 +69,7 @@ class Tracer(Traversal):
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.acts, self.mode, self.decompositions, self.inline, self.derived = True, mode, decompositions, inline, derived
         self.regions: list[Region] = []
+        self._traced: dict[object, Any] = {}
         self.keys = list(self.layout.groups)
         self.drawn = 0
         self.fulls: list[tuple[int, torch.Tensor]] = []  # group, its buffer, for each differentiated use
@@ -157,7 +160,7 @@ class Tracer(Traversal):
                 return _changed(result, carriers)
             operands = [*fulls, *tensors]
             wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
-            traced = self._region(op, operands, wanted, len(fulls), signature.remat)
+            traced = self._known(op, operands, wanted, len(fulls))
             self.regions.append(Region(traced, signature.unit, number))
             outs = _Called.apply(len(self.regions) - 1, traced, wanted, *operands)
             return op._outside(outs, carriers)
@@ -167,6 +170,37 @@ class Tracer(Traversal):
         for key, full in zip(keys, fulls, strict=True):
             views.update(self.layout.groups[key].views(full))
         return views
+
+    def _known(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
+        """The region of a call, which may have been traced for another one that is alike."""
+        signature, flat = op.signature, op._flat
+        groups = [self.layout.groups[key] for key in signature.keys]
+        numbers = {key: i for i, key in enumerate(signature.keys)}
+        forms = [
+            (numbers[x.key], self.layout.key_of[x.path][1].offset, tuple(x.shape))
+            if isinstance(x, Handle)
+            else ("tensor", type(x))
+            if isinstance(x, torch.Tensor)
+            else form_of(x)
+            for x in flat
+        ]
+        metas = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
+        sizes = [group.split_sizes for group in groups]
+        rest = (*map(tuple, (forms, metas, sizes, wanted)), op._spec, signature.casts, signature.remat, signature.grad)
+        key = (form_of(op._eager), *rest)
+        known = self._traced.get(key)
+        if known is not None:
+            traced, op._spec_out, takes, recipes, signature.collects = known
+            op._leaving = Leaving([], takes, list(recipes))
+            return traced
+        traced = self._region(op, operands, wanted, count, signature.remat)
+        assert op._leaving is not None
+        recipes = list(op._leaving.recipes)
+        made_inside = all(isinstance(x, (Slot, Same)) and not isinstance(x, torch.Tensor) for x in recipes)
+        if made_inside and not any(isinstance(x, Same) and isinstance(x.value, torch.Tensor) for x in recipes):
+            if not signature.carriers:
+                self._traced[key] = traced, op._spec_out, op._leaving.takes, recipes, signature.collects
+        return traced
 
     def _region(
         self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: bool

@@ -1,0 +1,70 @@
+"""What tells functions apart that would be traced alike: the same code over equal constants, modules of one make."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_OWN = {"_parameters", "_buffers", "_modules", "forward"}
+
+
+class Identity:
+    """Equal to itself alone; it keeps its object alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+
+def form_of(value: object) -> Hashable:
+    """What a function, or what it closes over, is; equal forms are traced alike."""
+    if isinstance(value, _VALUES):
+        return type(value), value
+    if type(value) in (tuple, list):
+        return type(value), *map(form_of, value)  # type: ignore[call-overload]
+    if type(value) is dict:
+        return dict, *[(form_of(k), form_of(v)) for k, v in value.items()]  # type: ignore[attr-defined]
+    if type(value) in (set, frozenset):
+        return type(value), frozenset(map(form_of, value))  # type: ignore[call-overload]
+    module = getattr(value, "module", None)
+    if isinstance(value, functools.partial):
+        if isinstance(module, nn.Module):  # a module's call as a unit
+            return "unit", _of_module(module)
+        return "partial", form_of(value.func), form_of(value.args), form_of(value.keywords)
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        others = form_of(value.__defaults__), form_of(value.__kwdefaults__), Identity(value.__globals__)
+        return "function", value.__code__, *cells, *others
+    return Identity(value)
+
+
+def _content(cell: types.CellType) -> Hashable:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return "empty"
+    return Identity(value) if isinstance(value, types.FunctionType) else form_of(value)
+
+
+def _of_module(module: nn.Module) -> Hashable:
+    own = vars(module)
+    if any(own[name] for name in own if name.endswith("_hooks") and isinstance(own[name], dict)):
+        return Identity(module)
+    attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN and not _is_hooks(name)]
+    buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
+    children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
+    return type(module), tuple(module._parameters), *attributes, *buffers, *children
+
+
+def _is_hooks(name: str) -> bool:
+    return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
