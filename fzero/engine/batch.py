@@ -119,7 +119,7 @@ class Batch:
         pieces: Sequence[object] = ()
         parts, self.counts = counted(micro, state, self._inputs)
         counts = self.counts
-        leaves = None if self._fused else Leaves.of(step, state, several)
+        leaves = None if self._fused or step.graphs is not None else Leaves.of(step, state, several)
         for i, part in enumerate(parts):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)

@@ -78,7 +78,8 @@ class Passes:
         self._at_once, self._unreduced = at_once, at_once and count > 1 and not is_transformed()
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
         self._runs: dict[int, Run | PlainRun] = {}
-        self._leaves, self._forwards = Leaves.of(step, state, self._unreduced), 0
+        self._leaves = None if step.graphs is not None else Leaves.of(step, state, self._unreduced)
+        self._forwards = 0
         self._specs: dict[int, pytree.Spec] = {}
         self._half: dict[int, Run | PlainRun] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come

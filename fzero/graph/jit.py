@@ -20,6 +20,9 @@ from fzero.table.counting import Mask
 from fzero.table.spec import Spec
 
 
+_one_at_a_time = threading.Lock()  # torch's tracer is one for all threads; no rank waits for another in a trace
+
+
 class Jit:
     """The programs of a step and of what other transforms make of it.
 
@@ -30,7 +33,6 @@ class Jit:
     def __init__(self, backend: str, static: Collection[int]) -> None:
         self.backend, self.static = backend, tuple(static)
         self._programs: dict[object, Program] = {}
-        self._lock = threading.RLock()
         self._last: Program | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -126,7 +128,7 @@ class Jit:
         seed: tuple[int, ...],
     ) -> Program:
         need_traceable(step, state)
-        with self._lock, naming():
+        with _one_at_a_time, naming():
             self._programs[key] = self._last = made(step, state, inputs, wanted, seed, self.backend)
         return self._last
 

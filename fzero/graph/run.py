@@ -150,6 +150,7 @@ class GraphRun(Outcome):
     ) -> None:
         super().__init__(state, inputs, argnums, scale, mask)
         self._program, self._partial, self._again = program, partial, again
+        self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
         self._pulling = threading.RLock()
         flat, _ = pytree.flatten(tuple(inputs))
         call, traced = program.call, program.call.traced
@@ -201,7 +202,7 @@ class GraphRun(Outcome):
             traversal.schedule.used.update(dict.fromkeys(traversal.uses, 0))
             for group in self._program.uses:
                 traversal.schedule.note_use((self._program.call.keys[group],))
-            own = Delivery(traversal.schedule, traversal.layout, receive or keep, {}, self._partial)
+            own = Delivery(traversal.schedule, traversal.layout, receive or keep, self.unreduced, self._partial)
             own.into = {}
             self._calls.delivery, self._calls.masked = own, self.mask.masked
             held = [*self._held, *cotangents]
@@ -227,6 +228,9 @@ class GraphRun(Outcome):
     def note_use(self, used: set[int]) -> None:
         assert self._traversal is not None
         used.update(range(len(self._traversal.layout.rows)))
+
+    def note_reached(self, used: set[int]) -> None:
+        self.note_use(used)
 
     def is_used_up(self) -> bool:
         return self._held is None
