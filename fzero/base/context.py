@@ -69,3 +69,7 @@ class during(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.variable.reset(self.token)
+
+
+# whether a function of states is traced into a graph, in which no value decides anything
+jitting: contextvars.ContextVar[bool] = variable("jitting", False)

@@ -408,3 +408,16 @@ def inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
     with config.patch(fallback_random=True, emulate_precision_casts=True), torch.no_grad():
         return compile_fx_inner(module, list(given))
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tells whether two tensors begin at the same place of the same memory, also those without values."""
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and a.storage_offset() == b.storage_offset()
+
+
+def without_pointers() -> AbstractContextManager[object]:
+    """Inside, a tensor without values that is asked for its address raises."""
+    from torch._functorch import config
+
+    return config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import in_differentiated
+from fzero.base.context import in_differentiated, jitting
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
@@ -60,7 +60,7 @@ def goes_on(*trees: object) -> bool:
 
 
 def _refuse_traces() -> None:
-    if private.traces():
+    if private.traces() and not jitting.get():
         raise TypeError(
             "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
             "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."

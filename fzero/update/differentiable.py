@@ -9,6 +9,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
+from fzero.base.context import jitting
 from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
 from fzero.engine.hidden import Hidden, in_a_level
@@ -123,6 +124,8 @@ def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> str:
 def _applied(norms: list[torch.Tensor]) -> Applied:
     """Whether these norms are finite; where that differs between the members of a map, of each of them."""
     finite = torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
+    if jitting.get():
+        return finite
     every = private.unwrapped(finite)
     with private.below_transforms():
         if bool(every.all()):
