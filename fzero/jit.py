@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fzero.base.arguments import need_bool
+from fzero.graph.function import Function
 from fzero.graph.jit import Jit
 from fzero.step import Step
 
@@ -16,4 +17,4 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
     need_bool(fallback, "jit", "fallback")
     if isinstance(step, Step):
         return dataclasses.replace(step, graphs=Jit(backend or "inductor", static_argnums))
-    raise NotImplementedError
+    return Function(step, backend or "inductor", fallback, static_argnums)

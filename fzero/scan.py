@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named, need_int, wrong
-from fzero.base.context import during
+from fzero.base.context import during, jitting
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
@@ -78,7 +78,8 @@ def scan(
         split, found = split[1:], [first]
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
-        state, metrics = _part(step, state, part) if is_transformed() else _run(step, state, part)
+        apart = is_transformed() and not jitting.get()  # a graph keeps what it needs itself
+        state, metrics = _part(step, state, part) if apart else _run(step, state, part)
         found.append(metrics)
     return state, _joined(found, torch.cat)
 

@@ -223,8 +223,7 @@ class Count:
     def of(said: object) -> Count:
         """The count again, also of what JSON makes of `said`."""
         if not isinstance(said, (tuple, list)):
-            assert isinstance(said, int)
-            return Count(said)
+            return Count(said)  # type: ignore[arg-type] - a number, or a tensor where a graph counts
         value, *counted = said
         return Count(value, *[tuple([(path, number) for path, number in each]) for each in counted])
 

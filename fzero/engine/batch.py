@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
+from fzero.base.context import jitting
 from fzero.base.follow import any_follows, follows, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.comm.linear import meaned
@@ -38,6 +39,8 @@ Sums = dict[Key, Buffer]  # which may be offloaded
 
 def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
     """The seed of everything random in one run."""
+    if jitting.get():
+        return (0,)  # nothing is drawn in a graph of states
     return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
 
 

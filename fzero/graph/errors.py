@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from fzero.base.refusals import place_of
 
+one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,15 +11,12 @@ from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
 from fzero.engine.outcome import _wanted
 from fzero.engine.run import Run
-from fzero.graph.errors import naming
+from fzero.graph.errors import naming, one_at_a_time
 from fzero.graph.run import GraphRun, Program, forward_only, made
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE
 from fzero.table.counting import Mask
 from fzero.table.spec import Spec
-
-
-_one_at_a_time = threading.Lock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 
 
 class Jit:
@@ -128,7 +124,7 @@ class Jit:
         seed: tuple[int, ...],
     ) -> Program:
         need_traceable(step, state)
-        with _one_at_a_time, naming():
+        with one_at_a_time, naming():
             self._programs[key] = self._last = made(step, state, inputs, wanted, seed, self.backend)
         return self._last
 

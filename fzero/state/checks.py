@@ -56,7 +56,7 @@ def goes_on(*trees: object) -> bool:
     if not is_transformed():
         return False
     _refuse_traces()
-    return any(transform_of(tensor) is not None for tree in trees for tensor in _tensors(tree))
+    return jitting.get() or any(transform_of(tensor) is not None for tree in trees for tensor in _tensors(tree))
 
 
 def _refuse_traces() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_number, wrong
-from fzero.base.context import in_differentiated
+from fzero.base.context import in_differentiated, jitting
 from fzero.base.rebound import is_others
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
@@ -58,6 +58,8 @@ def numbers_in(value: object) -> list[float]:
     """The numbers that a number or a 0-d tensor is, several where it is mapped over."""
     if not isinstance(value, torch.Tensor):
         return [value]  # type: ignore[list-item] - checked before
+    if jitting.get():
+        return []
     with private.below_transforms():
         return private.unwrapped(value).detach().double().view(-1).tolist()
 

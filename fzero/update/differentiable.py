@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
 from fzero.state.moments import copied, next_extra
 from fzero.state.replicated_to_sharded import cuts, held_of
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
+from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees, trees_of
 from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -60,7 +61,7 @@ def differentiable_update(
         updates, new = _called(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
-        params, count = _stepped(params, own, stepped, applied), count + 1
+        params, count = _stepped(params, own, stepped, applied), _next(count, applied)
         moments = with_kept_moments(_kept(new, before, applied), moments)
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
@@ -133,6 +134,16 @@ def _applied(norms: list[torch.Tensor]) -> Applied:
         return finite if bool(every.any()) else False
 
 
+def _next(count: Any, applied: Applied) -> Any:
+    """The count after an update, one for all members; a tensor where it is one of a graph."""
+    if not isinstance(count, torch.Tensor):
+        return count + 1
+    assert isinstance(applied, torch.Tensor)
+    with private.below_transforms():
+        some = private.unwrapped(applied).any()
+    return count + some
+
+
 def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return torch.where(applied, new, old) if isinstance(applied, torch.Tensor) else new
 
@@ -195,10 +206,12 @@ def _kept(new: object, old: object, applied: Applied) -> object:
     def one(new: object, old: object) -> object:
         if is_sharded(new) and is_sharded(old):
             return old.over({key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups})
+        if isinstance(new, pytree.Count) and isinstance(new.value, torch.Tensor) and isinstance(old, pytree.Count):
+            return pytree.Count(_next(old.value, applied), new.missed, new.paused)
         both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
         return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
 
-    return pytree.map(one, new, old, is_leaf=is_sharded)
+    return pytree.map(one, new, old, is_leaf=is_item)
 
 
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
