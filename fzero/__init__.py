@@ -18,6 +18,7 @@ from fzero.derivatives import hvp, per_example_grads, tape
 from fzero.engine.batch import Pullback
 from fzero.explain import Explanation, explain
 from fzero.functional import functional
+from fzero.jit import jit
 from fzero.loop import Loop, loop
 from fzero.optim import (
     GradientTransformation,
@@ -90,7 +91,7 @@ __all__ = [
     "adafactor", "adam", "adamw", "adaptive_clip", "autocast", "carry", "chain", "check_pure", "clip_by_block_norm",
     "clip_by_global_norm", "clip_by_value", "collect", "collected", "compat", "compile", "constant", "convert",
     "donate", "ema", "explain", "fetch", "fits", "freeze", "from_torch", "functional", "fuse_update", "gather",
-    "global_norm", "gradient_noise", "hvp", "keep_memory", "lamb", "linear", "lion", "load", "load_extra",
+    "global_norm", "gradient_noise", "hvp", "jit", "keep_memory", "lamb", "linear", "lion", "load", "load_extra",
     "load_safetensors", "lookahead", "loop", "loss_scale", "measure_bandwidth", "muon", "name", "offload", "optim",
     "parallel", "partition", "per_example_grads", "pipeline", "plan", "plot_plan", "plot_schedule", "register_carrier",
     "remat", "remote", "save", "save_async", "save_safetensors", "scan", "scatter", "schedules", "sgd", "shard_tensor",

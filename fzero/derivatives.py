@@ -80,7 +80,8 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
 
     Raises:
         TypeError: a transform of `torch.func` around it (use `step.vjp` there), or the step has a carry.
-        ValueError: the step has `weights`. Give it the step before `fz.accumulate`, and weigh the loss yourself.
+        ValueError: the step has `weights`. Give it the step before `fz.accumulate`, and weigh the loss yourself. Or it
+            is one of `fz.jit`.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -93,6 +94,8 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     """
     need_derivatives("fz.tape")
     _refuse_transforms("fz.tape")
+    if step.graphs is not None:
+        raise ValueError("fz.tape: got a step of fz.jit, whose graphs have pullbacks of their own. Take step.vjp.")
     with as_found():
         made = Tape(step, state)
     refuse_carry(step, "tape")

@@ -207,7 +207,7 @@ class Pullback:
     ) -> None:
         self._micro = step.microbatches
         several, scale = self._micro.count > 1, scale_of(step, state)
-        self._runs, self._auxes, self._carry, self._has_aux = list[Run](), [], Carry(step, state), step.has_aux
+        self._runs, self._auxes, self._carry, self._has_aux = list[Any](), [], Carry(step, state), step.has_aux
         parts, self._counts = counted(self._micro, state, inputs)
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)

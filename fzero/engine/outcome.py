@@ -46,7 +46,7 @@ class Outcome:
         self.state: TrainState | None = state
         self.scale = scale
         self.count = len(pytree.flatten(tuple(inputs))[0])
-        self.wanted = _wanted(inputs, argnums)
+        self.wanted = wanted_of(inputs, argnums)
 
     def _note(
         self,
@@ -180,7 +180,7 @@ def refuse_hidden(value: object) -> None:
         )
 
 
-def _wanted(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
+def wanted_of(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
     out, place, lengths = [], 0, {*places_in(tuple(inputs)).values()}
     for number, tree in enumerate(inputs):

@@ -74,12 +74,13 @@ class Passes:
     """
 
     def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
+        if step.graphs is not None:
+            raise ValueError("pipeline: got a stage whose step is one of fz.jit. Leave jit out: stages have no graphs.")
         self._step, self._state, self._rng, self.count, self.counts = step, state, rng, count, Counts()
         self._at_once, self._unreduced = at_once, at_once and count > 1 and not is_transformed()
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
         self._runs: dict[int, Run | PlainRun] = {}
-        self._leaves = None if step.graphs is not None else Leaves.of(step, state, self._unreduced)
-        self._forwards = 0
+        self._leaves, self._forwards = Leaves.of(step, state, self._unreduced), 0
         self._specs: dict[int, pytree.Spec] = {}
         self._half: dict[int, Run | PlainRun] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come

@@ -254,8 +254,8 @@ def run_of(
     if step.graphs is None or leads_on:
         return own()
     mask = mask or Mask()
-    given = {"argnums": argnums, "seed": seed, "scale": scale, "unreduced": unreduced, "partial": partial, "mask": mask}
-    return step.graphs.run(step, state, inputs, own, again=again, **given)
+    given = {"argnums": argnums, "seed": seed, "scale": scale, "unreduced": unreduced, "alone": alone}
+    return step.graphs.run(step, state, inputs, own, again=again, partial=partial, mask=mask, **given)
 
 
 def _leads_on(x: object) -> bool:

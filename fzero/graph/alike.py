@@ -9,7 +9,8 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_NUMBERS = int, float, complex, bool
+_VALUES = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 

@@ -12,12 +12,13 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated, jitting, proves
-from fzero.graph import inductor, program
+from fzero.graph import inductor, of_torch, program
 from fzero.graph.alike import Identity
 from fzero.graph.errors import naming, one_at_a_time
 from fzero.graph.trace import Traced, draws, trace
 from fzero.state.sharded import is_item
 from fzero.state.train_state import TrainState
+from fzero.table.handle import name_of
 
 
 class Opened:
@@ -110,6 +111,9 @@ def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
     return state.changed(moments=moments, extra=extra, step=step)
 
 
+MANY = 10
+
+
 class Function:
     """A function of states and tensors that runs as one graph for each signature.
 
@@ -143,7 +147,7 @@ class Function:
                 if not self.fallback:
                     raise
                 self._plain = True
-                warnings.warn(f"jit: {self.__name__} runs without a graph: {error}", stacklevel=2)
+                warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=2)
             return out
         run, result, _ = known
         with torch.no_grad():
@@ -203,11 +207,11 @@ class Function:
                 return own[0].detach() if own else torch.zeros(()), flat(*every)
 
             # under a level, so that steps are functions of torch's operators alone
-            out: Any = torch.func.vjp(moving, *[tensors[i] for i in floats], has_aux=True)[2]
-            return [x.clone() if any(x is y for y in tensors) else x for x in out], (), ()
+            result: Any = torch.func.vjp(moving, *[tensors[i] for i in floats], has_aux=True)
+            return [x.clone() if any(x is y for y in tensors) else x for x in result[2]], (), ()
 
         table = inductor.table() if self.backend == "inductor" else {}
-        with one_at_a_time, naming(), private.without_pointers(), (mode := private.fake_mode()):
+        with one_at_a_time, naming(), of_torch.without_pointers(), (mode := of_torch.fake_mode()):
             own = [mode.from_tensor(x.detach()) for x in given.tensors]
             with during(jitting, True), during(proves, False):
                 traced = trace(run, own, (), table)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.base import private
-from fzero.graph import operators, program
+from fzero.graph import of_torch, operators, program
 from fzero.graph.program import Run
 from fzero.graph.trace import draws, is_view
 
@@ -28,7 +27,7 @@ def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawin
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:
-        run = _made[text] = private.inductor(module, [n.meta["val"] for n in placeholders])
+        run = _made[text] = of_torch.by_inductor(module, [n.meta["val"] for n in placeholders])
     if not constants:
         return run
     own = list(constants)
@@ -41,7 +40,7 @@ def _form(x: torch.Tensor) -> str:
 
 def table() -> Any:
     """The decompositions that Inductor wants."""
-    return private.inductor_decompositions()
+    return of_torch.inductor_decompositions()
 
 
 _OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import operators
+from fzero.graph.trace import Traced
 
 Run = Callable[..., list[Any]]
 _PLAIN = (int, float, bool, str, type(None))
@@ -24,6 +26,10 @@ class Calls:
 
     def ahead(self, group: int) -> None:
         """Begins to gather one."""
+        raise NotImplementedError
+
+    def keep(self, group: int, full: torch.Tensor) -> None:
+        """Holds on to one that the pullback begins with."""
         raise NotImplementedError
 
     def reduce(self, x: torch.Tensor, group: int) -> None:
@@ -60,12 +66,14 @@ def compiled(
     module: GraphModule,
     regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
     constants: Sequence[torch.Tensor] = (),
+    keeps: GraphModule | None = None,
 ) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
     Args:
         regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
         constants: tensors behind the inputs.
+        keeps: the graph of the pullback.
     """
     graph: Graph = module.graph
     names: dict[Node, str] = {}
@@ -74,7 +82,7 @@ def compiled(
     known: dict[int, str] = {}
 
     def constant(value: object) -> str:
-        if type(value) in _PLAIN and value == value and value not in (float("inf"), -float("inf")):  # noqa: PLR0124
+        if type(value) in _PLAIN and value == value and value not in (float("inf"), -float("inf")):
             return repr(value)
         if isinstance(value, Node):
             return names[value]
@@ -100,7 +108,9 @@ def compiled(
     for x, node in last.items():
         dying.setdefault(node, []).append(x)
     gathers = [n for n in nodes if n.target is operators.GATHER]
-    following = dict(zip(gathers, gathers[1:], strict=False))
+    following = dict(itertools.pairwise(gathers))
+    again = [] if keeps is None else [n for n in keeps.graph.nodes if n.target is operators.GATHER][:1]
+    kept = gathers[-1:] if again and gathers and gathers[-1].args == again[0].args else []
     placeholders = [n for n in nodes if n.op == "placeholder"]
     for i, node in enumerate(nodes):
         names[node] = f"v{i}"
@@ -129,6 +139,8 @@ def compiled(
             lines.append(f"{name} = calls.take({node.args[0]})")
             if node in following:
                 lines.append(f"calls.ahead({following[node].args[0]})")
+            if node in kept:
+                lines.append(f"calls.keep({node.args[0]}, {name})")
         elif node.target is operators.REDUCE:
             x, group = node.args
             lines.append(f"{name} = None; calls.reduce({names[x]}, {group})")  # type: ignore[index]
@@ -153,3 +165,33 @@ def compiled(
     run: Run = scope["run"]
     run.source = source  # type: ignore[attr-defined]
     return run
+
+
+def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
+    """Two graphs as one: `(*inputs, *constants, *cotangents) -> (outputs, cotangents of inputs)`."""
+    graph, made = Graph(), dict[Node, Node]()
+    first = list(forward.graph.nodes)
+    for node in first[:-1]:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    result = list(first[-1].args[0])
+    inputs = [n for n in first if n.op == "placeholder"]
+    held = [made[result[i]] if i >= 0 else made[inputs[-1 - i]] for i in traced.saved]
+    last = [n for n in made.values() if n.op == "placeholder"][-1:]
+    second = list(pullback.graph.nodes)
+    for node in second[:-1]:
+        if node.op == "placeholder" and held:
+            made[node] = held.pop(0)
+        elif node.op == "placeholder":
+            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
+                made[node] = graph.placeholder(f"cotangent_{node.name}")
+            last = [made[node]]
+            made[node].meta = dict(node.meta)
+        else:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    grads = torch.fx.map_arg(list(second[-1].args[0]), made.__getitem__)
+    graph.output((torch.fx.map_arg(result[: traced.outputs], made.__getitem__), grads))
+    root = torch.nn.Module()
+    for node in graph.find_nodes(op="call_module"):
+        of = forward if hasattr(forward, str(node.target)) else pullback
+        node.op, node.target = "call_function", getattr(of, str(node.target))
+    return GraphModule(root, graph)

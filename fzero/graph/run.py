@@ -17,8 +17,8 @@ from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed
 from fzero.engine.run import Run
 from fzero.engine.traversal import Traversal
-from fzero.graph import inductor, program
-from fzero.graph.program import Calls, compiled, scheduled
+from fzero.graph import inductor, of_torch, program
+from fzero.graph.program import Calls, compiled, joined, scheduled
 from fzero.graph.trace import Traced
 from fzero.graph.tracer import Call, Inline, Tracer, traced_call
 from fzero.state.placing import settle
@@ -51,9 +51,14 @@ class Program:
         if backend == "inductor":
             self.forward_graph = inductor.in_pieces(self.forward_graph)
             self.pullback_graph = inductor.in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, regions, traced.constants)
+        self.forward = compiled(self.forward_graph, regions, traced.constants, keeps=self.pullback_graph)
         self.pullback = _with_constants(compiled(self.pullback_graph, regions), traced)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
+
+
+    def joined(self) -> torch.fx.GraphModule:
+        """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
+        return joined(self.forward_graph, self.pullback_graph, self.call.traced)
 
 
 def _plainly(module: torch.fx.GraphModule, constants: Sequence[torch.Tensor], draws: bool) -> program.Run:
@@ -92,7 +97,7 @@ def made(
     flat, spec = pytree.flatten(tuple(inputs))
     table = inductor.table() if backend == "inductor" else {}
     for inline in (False, True):
-        mode = private.fake_mode()
+        mode = of_torch.fake_mode()
         tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
         with contextlib.suppress(Inline), tracer:
             return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
@@ -114,6 +119,11 @@ class _Calls(Calls):
     def ahead(self, group: int) -> None:
         self._schedule.gather_ahead((self._keys[group],))
 
+    def keep(self, group: int, full: torch.Tensor) -> None:
+        key = self._keys[group]
+        if self._schedule.keeps and self._traversal.uses[key].transient:
+            self._schedule.keep(key, full)
+
     def reduce(self, x: torch.Tensor, group: int) -> None:
         key = self._keys[group]
         use = self._traversal.uses[key]
@@ -130,7 +140,7 @@ class GraphRun(Outcome):
     """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
 
     Args:
-        argnums, seed, scale, partial, mask: as in `Run`.
+        argnums, seed, scale, unreduced, alone, partial, mask: as in `Run`.
         again: makes a `Run` of the same.
     """
 
@@ -144,6 +154,7 @@ class GraphRun(Outcome):
         seed: tuple[int, ...],
         scale: float,
         unreduced: bool,
+        alone: bool,
         partial: bool,
         mask: Mask,
         again: Callable[[], Run],
@@ -156,6 +167,7 @@ class GraphRun(Outcome):
         call, traced = program.call, program.call.traced
         self._traversal: Traversal | None
         traversal, *_ = traversal_of(step, state, seed, unreduced, mask=mask)
+        traversal.schedule.keeps = alone
         self._traversal = traversal
         seeds = Seeds(*seed)
         self._calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])

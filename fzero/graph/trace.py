@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.base import private
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
 
 Flat = Sequence[torch.Tensor]
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
@@ -79,7 +78,7 @@ def trace(
             found = torch.autograd.grad(ends, asked, moving, allow_unused=True)
         return [*[x.detach() for x in outs], *tangents, *found]
 
-    module = private.traced(joint, primals, decompositions)
+    module = of_torch.traced(joint, primals, decompositions)
     graph = module.graph
     constants = _lifted(module)
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
@@ -138,7 +137,7 @@ def draws(node: Node) -> bool:
         return True
     place = names.index(rate)
     given = node.args[place] if place < len(node.args) else node.kwargs.get(rate, 0.0)
-    return given != 0.0
+    return bool(given != 0.0)
 
 
 def _is_item(node: Node) -> bool:
@@ -264,5 +263,5 @@ def _extracted(
     for node in nodes:
         if node.op != "placeholder" and node not in made:
             made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(torch.fx.map_arg(list(outputs), made.__getitem__))
+    graph.output([made[x] if isinstance(x, Node) else None for x in outputs])
     return GraphModule(module, graph)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Leaving, Same, Slot
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
 from fzero.graph.alike import form_of
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import Handle, StandIn, storage_of
-from fzero.table.layout import Key
+from fzero.table.layout import Group, Key
 from fzero.table.spec import Spec
 
 
@@ -67,7 +66,8 @@ class Tracer(Traversal):
     def __init__(self, own: Traversal, axis: Axis, mode: Any, decompositions: Any, inline: bool, derived: bool) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
         self.means, self.run, self.mask = own.means, own.run, own.mask
-        self.acts, self.mode, self.decompositions, self.inline, self.derived = True, mode, decompositions, inline, derived
+        self.mode, self.decompositions, self.inline, self.derived = mode, decompositions, inline, derived
+        self.acts = True
         self.regions: list[Region] = []
         self._traced: dict[object, Any] = {}
         self.keys = list(self.layout.groups)
@@ -122,9 +122,12 @@ class Tracer(Traversal):
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot, stand_in)
             else:
-                for index, view in group.views(self.full(key)).items():
-                    out[index] = view
-                    self.origins[id(view)] = index
+                full = self.full(key)
+                plain = self.inline or not full.requires_grad
+                views = group.views(full).values() if plain else _Views.apply(group, self.uses[key].wire, full)
+                for slot, view in zip(group.slots, views, strict=True):
+                    out[slot.leaf] = view
+                    self.origins[id(view)] = slot.leaf
         return [out[index] for index in range(len(self.layout.rows))]
 
     def read(self, handle: Handle) -> torch.Tensor:
@@ -214,7 +217,7 @@ class Tracer(Traversal):
             put = op._let_out(out, leaves, given[count:], given[:count])
             return put, [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()], ()
 
-        with self.mode, private.untraced():
+        with self.mode, of_torch.untraced():
             given = [_like(x) for x in operands]
             return trace(run, given, wanted, self.decompositions, recompute, range(count))
 
@@ -223,6 +226,23 @@ def _changed(result: Any, carriers: Sequence[object]) -> object:
     from fzero.engine.called import put_together
 
     return put_together(result, carriers) if carriers else result
+
+
+class _Views(torch.autograd.Function):
+    """`apply(group, wire, full)`: the leaves outside of units, whose gradients are reduced as soon as all are there."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, wire: torch.dtype, full: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.group, ctx.wire, ctx.device = group, wire, full.device
+        private.pull_back_early(ctx)
+        ctx.set_materialize_grads(False)
+        return tuple(group.views(full).values())
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise Inline
+        return None, None, ctx.group.joined(cotangents, ctx.wire, ctx.device)
 
 
 class _Called(torch.autograd.Function):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+import torch
+
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.display import folded
 from fzero.base.patterns import PATTERN
@@ -144,6 +146,10 @@ class Graphs(Protocol):
         self, step: Spec, state: Any, inputs: Sequence[object], own: Callable[[], Any], **given: Any
     ) -> tuple[object, object]:
         """Outputs and aux; `own()` are those without a graph."""
+        ...
+
+    def graph(self, step: Spec, state: Any, *inputs: object) -> torch.fx.GraphModule: ...
+    def lower(self, step: Spec, state: Any, *inputs: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,30 @@ class Spec:
     metrics: tuple[str, ...] = ()  # those that are asked for besides
     fusion: str | None = None  # how a fused update is to know the norm of all gradients
     graphs: Graphs | None = None  # runs the function as a graph
+
+    # ---- of a step that runs as graphs (`fz.jit`)
+
+    def _graphs(self) -> Graphs:
+        if self.graphs is None:
+            raise AttributeError("This step has no graphs: traces, graph and lower are those of fz.jit(step).")
+        return self.graphs
+
+    @property
+    def traces(self) -> int:
+        """How many signatures (shapes, dtypes, static values, verbs) `fz.jit` has traced of this step so far."""
+        return self._graphs().traces
+
+    def graph(self, state: Any, *inputs: object) -> torch.fx.GraphModule:
+        """The graph of a call with such inputs: its forward and its pullback, with gathers, reductions and regions.
+
+        A region is a unit's call. `print(step.graph(state, *inputs).code)` shows all of it.
+        """
+        return self._graphs().graph(self, state, *inputs)
+
+    def lower(self, state: Any, *inputs: object) -> Self:
+        """Traces and compiles a call with such inputs ahead of time, and runs nothing."""
+        self._graphs().lower(self, state, *inputs)
+        return self
 
     # ---- what transforms use
 

@@ -1,0 +1,71 @@
+"""The private parts of torch that traces and compiled graphs stand on; each has a test in `tests/graph/`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+def fake_mode() -> Any:
+    """A mode in which operators compute shapes alone. Tensors with values may be closed over."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Any) -> Any:
+    """The graph of torch's operators that a function calls; of in-place ones those that are not, instead.
+
+    Another graph that is being traced around it sees nothing of it.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+    with disable_proxy_modes_tracing():
+        module = make_fx(fn, decomposition_table=decompositions)(*given)
+        if any(_writes(node) for node in module.graph.nodes):
+            module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(*given)
+        return module
+
+
+def _writes(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def untraced() -> AbstractContextManager[object]:
+    """Inside, the graph that is being traced around it sees nothing."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
+
+
+def inductor_decompositions() -> Any:
+    """Those that Inductor wants of what it compiles."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
+    """A graph compiled by Inductor: `run(list) -> outputs`, which empties the list.
+
+    Args:
+        given: inputs without values.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    end = next(iter(module.graph.find_nodes(op="output")))
+    end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
+    with config.patch(fallback_random=True, emulate_precision_casts=True), torch.no_grad():
+        return compile_fx_inner(module, list(given))
+
+
+def without_pointers() -> AbstractContextManager[object]:
+    """Inside, a tensor without values that is asked for its address raises."""
+    from torch._functorch import config
+
+    return config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)
