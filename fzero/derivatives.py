@@ -94,7 +94,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     """
     need_derivatives("fz.tape")
     _refuse_transforms("fz.tape")
-    if step.graphs is not None:
+    if getattr(step, "graphs", None) is not None:
         raise ValueError("fz.tape: got a step of fz.jit, whose graphs have pullbacks of their own. Take step.vjp.")
     with as_found():
         made = Tape(step, state)

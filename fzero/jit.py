@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from fzero.base.arguments import need_bool, wrong
@@ -75,7 +75,8 @@ def jit(
     need_bool(fallback, "jit", "fallback")
     if backend not in (None, *BACKENDS):
         raise wrong("jit", "backend", backend, "'inductor', 'graph' or None")
-    static: Collection[int] = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    given: object = static_argnums
+    static = (given,) if type(given) is int else tuple(given) if isinstance(given, (tuple, list)) else (-1,)
     if not all(type(i) is int and i >= 0 for i in static):
         raise wrong("jit", "static_argnums", static_argnums, "numbers of inputs, from 0")
     backend = backend or ("inductor" if compiler() else "graph")

@@ -119,6 +119,10 @@ def scanned(x: torch.Tensor) -> torch.Tensor:
     return metrics["loss"].sum() + summed(fz.gather(state.params))
 
 
+def loss_of_x(x: torch.Tensor) -> torch.Tensor:
+    return fz.jit(STEP, backend="graph")(STATE, x)[1]["loss"]  # type: ignore[no-any-return]
+
+
 def looped(x: torch.Tensor) -> torch.Tensor:
     run, total = fz.loop(STEP, STATE, [x, 2 * x, x], progress=False), torch.zeros((), dtype=F64)
     for _, metrics in run:
@@ -190,6 +194,7 @@ RIGHT: dict[str, Any] = {
     "pipeline": (piped, W),
     "loop": (looped, X),
     "scan": (scanned, X),
+    "jit": (lambda x: fz.jit(loss_of_x, backend="graph")(x), X),
     "stack": (stacked, W),
     "unstack": (stacked, W),
     "gather": (lambda own: summed(fz.gather(put(GRADS, own))), OWN),

@@ -204,7 +204,7 @@ class Function:
                 every = list(tensors)
                 for i, x in zip(floats, own, strict=True):
                     every[i] = x
-                return own[0].detach() if own else torch.zeros(()), flat(*every)
+                return own[0].detach() if own else torch.zeros((), device="cpu"), flat(*every)
 
             # under a level, so that steps are functions of torch's operators alone
             result: Any = torch.func.vjp(moving, *[tensors[i] for i in floats], has_aux=True)

@@ -38,7 +38,7 @@ def _form(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
 
 
-def table() -> Any:
+def table() -> of_torch.Table:
     """The decompositions that Inductor wants."""
     return of_torch.inductor_decompositions()
 

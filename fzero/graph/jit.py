@@ -67,8 +67,8 @@ class Jit:
 
         def traced(x: Any) -> Any:
             if type(x) is float:
-                return torch.tensor(x, dtype=torch.float64)
-            return torch.tensor(x) if type(x) is int else x
+                return torch.tensor(x, dtype=torch.float64, device="cpu")
+            return torch.tensor(x, device="cpu") if type(x) is int else x
 
         return tuple(
             x if i in self.static else pytree.map_leaves(traced, x) for i, x in enumerate(inputs)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
+CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 
 
 def fake_mode() -> Any:
@@ -16,7 +19,7 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Any) -> Any:
+def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Table) -> Any:
     """The graph of torch's operators that a function calls; of in-place ones those that are not, instead.
 
     Another graph that is being traced around it sees nothing of it.
@@ -42,7 +45,7 @@ def untraced() -> AbstractContextManager[object]:
     return disable_proxy_modes_tracing()
 
 
-def inductor_decompositions() -> Any:
+def inductor_decompositions() -> Table:
     """Those that Inductor wants of what it compiles."""
     from torch._inductor.decomposition import select_decomp_table
 

@@ -47,7 +47,7 @@ def trace(
     fn: Traceable,
     primals: Sequence[torch.Tensor],
     wanted: Sequence[int],
-    decompositions: Any,
+    decompositions: of_torch.Table,
     recompute: bool = False,
     free: Collection[int] = (),
 ) -> Traced:
@@ -157,9 +157,6 @@ def is_view(node: Node) -> bool:
     return info is not None and not info.is_write
 
 
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-
-
 def _parted(
     module: GraphModule,
     outs: Sequence[Any],
@@ -193,7 +190,7 @@ def _parted(
             return True
         if node not in cheap:
             source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-            of_param = node.target in _CASTS and source is not None and _root(source) in stored
+            of_param = node.target in of_torch.CASTS and source is not None and _root(source) in stored
             cheap[node] = is_view(node) or of_param
         return cheap[node]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ from fzero.table.spec import Spec
 
 class Inline(Exception):
     """The function differentiates a unit itself: its operators are to be part of the function's own graph."""
+
+
+Mode = AbstractContextManager[object]
 
 
 class Region(NamedTuple):
@@ -63,7 +67,15 @@ class Call(NamedTuple):
 class Tracer(Traversal):
     """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
 
-    def __init__(self, own: Traversal, axis: Axis, mode: Any, decompositions: Any, inline: bool, derived: bool) -> None:
+    def __init__(
+        self,
+        own: Traversal,
+        axis: Axis,
+        mode: Mode,
+        decompositions: of_torch.Table,
+        inline: bool,
+        derived: bool,
+    ) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.mode, self.decompositions, self.inline, self.derived = mode, decompositions, inline, derived
@@ -232,14 +244,16 @@ class _Views(torch.autograd.Function):
     """`apply(group, wire, full)`: the leaves outside of units, whose gradients are reduced as soon as all are there."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, wire: torch.dtype, full: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: private.Context, group: Group, wire: torch.dtype, full: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.wire, ctx.device = group, wire, full.device
         private.pull_back_early(ctx)
         ctx.set_materialize_grads(False)
         return tuple(group.views(full).values())
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise Inline
         return None, None, ctx.group.joined(cotangents, ctx.wire, ctx.device)
@@ -249,7 +263,9 @@ class _Called(torch.autograd.Function):
     """`apply(number, traced, wanted, *operands)`: a region, and its pullback as another node."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, traced: Traced, wanted: Sequence[int], *operands: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: private.Context, number: int, traced: Traced, wanted: Sequence[int], *operands: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         out = operators.call(number, [*operands])
         outs = out[: traced.outputs]
         ctx.number, ctx.traced, ctx.wanted, ctx.count = number, traced, wanted, len(operands)
@@ -258,7 +274,7 @@ class _Called(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise Inline
         traced: Traced = ctx.traced

@@ -235,6 +235,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "batches": (lambda v: fz.scan(STEP, STATE, [X] if isinstance(v, list) else v), {"a list", "a tensor"}),
         "remat_every": (lambda v: fz.scan(STEP, STATE, [X, X], v), {"None", "an int"}),
     },
+    "jit": {
+        "step": (lambda v: fz.jit(v), {"a step", "a function", "a class", "a module"}),
+        "backend": (lambda v: fz.jit(STEP, v), {"None"}),
+        "fallback": (lambda v: fz.jit(STEP, fallback=v), {"a bool"}),
+        "static_argnums": (lambda v: fz.jit(STEP, static_argnums=v), {"an int", "a list"}),
+    },
     "with_fn": {
         "step": (lambda v: fz.with_fn(v, loss), {"a step"}),
         "fn": (lambda v: fz.with_fn(STEP, v), {"a function", "a class"}),
