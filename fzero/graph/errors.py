@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from fzero.base.refusals import place_of
+from fzero.base.refusals import is_ours, place_of
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
@@ -31,4 +31,9 @@ def naming() -> Iterator[None]:
                 "in the place of a branch or a mask, torch.cond for two functions, and leave .item() and float(...) "
                 "out; a number that shapes depend on is a static argument (static_argnums=)."
             ) from error
-        raise
+        if is_ours(error):
+            raise
+        raise ValueError(
+            f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
+            "have no values and no memory. Leave that line to torch's operators, or out of the function."
+        ) from error

@@ -99,7 +99,7 @@ def made(
     for inline in (False, True):
         mode = of_torch.fake_mode()
         tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
-        with contextlib.suppress(Inline), tracer:
+        with contextlib.suppress(Inline), of_torch.without_pointers(), tracer:
             return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
     raise AssertionError
 

@@ -1,0 +1,152 @@
+"""fz.jit of functions of states: the numbers of the function, traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import assert_trees_close
+
+F64 = torch.float64
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=GENERATOR)
+
+
+def params_of() -> Any:
+    return {"blocks": [{"w": drawn(4, 4) / 2} for _ in range(2)], "o": drawn(4, 2)}
+
+
+block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+
+def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for q in p["blocks"]:
+        x = block(q, x)
+    return (x @ p["o"] - y).square().mean()
+
+
+PARAMS, X, Y = params_of(), drawn(3, 4), drawn(3, 2)
+STEP = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2)))
+STATES = [STEP.init(PARAMS)]
+for _ in range(3):
+    STATES.append(STEP(STATES[-1], X, Y)[0])
+MEMBERS = [fz.stack([STEP.init(params_of()) for _ in range(3)])]
+each = torch.vmap(STEP, in_dims=(0, None, None))
+MEMBERS.append(each(MEMBERS[0], X, Y)[0])
+
+
+def after(state: fz.TrainState, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        state, _metrics = STEP(state, x, Y)
+    return STEP.forward(state, x, Y)
+
+
+def by_rate(lr: torch.Tensor) -> torch.Tensor:
+    step = fz.train_step(loss, fz.adamw(lr))
+    state = step.init(PARAMS)
+    for _ in range(2):
+        state, _metrics = step(state, X, Y)
+    return step.forward(state, X, Y)
+
+
+def scanned(state: fz.TrainState, xs: torch.Tensor) -> Any:
+    return fz.scan(STEP, state, (xs, torch.stack([Y] * 4)))
+
+
+def averaged(state: fz.TrainState, x: torch.Tensor) -> Any:
+    step = fz.accumulate(fz.ema(STEP, 0.9), 3)
+    return step(step.init(PARAMS), x, Y)
+
+
+XS = [drawn(4, 3, 4) for _ in range(2)]
+RATES = [torch.tensor(r, dtype=F64) for r in (1e-2, 2e-2)]
+CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
+    "step": (lambda s, x: STEP(s, x, Y), [(s, X + i) for i, s in enumerate(STATES)]),
+    "forward": (STEP.forward, [(s, X, Y) for s in STATES]),
+    "gradient by an input": (lambda s, x: torch.func.grad(after, argnums=1)(s, x), [(s, X) for s in STATES]),
+    "gradient by a state": (lambda s: torch.func.grad(lambda s: after(s, X))(s), [(s,) for s in STATES]),
+    "gradient by a rate": (torch.func.grad(by_rate), [(rate,) for rate in RATES]),
+    "a number": (by_rate, [(1e-2,), (2e-2,)]),
+    "jvp": (lambda x, t: torch.func.jvp(lambda x: after(STATES[0], x), (x,), (t,)), [(X, X), (X, 2 * X)]),
+    "hessian": (lambda x: torch.func.hessian(lambda v: after(STATES[0], X * v))(x), [(RATES[0],), (RATES[1],)]),
+    "members": (each, [(own, X, Y) for own in MEMBERS]),
+    "scan": (scanned, [(STATES[0], XS[0]), (STATES[1], XS[1])]),
+    "accumulate, ema": (averaged, [(STATES[0], X), (STATES[0], 2 * X)]),
+    "no step": (lambda tree: {"sum": tree["a"].sum() + len(tree), "same": tree["a"]}, [({"a": X},), ({"a": Y},)][:1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_the_function(name: str) -> None:
+    fn, calls = CASES[name]
+    fast = fz.jit(fn, backend="graph")
+    for args in [*calls, *calls]:
+        want, got = fn(*args), fast(*args)
+        assert_trees_close(got, want, rtol=1e-12)
+        for a, b in zip(states_in(want), states_in(got), strict=True):
+            assert (a.step, a.seed, type(b.step)) == (b.step, b.seed, int)
+            assert repr(a.moments) == repr(b.moments)
+    assert fast.traces == 1
+
+
+def states_in(tree: Any) -> list[fz.TrainState]:
+    return [x for x in (tree if isinstance(tree, tuple) else (tree,)) if isinstance(x, fz.TrainState)]
+
+
+def test_inductor() -> None:
+    fast = fz.jit(torch.func.grad(by_rate), backend="inductor")
+    for rate in RATES * 2:
+        torch.testing.assert_close(fast(rate), torch.func.grad(by_rate)(rate), rtol=1e-10, atol=0)
+    assert fast.traces == 1
+
+
+def test_a_gradient_that_is_not_finite_skips() -> None:
+    step = lambda s, x: STEP(s, x, Y)
+    fast = fz.jit(step, backend="graph")
+    for x in (X, X * torch.nan, X):
+        new, metrics = fast(STATES[1], x)
+        want, others = step(STATES[1], x)
+        assert bool(metrics["skipped"]) == bool(others["skipped"]) and new.step == want.step
+        assert_trees_close(fz.gather(new.params), fz.gather(want.params), rtol=1e-12)
+        assert repr(new.moments) == repr(want.moments)
+
+
+def test_transforms_go_around() -> None:
+    fast = fz.jit(lambda x: after(STATES[0], x), backend="graph")
+    fast(X)
+    torch.testing.assert_close(torch.func.grad(fast)(X), torch.func.grad(lambda x: after(STATES[0], x))(X))
+    stacked = torch.stack([X, 2 * X])
+    torch.testing.assert_close(torch.vmap(fast)(stacked), torch.stack([fast(x) for x in stacked]))
+
+
+def test_static_arguments_and_values() -> None:
+    entered = []
+
+    def fn(x: torch.Tensor, n: int, flag: bool) -> torch.Tensor:
+        entered.append(n)
+        return x[:n] * (2 if flag else 3)
+
+    fast = fz.jit(fn, backend="graph", static_argnums=1)
+    for n, flag in ((1, True), (2, True), (1, True), (1, False), (1, False)):
+        assert torch.equal(fast(X, n, flag), X[:n] * (2 if flag else 3))
+    assert fast.traces == 3 and entered == [1, 1, 2, 2, 1, 1]
+
+
+def test_fallback_says_so_once() -> None:
+    fast = fz.jit(lambda x: x if x.sum() > 0 else -x, backend="graph", fallback=True)
+    with pytest.warns(UserWarning, match="runs without a graph"):
+        fast(X)
+    assert torch.equal(fast(X), X.sum().sign() * X)
+
+
+@pytest.mark.parametrize("fn", [lambda x: torch.rand_like(x) + x, lambda x: torch.nn.functional.dropout(x)])
+def test_random_numbers_are_refused(fn: Any) -> None:
+    with pytest.raises(ValueError, match="draws random numbers"):
+        fz.jit(fn, backend="graph")(X)

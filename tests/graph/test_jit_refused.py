@@ -1,0 +1,185 @@
+"""What cannot be traced is refused, with the user's line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fzero as fz
+
+Body = Callable[[torch.Tensor], torch.Tensor]
+
+
+def branch(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def conditional(x: torch.Tensor) -> torch.Tensor:
+    return x.exp() if bool((x > 0).all()) else x
+
+
+def loop(x: torch.Tensor) -> torch.Tensor:
+    while x.norm() > 0.5:
+        x = x / 2
+    return x
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.argmax())):
+        x = x * 2
+    return x
+
+
+def item(x: torch.Tensor) -> torch.Tensor:
+    return x / x.sum().item()
+
+
+def floated(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.max())
+
+
+def listed(x: torch.Tensor) -> torch.Tensor:
+    return x * sum(x.detach().flatten().tolist())
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].sum() + x
+
+
+def nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x + x.nonzero().shape[0]
+
+
+def unique(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.unique(x.round()).numel()
+
+
+def selected(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.masked_select(x, x > 0).sum()
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    return x * max(x.flatten()[0], x.flatten()[1])
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(sorted(x.flatten(), key=lambda v: v)).view(x.shape)
+
+
+def asserted(x: torch.Tensor) -> torch.Tensor:
+    assert x.sum() < 1e9
+    return x
+
+
+def equal(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.equal(x, x.round()) else x * 2
+
+
+def close(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.allclose(x, x.round()) else x * 2
+
+
+def array(x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.asarray(x.detach()).max())
+
+
+def mathematical(x: torch.Tensor) -> torch.Tensor:
+    return x * math.sqrt(x.square().sum())
+
+
+def ranged(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.arange(x.detach().abs().max().long() + 1).sum()
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    counts = (x.detach()[0] > 0).long()
+    return x + torch.repeat_interleave(x[0], counts).sum()
+
+
+def indexed(x: torch.Tensor) -> torch.Tensor:
+    return x * [1.0, 2.0][int(x.sum() > 0)]
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    return x + x[: int(x.detach().abs().sum()) % 2 + 1].sum()
+
+
+def looked_up(x: torch.Tensor) -> torch.Tensor:
+    return x * {True: 2.0, False: 3.0}[bool(x.sum() > 0)]
+
+
+def conjunct(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 and x.min() < 0 else x * 2
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return x if not x.sum() > 0 else x * 2
+
+
+def counting(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.bincount(x.detach().abs().long().flatten()).numel()
+
+
+def iterated(x: torch.Tensor) -> torch.Tensor:
+    return x * len([v for v in x.flatten() if v > 0])
+
+
+def matched(x: torch.Tensor) -> torch.Tensor:
+    return x * (2 if x.flatten()[0] in [1.0, 2.0] else 3)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(x).all():
+        raise FloatingPointError
+    return x
+
+
+def formatted(x: torch.Tensor) -> torch.Tensor:
+    return x * len(f"{x.sum():.1f}")
+
+
+BODIES: list[Body] = [
+    *(branch, conditional, loop, counted, item, floated, listed, masked, nonzero, unique, selected, largest, ordered),
+    *(asserted, equal, close, array, mathematical, ranged, repeated, indexed, sliced, looked_up, conjunct, negated),
+    *(counting, iterated, matched, finite, formatted),
+]
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+
+
+def need_line(body: Body, said: str) -> None:
+    found = re.search(r"test_jit_refused\.py, line (\d+)", said)
+    assert found, said
+    first = body.__code__.co_firstlineno
+    assert first < int(found[1]) < first + 6, said
+
+
+def of_unit(body: Body) -> Any:
+    unit = fz.unit(lambda p, x: body(x * p["w"]))
+    return lambda p, x: unit(p["blocks"][0], x).sum() + p["s"].sum()
+
+
+def of_function(body: Body) -> Any:
+    return lambda p, x: body(x * p["s"]).sum()
+
+
+@pytest.mark.parametrize("where", [of_unit, of_function])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_refused_with_its_line(body: Body, where: Any) -> None:
+    step = fz.jit(fz.train_step(where(body), fz.sgd(0.1)), backend="graph")
+    state = step.init({"blocks": [{"w": torch.ones(3)}], "s": torch.ones(3)})
+    with pytest.raises((ValueError, TypeError)) as caught:
+        step(state, X)
+    need_line(body, str(caught.value))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_refused_in_a_function(body: Body) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fz.jit(body, backend="graph")(X)
+    need_line(body, str(caught.value))
