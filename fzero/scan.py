@@ -78,7 +78,7 @@ def scan(
         split, found = split[1:], [first]
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
-        apart = is_transformed() and not jitting.get()  # a graph keeps what it needs itself
+        apart = is_transformed() and jitting.get() is None  # a graph keeps what it needs itself
         state, metrics = _part(step, state, part) if apart else _run(step, state, part)
         found.append(metrics)
     return state, _joined(found, torch.cat)

@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.base.context import jitting
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
@@ -217,6 +218,8 @@ class Step(Spec):
         check_same_optimizer("step", self.optimizer, state.params)
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
+        if (bodies := jitting.get()) is not None and bodies.takes():
+            return cast(Updated, bodies.call(self, _call, state, inputs, cotangent, rng))
         inputs, cotangent = here((inputs, cotangent))
         if not can_follow_here(self, state, inputs, cotangent):
             follows_step(self, state, "step", inputs=inputs, cotangent=cotangent)
@@ -305,6 +308,10 @@ class Step(Spec):
                     new = kept.local(key) + (new * ratio if ratio != 1.0 else new)
                 own[key] = settle(given, key, "grads", new)
             return state.changed(grads=(kept or given).with_buffers(own))
+
+
+def _call(step: Step, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int) -> Updated:
+    return step(state, *inputs, cotangent=cotangent, rng=rng)
 
 
 def train_step(

@@ -71,5 +71,5 @@ class during(Generic[T]):
         self.variable.reset(self.token)
 
 
-# whether a function of states is traced into a graph, in which no value decides anything
-jitting: contextvars.ContextVar[bool] = variable("jitting", False)
+# the steps of a function of states that is traced into a graph, in which no value decides anything; None elsewhere
+jitting: contextvars.ContextVar[Any] = variable("jitting", None)

@@ -104,7 +104,7 @@ class Run(Outcome):
                 self._pull = functools.partial(_pulled_plainly, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        self._guarded = [(weakref.ref(x), private.version(private.unwrapped(x))) for x in _tensors((flat, real))]
+        self._guarded = guarded(_tensors((flat, real)))
 
     def pull(
         self,
@@ -185,22 +185,12 @@ class Run(Outcome):
             contextlib.nullcontext() if self._overwrites or self.state is None else unwritten(self.state, "A backward")
         )
 
-    def _check(self) -> None:
-        """Refuses a write to an input or an output since the run, which the graph may have kept."""
-        for reference, before in self._guarded:
-            x = reference()
-            if x is not None and private.version(private.unwrapped(x)) != before:
-                raise RuntimeError(
-                    f"pullback: an input or an output of the forward, of shape {tuple(x.shape)}, has been modified by "
-                    "an inplace operation since, and the pullback may need what it was. Write to a copy: x.clone()."
-                )
-
     def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
         with failing("a pullback"):
             self.need_graph()
             assert self.traversal is not None
-            self._check()
+            need_unwritten(self._guarded)
             self._rest = None  # of an earlier pullback, to which this one may not leave the graph
             return self.traversal, self.scaled(cotangent)
 
@@ -306,6 +296,25 @@ class Run(Outcome):
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
+
+
+Guarded = Sequence[tuple[weakref.ref[torch.Tensor], int]]
+
+
+def guarded(tensors: Sequence[torch.Tensor]) -> Guarded:
+    """How often tensors that a pullback may need have been written to."""
+    return [(weakref.ref(x), private.version(private.unwrapped(x))) for x in tensors]
+
+
+def need_unwritten(tensors: Guarded) -> None:
+    """Refuses a write to an input or an output since the run, which the graph may have kept."""
+    for reference, before in tensors:
+        x = reference()
+        if x is not None and private.version(private.unwrapped(x)) != before:
+            raise RuntimeError(
+                f"pullback: an input or an output of the forward, of shape {tuple(x.shape)}, has been modified by an "
+                "inplace operation since, and the pullback may need what it was. Write to a copy: x.clone()."
+            )
 
 
 def _pulled_plainly(

@@ -4,112 +4,22 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated, jitting, proves
-from fzero.graph import inductor, of_torch, program
+from fzero.graph import inductor, of_torch, operators, program
 from fzero.graph.alike import Identity
+from fzero.graph.bodies import Bodies
 from fzero.graph.errors import naming, one_at_a_time
+from fzero.graph.opened import Opened, is_hashable, is_state
+from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
-from fzero.state.sharded import is_item
-from fzero.state.train_state import TrainState
+from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
-
-
-class Opened:
-    """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
-
-    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph, as Python's numbers are.
-
-    Args:
-        numbers: whether Python's numbers become tensors, too.
-    """
-
-    def __init__(self, tree: object, numbers: bool) -> None:
-        leaves, self.spec = pytree.flatten(tree, is_leaf=_is_state)
-        self.tensors: list[torch.Tensor] = []
-        self._makers: list[tuple[str, Any]] = []
-        forms: list[object] = []
-        for leaf in leaves:
-            if isinstance(leaf, TrainState):
-                own, spec = torch_pytree.tree_flatten(leaf)
-                counts = [_as_count(x) for x in _counts_of(leaf)]
-                self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
-                self.tensors += [*own, *counts]
-                forms.append((spec, leaf.seed, leaf.signature, len(counts)))
-            elif isinstance(leaf, torch.Tensor):
-                self._makers.append(("tensor", None))
-                self.tensors.append(leaf)
-                forms.append("tensor")
-            elif numbers and type(leaf) in (int, float):
-                self._makers.append(("tensor", None))
-                self.tensors.append(_as_number(leaf))
-                forms.append(type(leaf))
-            else:
-                self._makers.append(("value", leaf))
-                forms.append((type(leaf), leaf if _is_hashable(leaf) else Identity(leaf)))
-        self.form = self.spec, tuple(forms)
-
-    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
-        """The tree again, with other tensors.
-
-        Args:
-            values: whether counts become numbers.
-        """
-        rest = iter(tensors)
-        return pytree.unflatten(self.spec, [self._one(*maker, rest, values) for maker in self._makers])
-
-    def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:
-        if kind == "value":
-            return about
-        if kind == "tensor":
-            return next(rest)
-        spec, own, counts, _ = about
-        state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
-        every = [next(rest) for _ in range(counts)]
-        return _with_counts(state, [int(x) for x in every] if values else every)
-
-
-def _is_state(x: object) -> bool:
-    return isinstance(x, TrainState)
-
-
-def _is_hashable(x: object) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
-def _as_number(x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
-
-
-def _as_count(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
-
-
-def _counts_of(state: TrainState) -> list[Any]:
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-    return [state.step, *[x.value for x in nodes if isinstance(x, pytree.Count)]]
-
-
-def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
-    step, *others = counts
-    rest = iter(others)
-
-    def one(x: object) -> object:
-        return pytree.Count(next(rest), x.missed, x.paused) if isinstance(x, pytree.Count) else x
-
-    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
-    return state.changed(moments=moments, extra=extra, step=step)
-
 
 MANY = 10
 
@@ -173,11 +83,11 @@ class Function:
         given.fixed = fixed  # type: ignore[attr-defined]
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        own = tuple((i, x if _is_hashable(x) else Identity(x)) for i, x in fixed.items())
+        own = tuple((i, x if is_hashable(x) else Identity(x)) for i, x in fixed.items())
         return given, (given.form, metas, own, ambient)
 
     def _add(self, key: object, given: Opened) -> tuple[program.Run, Opened, Traced]:
-        for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), _is_state)[0] if _is_state(x)]:
+        for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), is_state)[0] if is_state(x)]:
             row = next((row for row in state.layout.rows if row.policy.rounding == "stochastic"), None)
             if row is not None:
                 raise ValueError(
@@ -197,33 +107,25 @@ class Function:
             results[:] = [Opened(self.fn(*args, **kwargs), numbers=False)]
             return tuple(results[0].tensors)
 
-        def run(tensors: Sequence[torch.Tensor]) -> Any:
-            floats = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
-
-            def moving(*own: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-                every = list(tensors)
-                for i, x in zip(floats, own, strict=True):
-                    every[i] = x
-                return own[0].detach() if own else torch.zeros((), device="cpu"), flat(*every)
-
-            # under a level, so that steps are functions of torch's operators alone
-            result: Any = torch.func.vjp(moving, *[tensors[i] for i in floats], has_aux=True)
-            return [x.clone() if any(x is y for y in tensors) else x for x in result[2]], (), ()
-
+        run: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: flat(*tensors)
         table = inductor.table() if self.backend == "inductor" else {}
-        with one_at_a_time, naming(), of_torch.without_pointers(), (mode := of_torch.fake_mode()):
-            own = [mode.from_tensor(x.detach()) for x in given.tensors]
-            with during(jitting, True), during(proves, False):
-                traced = trace(run, own, (), table)
-        drawing = next((node for node in traced.forward.graph.nodes if draws(node)), None)
+        for inline in (False, True):
+            with one_at_a_time, naming(), of_torch.without_pointers(), (mode := of_torch.fake_mode()):
+                own = [mode.from_tensor(x.detach()) for x in given.tensors]
+                bodies = Bodies(mode, table, inline)
+                with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
+                    try:
+                        traced = trace(run, own, (), table, level=True)
+                    except Inline:
+                        continue
+            break
+        every = [traced.forward, *[each for region in bodies.regions for each in (region.forward, region.pullback)]]
+        drawing = next((node for module in every for node in module.graph.nodes if draws(node)), None)
         if drawing is not None:
             raise ValueError(
                 f"jit: the function draws random numbers ({drawing.target}), which a function's graph does not have "
                 "yet. Give the noise as an input, or take fz.jit(step), whose graphs draw what the step draws."
             )
-        if self.backend == "inductor":
-            program_of = inductor.compiled(traced.forward, traced.constants)
-        else:
-            program_of = program.compiled(traced.forward, constants=traced.constants)
+        program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
         self._programs[key] = made = program_of, results[0], traced
         return made

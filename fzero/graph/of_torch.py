@@ -12,6 +12,24 @@ Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
 CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 
 
+def grad_levels() -> int:
+    """How many derivatives of torch.func are around this, in reverse mode; -1 if another transform is."""
+    kinds = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]  # type: ignore[attr-defined]
+    grad = torch._C._functorch.TransformType.Grad  # type: ignore[attr-defined]
+    return len(kinds) if all(kind == grad for kind in kinds) else -1
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
+def is_constant(x: torch.Tensor) -> bool:
+    """Tells whether a tensor's value is known, as of torch.tensor(...) in a trace."""
+    return getattr(x, "constant", None) is not None
+
+
 def fake_mode() -> Any:
     """A mode in which operators compute shapes alone. Tensors with values may be closed over."""
     from torch._subclasses.fake_tensor import FakeTensorMode

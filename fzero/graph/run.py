@@ -14,8 +14,8 @@ from fzero.base.random import Seeds, seeded
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import traversal_of
-from fzero.engine.outcome import Outcome, is_transformed
-from fzero.engine.run import Run
+from fzero.engine.outcome import Outcome, is_transformed, no_first_half
+from fzero.engine.run import Run, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import inductor, of_torch, program
 from fzero.graph.program import Calls, compiled, joined, scheduled
@@ -34,15 +34,7 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        compile_one = inductor.compiled if backend == "inductor" else _plainly
-        regions: dict[int, Any] = {}
-        pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-        for number, region in enumerate(call.regions):
-            traced = region.traced
-            if traced not in pairs:
-                forward = compile_one(traced.forward, traced.constants, traced.draws[0])
-                pairs[traced] = forward, _with_constants(compile_one(traced.pullback, (), traced.draws[1]), traced)
-            regions[number] = (*pairs[traced], *traced.draws, region.seed)
+        regions = compiled_regions([(region.traced, region.seed) for region in call.regions], backend)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
@@ -59,6 +51,29 @@ class Program:
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
         return joined(self.forward_graph, self.pullback_graph, self.call.traced)
+
+
+Regions = dict[int, tuple[program.Run, program.Run, bool, bool, int]]
+
+
+def compiled_regions(regions: Sequence[tuple[Traced, int]], backend: str) -> Regions:
+    """The programs of regions, each with the number of its seed; those of one trace share them."""
+    compile_one = inductor.compiled if backend == "inductor" else _plainly
+    pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
+    out: Regions = {}
+    for number, (traced, seed) in enumerate(regions):
+        if traced not in pairs:
+            forward = compile_one(traced.forward, traced.constants, traced.draws[0])
+            pairs[traced] = forward, _with_constants(compile_one(traced.pullback, (), traced.draws[1]), traced)
+        out[number] = (*pairs[traced], *traced.draws, seed)
+    return out
+
+
+def compiled_call(traced: Traced, regions: Sequence[tuple[Traced, int]], backend: str) -> program.Run:
+    """The program of a forward that calls regions."""
+    own = compiled_regions(regions, backend)
+    graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
+    return compiled(graph, own, traced.constants)
 
 
 def _plainly(module: torch.fx.GraphModule, constants: Sequence[torch.Tensor], draws: bool) -> program.Run:
@@ -184,6 +199,8 @@ class GraphRun(Outcome):
         for name, count in call.collected.items():
             self.collected[name] = out[begin : begin + count]
             begin += count
+        self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
+        self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
         self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
 
     def pull(
@@ -198,6 +215,8 @@ class GraphRun(Outcome):
         """As of `Run`."""
         with self._pulling:
             self.need_graph()
+            need_unwritten(self._guarded)
+            self._rest = None
             if create_graph or is_transformed(cotangent):
                 pulled = self._again().pull(cotangent, retain_graph, create_graph)
                 if not retain_graph:
@@ -233,6 +252,19 @@ class GraphRun(Outcome):
             if not retain_graph:
                 self.drop()
             return found, placed
+
+    def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
+        """The first half of `pull`: a graph is pulled back as a whole, and the grads are kept."""
+        grads, wanted = self.pull(cotangent, retain_graph)
+        self._rest = grads
+        return wanted
+
+    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
+        """The second half of `pull`, once after the first."""
+        rest, self._rest = self._rest, None
+        if rest is None:
+            raise RuntimeError(no_first_half("this forward"))
+        return rest
 
     def _reached(self, place: int) -> bool:
         return self._program.call.traced.reached[self.wanted.index(place)]

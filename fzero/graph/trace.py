@@ -12,9 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import of_torch, operators
 
-Flat = Sequence[torch.Tensor]
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
-Traceable = Callable[[Sequence[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]]
+Traceable = Callable[[Sequence[torch.Tensor]], Any]
 
 
 @dataclass(eq=False)
@@ -50,6 +49,7 @@ def trace(
     decompositions: of_torch.Table,
     recompute: bool = False,
     free: Collection[int] = (),
+    level: bool = False,
 ) -> Traced:
     """Traces a function and its pullback.
 
@@ -59,6 +59,7 @@ def trace(
         wanted: the places of those that are differentiated.
         recompute: whether the pullback computes again what it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
+        level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
     """
     real: list[int] = []
     count = 0
@@ -68,6 +69,8 @@ def trace(
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
             outs, places, others = fn(own)
+            outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
+            places = [i for i in places if not of_torch.is_constant(outs[i])]
         real[:], count = places, len(outs)
         ends = [outs[i] for i in places if outs[i].requires_grad]
         tangents = [operators.tangent(outs[i].detach()) for i in places]
@@ -78,7 +81,36 @@ def trace(
             found = torch.autograd.grad(ends, asked, moving, allow_unused=True)
         return [*[x.detach() for x in outs], *tangents, *found]
 
-    module = of_torch.traced(joint, primals, decompositions)
+    def joint_at_a_level(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        nonlocal count
+        floats = [i for i, x in enumerate(given) if is_real(x)]
+        kinds: list[bool] = []
+
+        def moving(*own: torch.Tensor) -> Any:
+            every = list(given)
+            for i, x in zip(floats, own, strict=True):
+                every[i] = x
+            outs: Any = fn(every)
+            kinds[:] = [is_real(x) for x in outs]
+            kept = [x for x, own in zip(outs, kinds, strict=True) if own]
+            return tuple(kept), [x for x, own in zip(outs, kinds, strict=True) if not own]
+
+        result: Any = torch.func.vjp(moving, *[given[i] for i in floats], has_aux=True)
+        kept, pull, others = result
+        count = len(kinds)
+        parts = iter(kept), iter(others)
+        outs = [next(parts[not own]) for own in kinds]
+        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
+        real[:] = [i for i, own in enumerate(kinds) if own and wanted and not of_torch.is_constant(outs[i])]
+        tangents = [operators.tangent(outs[i]) for i in real]
+        if not wanted:
+            return outs
+        own_of = dict(zip(real, tangents, strict=True))
+        moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(kinds) if own]
+        grads = dict(zip(floats, pull(tuple(moved)), strict=True))
+        return [*outs, *tangents, *[grads[i] for i in wanted]]
+
+    module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
     graph = module.graph
     constants = _lifted(module)
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
@@ -142,6 +174,18 @@ def draws(node: Node) -> bool:
 
 def _is_item(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_real(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def result_of(module: GraphModule) -> Sequence[Any]:
+    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
 
 
 def is_view(node: Node) -> bool:

@@ -20,7 +20,7 @@ from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
 from fzero.graph.alike import form_of
-from fzero.graph.trace import Traced, trace
+from fzero.graph.trace import Traced, is_real, like, result_of, trace
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
 from fzero.table.spec import Spec
@@ -107,10 +107,10 @@ class Tracer(Traversal):
 
     def called(self, region: int) -> list[torch.Tensor]:
         traced = self.regions[region].traced
-        return [_like(x.meta["val"]) for x in _result(traced.forward)]
+        return [like(x.meta["val"]) for x in result_of(traced.forward)]
 
     def pulled(self, region: int) -> list[torch.Tensor]:
-        return [_like(x.meta["val"]) for x in _result(self.regions[region].traced.pullback) if x is not None]
+        return [like(x.meta["val"]) for x in result_of(self.regions[region].traced.pullback) if x is not None]
 
     # ---- leaves
 
@@ -227,10 +227,10 @@ class Tracer(Traversal):
             with torch.set_grad_enabled(op.signature.grad):
                 out = op._called(op._eager, leaves, given[count:])
             put = op._let_out(out, leaves, given[count:], given[:count])
-            return put, [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()], ()
+            return put, [i for i, x in enumerate(put) if is_real(x)], ()
 
         with self.mode, of_torch.untraced():
-            given = [_like(x) for x in operands]
+            given = [like(x) for x in operands]
             return trace(run, given, wanted, self.decompositions, recompute, range(count))
 
 
@@ -291,14 +291,6 @@ def _held(operands: Sequence[torch.Tensor], traced: Traced, place: int) -> torch
     return operands[place] if place < len(operands) else None
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-def _result(module: torch.fx.GraphModule) -> Sequence[Any]:
-    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
-
-
 def traced_call(
     step: Spec, structure: pytree.Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
 ) -> Call:
@@ -337,7 +329,7 @@ def traced_call(
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
     with tracer.mode, during(operators.tracing, tracer):
-        given = [_like(flat[i]) for i in places]  # type: ignore[arg-type]
+        given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
         traced = trace(run, given, numbers, tracer.decompositions)
     groups = [group for group, _ in tracer.fulls]

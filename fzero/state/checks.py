@@ -56,11 +56,12 @@ def goes_on(*trees: object) -> bool:
     if not is_transformed():
         return False
     _refuse_traces()
-    return jitting.get() or any(transform_of(tensor) is not None for tree in trees for tensor in _tensors(tree))
+    seen = (transform_of(tensor) for tree in trees for tensor in _tensors(tree))
+    return jitting.get() is not None or any(transform is not None for transform in seen)
 
 
 def _refuse_traces() -> None:
-    if private.traces() and not jitting.get():
+    if private.traces() and jitting.get() is None:
         raise TypeError(
             "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
             "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."

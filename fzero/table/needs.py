@@ -58,7 +58,7 @@ def numbers_in(value: object) -> list[float]:
     """The numbers that a number or a 0-d tensor is, several where it is mapped over."""
     if not isinstance(value, torch.Tensor):
         return [value]  # type: ignore[list-item] - checked before
-    if jitting.get():
+    if jitting.get() is not None:
         return []
     with private.below_transforms():
         return private.unwrapped(value).detach().double().view(-1).tolist()

@@ -125,7 +125,7 @@ def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> str:
 def _applied(norms: list[torch.Tensor]) -> Applied:
     """Whether these norms are finite; where that differs between the members of a map, of each of them."""
     finite = torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
-    if jitting.get():
+    if jitting.get() is not None:
         return finite
     every = private.unwrapped(finite)
     with private.below_transforms():

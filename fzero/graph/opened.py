@@ -1,0 +1,104 @@
+"""Trees of states, tensors and values, taken apart for a graph and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.base import pytree
+from fzero.graph.alike import Identity
+from fzero.state.sharded import is_item
+from fzero.state.train_state import TrainState
+
+
+class Opened:
+    """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
+
+    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph, as Python's numbers are.
+
+    Args:
+        numbers: whether Python's numbers become tensors, too.
+    """
+
+    def __init__(self, tree: object, numbers: bool) -> None:
+        leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
+        self.tensors: list[torch.Tensor] = []
+        self._makers: list[tuple[str, Any]] = []
+        forms: list[object] = []
+        for leaf in leaves:
+            if isinstance(leaf, TrainState):
+                own, spec = torch_pytree.tree_flatten(leaf)
+                counts = [_as_count(x) for x in _counts_of(leaf)]
+                self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
+                self.tensors += [*own, *counts]
+                forms.append((spec, leaf.seed, leaf.signature, len(counts)))
+            elif isinstance(leaf, torch.Tensor):
+                self._makers.append(("tensor", None))
+                self.tensors.append(leaf)
+                forms.append("tensor")
+            elif numbers and type(leaf) in (int, float):
+                self._makers.append(("tensor", None))
+                self.tensors.append(_as_number(leaf))
+                forms.append(type(leaf))
+            else:
+                self._makers.append(("value", leaf))
+                forms.append((type(leaf), leaf if is_hashable(leaf) else Identity(leaf)))
+        self.form = self.spec, tuple(forms)
+
+    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
+        """The tree again, with other tensors.
+
+        Args:
+            values: whether counts become numbers.
+        """
+        rest = iter(tensors)
+        return pytree.unflatten(self.spec, [self._one(*maker, rest, values) for maker in self._makers])
+
+    def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:
+        if kind == "value":
+            return about
+        if kind == "tensor":
+            return next(rest)
+        spec, own, counts, _ = about
+        state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
+        every = [next(rest) for _ in range(counts)]
+        return _with_counts(state, [int(x) for x in every] if values else every)
+
+
+def is_state(x: object) -> bool:
+    return isinstance(x, TrainState)
+
+
+def is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_number(x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
+
+
+def _as_count(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
+
+
+def _counts_of(state: TrainState) -> list[Any]:
+    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
+    return [state.step, *[x.value for x in nodes if isinstance(x, pytree.Count)]]
+
+
+def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
+    step, *others = counts
+    rest = iter(others)
+
+    def one(x: object) -> object:
+        return pytree.Count(next(rest), x.missed, x.paused) if isinstance(x, pytree.Count) else x
+
+    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
+    return state.changed(moments=moments, extra=extra, step=step)
