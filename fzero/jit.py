@@ -37,8 +37,8 @@ def jit(
     pure. Later ones run the graph. Under a transform of `torch.func` the step runs as its operators.
 
     **A function** may call `train_step`, transforms, `init` and steps, and may be one that `torch.func` made:
-    `fz.jit(torch.func.grad(after_training))`, `fz.jit(torch.vmap(step))`. It becomes one graph with all steps
-    unrolled. Its states lie on one rank.
+    `fz.jit(torch.func.grad(after_training))`, `fz.jit(torch.vmap(step))`. It becomes one graph, in which steps that are
+    alike share one region; under `vmap`, `jvp` and second derivatives they are unrolled. Its states lie on one rank.
 
     - Each set of shapes, dtypes, devices and static values is traced once. `traces` counts them.
     - Numbers of Python among the inputs, rates and counts of updates are inputs of the graph: another value traces

@@ -56,7 +56,8 @@ class Bodies:
         held = {id(x): x for x in tensors_held(own) if follows(x)}
         opened = Opened((state, given), numbers=False)
         operands = [*opened.tensors, *held.values()]
-        wanted = [i for i, x in enumerate(operands) if is_real(x) and private.level_of(x) > 1]
+        moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in operands]
+        wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands)
         key = Identity(step), Identity(verb), opened.form, metas, tuple(wanted), tuple(map(Identity, held.values()))
         known = self._known.get(key)
@@ -90,7 +91,8 @@ class Bodies:
         inner = Bodies(self.mode, self.decompositions, True)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(private.unwrapped(x)) for x in operands]
-            traced = trace(run, given, wanted, self.decompositions, level=True)
+            still = lambda: results[0].counts
+            traced = trace(run, given, wanted, self.decompositions, level=True, still=still)
         self.regions.append(traced)
         return len(self.regions) - 1, results[0]
 

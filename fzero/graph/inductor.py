@@ -44,7 +44,7 @@ def table() -> of_torch.Table:
 
 
 _OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL}
-LEAST = 3  # operators that are worth a call of compiled code
+LEAST = 8  # operators that are worth a compilation, and a call of compiled code
 
 
 def in_pieces(module: GraphModule) -> GraphModule:

@@ -21,11 +21,17 @@ class Opened:
 
     Args:
         numbers: whether Python's numbers become tensors, too.
+
+    Attributes:
+        tensors: all of them.
+        counts: the places of the counts among them.
+        form: what two trees of one signature have in common.
     """
 
     def __init__(self, tree: object, numbers: bool) -> None:
         leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
         self.tensors: list[torch.Tensor] = []
+        self.counts: set[int] = set()  # places
         self._makers: list[tuple[str, Any]] = []
         forms: list[object] = []
         for leaf in leaves:
@@ -33,6 +39,8 @@ class Opened:
                 own, spec = torch_pytree.tree_flatten(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
                 self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
+                begin = len(self.tensors) + len(own)
+                self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
                 forms.append((spec, leaf.seed, leaf.signature, len(counts)))
             elif isinstance(leaf, torch.Tensor):

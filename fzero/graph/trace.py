@@ -50,6 +50,7 @@ def trace(
     recompute: bool = False,
     free: Collection[int] = (),
     level: bool = False,
+    still: Callable[[], Collection[int]] = tuple,
 ) -> Traced:
     """Traces a function and its pullback.
 
@@ -60,6 +61,7 @@ def trace(
         recompute: whether the pullback computes again what it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
         level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
+        still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
     real: list[int] = []
     count = 0
@@ -91,7 +93,7 @@ def trace(
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
             outs: Any = fn(every)
-            kinds[:] = [is_real(x) for x in outs]
+            kinds[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
             kept = [x for x, own in zip(outs, kinds, strict=True) if own]
             return tuple(kept), [x for x, own in zip(outs, kinds, strict=True) if not own]
 

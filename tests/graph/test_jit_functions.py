@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,3 +151,32 @@ def test_fallback_says_so_once() -> None:
 def test_random_numbers_are_refused(fn: Any) -> None:
     with pytest.raises(ValueError, match="draws random numbers"):
         fz.jit(fn, backend="graph")(X)
+
+
+def test_steps_share_a_body() -> None:
+    entered = []
+
+    def counted(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        entered.append(1)
+        return loss(p, x, y)
+
+    step = fz.train_step(counted, fz.adamw(1e-2))
+
+    def trained(state: fz.TrainState, n: int) -> torch.Tensor:
+        for _ in range(n):
+            state, _metrics = step(state, X, Y)
+        return step.forward(state, X, Y)
+
+    counts = []
+    for n in (3, 6):
+        gradient = torch.func.grad(functools.partial(trained, n=n))
+        fast, state = fz.jit(gradient, backend="graph"), step.init(PARAMS)
+        want = gradient(state)
+        entered.clear()
+        fast.lower(state)
+        counts.append(len(entered))
+        fast(state)
+        assert_trees_close(fast(state), want, rtol=1e-12)
+        regions = {node.args[1] for node in fast.graph(state).graph.nodes if "region" in str(node.target)}
+        assert len(regions) == 1
+    assert counts[0] == counts[1]

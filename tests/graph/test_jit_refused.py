@@ -94,7 +94,8 @@ def mathematical(x: torch.Tensor) -> torch.Tensor:
 
 
 def ranged(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.arange(x.detach().abs().max().long() + 1).sum()
+    end: Any = x.detach().abs().max().long() + 1
+    return x + torch.arange(end).sum()
 
 
 def repeated(x: torch.Tensor) -> torch.Tensor:
