@@ -1,12 +1,15 @@
-"""How fzero, FSDP2 and DeepSpeed are asked for the cases of `derivatives.py`: each way is a class with a method a case.
+"""How those that run on ranks are asked for the cases of `derivatives.py`: each way is a class with a method a case.
 
 FSDP2 and DeepSpeed say nothing of derivatives through a step, so each is asked in several ways: by its own loop
-(`Loop`), and with its module under `torch.func.functional_call`, by torch.func and by autograd (`Plain`).
+(`Loop`; `Kept` is what FSDP2's maintainers advise for second derivatives), and with its module under
+`torch.func.functional_call`, by torch.func and by autograd (`Plain`). The same with params that are DTensors and a
+module without hooks is torch alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +26,18 @@ from derivative_cases import (
     Data,
     Params,
     Plain,
+    clipped,
+    data_of,
     directions,
     dot,
     error_of,
+    flow_loss,
     module_of,
     params_of,
     pushed_by_func,
+    score_loss,
+    score_loss_by_autograd,
+    slope_of,
     slopes,
     stacked,
 )
@@ -78,8 +87,38 @@ class Fzero:
     def by_weights(self) -> Any:
         return torch.func.grad(lambda weights: self.run(self.params, weights=weights))(self.data.ones)
 
+    def total(self) -> fz.Step:
+        return fz.with_fn(self.step_of(), lambda params, x: self.apply(params, x).sum())
+
+    def slope(self) -> Any:
+        step = self.total()
+        state = step.init(self.params)
+        return slopes(torch.func.grad(lambda x: step.forward(state, x))(self.data.held_x))
+
+    def pushed_inputs(self) -> Any:
+        step, (x, _, along) = fz.with_fn(self.step_of(), self.apply), self.data.held
+        state = step.init(self.params)
+        return torch.func.jvp(lambda x: step.forward(state, x), (x,), (along,))[1].square().mean()
+
+    def of_loss(self, loss: Callable[..., Tensor], *inputs: Tensor) -> Any:
+        """The gradient of a loss that holds derivatives itself."""
+        step = fz.with_fn(self.step_of(), lambda params, *inputs: loss(functools.partial(self.apply, params), *inputs))
+        value, pullback = step.vjp(step.init(self.params), *inputs)
+        return dict(fz.gather(pullback(torch.ones_like(value))[0]))
+
+    def flow(self) -> Any:
+        return self.of_loss(flow_loss, *self.data.held)
+
+    def score(self) -> Any:
+        x, _, along = self.data.held
+        return self.of_loss(score_loss, x, along)
+
+    def examples(self) -> Any:
+        step = fz.with_fn(self.step_of(), lambda params, x, y: error_of(self.apply(params, x), y))
+        return clipped(fz.per_example_grads(step, step.init(self.params), self.data.held_x, self.data.held_y))
+
     def penalty(self) -> Any:
-        step = fz.with_fn(self.step_of(), lambda params, x: self.apply(params, x).sum())
+        step = self.total()
 
         def of(params: Any) -> Tensor:
             state = step.init(params)
@@ -178,19 +217,35 @@ class Loop:
         self.run(weights)
         return weights.grad
 
-    def penalty(self) -> Any:
+    def of_loss(self, loss: Callable[[], Tensor]) -> Any:
         self.started(lambda params: torch.optim.SGD(params, lr=LR))
-        x = self.data.held_x.clone().requires_grad_()
-        (x_grad,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
-        self.backward(slopes(x_grad))
+        self.backward(loss())
         return self.grads()
 
-    def hessian(self) -> Any:
+    def penalty(self) -> Any:
+        return self.of_loss(lambda: slopes(slope_of(self.model, self.data.held_x)))
+
+    def flow(self) -> Any:
+        return self.of_loss(lambda: flow_loss(self.model, *self.data.held))
+
+    def score(self) -> Any:
+        x, _, along = self.data.held
+        return self.of_loss(lambda: score_loss_by_autograd(self.model, x, along))
+
+    def slope(self) -> Any:
         self.started(lambda params: torch.optim.SGD(params, lr=LR))
-        loss = error_of(self.model(self.data.held_x), self.data.held_y)
-        self.backward(loss)
-        slope = dot(self.grads(), directions(self.data.dtype))
-        self.backward(slope)
+        return slopes(slope_of(self.model, self.data.held_x))
+
+    def pushed_inputs(self) -> Any:
+        self.started(lambda params: torch.optim.SGD(params, lr=LR))
+        x, _, along = self.data.held
+        return torch.func.jvp(self.model, (x,), (along,))[1].square().mean()
+
+    def hessian(self) -> Any:
+        first = self.of_loss(lambda: error_of(self.model(self.data.held_x), self.data.held_y))
+        whole = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in first.items()}
+        self.step()
+        self.backward(dot(whole, directions(self.data.dtype)))
         return self.grads()
 
 
@@ -214,11 +269,50 @@ def fsdp2_model(module: nn.Sequential) -> Any:
     return fully_shard(module, mesh=mesh)
 
 
-def fsdp2_prepared(module: nn.Sequential, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+def fsdp2_prepared(
+    module: nn.Sequential, make: Callable[[Any], torch.optim.Optimizer], create_graph: bool = True
+) -> Any:
     model = fsdp2_model(module)
     optimizer = make(model.parameters())
-    backward = lambda loss: loss.backward(create_graph=True)
+    backward = functools.partial(torch.autograd.backward, create_graph=create_graph)
     return model, backward, clears(optimizer), lambda param: param.grad
+
+
+class Kept(Loop):
+    """FSDP2 with params that a backward leaves whole, which its maintainers advise for second derivatives.
+
+    What a second backward adds to params after their hooks have run stays on each rank. So another backward, of zero
+    times the model, reduces it.
+
+    Args:
+        flushed: with this other backward.
+    """
+
+    def __init__(self, data: Data, flushed: bool) -> None:
+        super().__init__(data, functools.partial(fsdp2_prepared, create_graph=False))
+        self.flushed = flushed
+
+    def started(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().started(make)
+        self.model.set_reshard_after_backward(False)
+
+    def grads(self) -> dict[str, Any]:
+        if self.flushed:
+            self.model.set_reshard_after_backward(True)
+            self.backward(0 * self.model(self.data.held_x).sum())
+        return super().grads()
+
+    def hessian(self) -> Any:
+        self.started(lambda params: torch.optim.SGD(params, lr=LR))
+        self.model.set_reshard_after_forward(False)
+        self.model.unshard()  # its parameters are whole then, and a part of the graph
+        for layer in (self.model[0], self.model[2]):
+            layer.unshard()
+        leaves = list(self.model.parameters())
+        loss = error_of(self.model(self.data.held_x), self.data.held_y)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        self.backward(dot(dict(zip(self.names, first, strict=True)), directions(self.data.dtype)))
+        return self.grads()
 
 
 def fsdp2_functional(data: Data, grad: Callable[..., Any]) -> Plain:
@@ -242,6 +336,68 @@ def _cut_like(params: Params, whole: Params, dim: int) -> Params:
         assert isinstance(param, DTensor)
         cut[name] = distribute_tensor(whole[name], param.device_mesh, [Shard(dim)])
     return cut
+
+
+# ---- torch alone
+
+
+def torch_prepared(module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+    backward = lambda loss: loss.backward(create_graph=True)
+    return module, backward, clears(make(module.parameters())), lambda param: param.grad
+
+
+def torch_functional(data: Data, grad: Callable[..., Any]) -> Plain:
+    module = module_of(data.dtype)
+    return Plain(lambda p, x: torch.func.functional_call(module, p, (x,)), params_of(module), data, grad=grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread(Data):
+    """Batches as DTensors whose rows are cut over ranks, of which torch computes with the whole."""
+
+    def cut(self, x: Tensor, dim: int = 0) -> Any:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        return distribute_tensor(x, _whole_mesh(), [Shard(dim)])
+
+    def same(self, x: Tensor) -> Any:
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        return distribute_tensor(x, _whole_mesh(), [Replicate()])
+
+    def batch(self, update: int) -> tuple[Tensor, Tensor, Any]:
+        x, y, _ = super().batch(update)
+        return self.cut(x), self.cut(y), slice(None)
+
+    def number(self, value: float) -> Tensor:
+        return self.same(super().number(value))
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.held_x, self.held_y, self.cut(self.x[0])
+
+    @property
+    def ones(self) -> Tensor:
+        return self.same(super().ones)
+
+    @property
+    def rates(self) -> Tensor:
+        return self.same(super().rates)
+
+
+def _whole_mesh() -> Any:
+    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def dtensor_functional(data: Data, grad: Callable[..., Any]) -> Plain:
+    """A module without hooks, called with params that are DTensors, cut over ranks: no library at all."""
+    module, whole = module_of(data.dtype), data_of(dtype=data.dtype)
+    spread = Spread(**vars(whole))
+    spread = dataclasses.replace(spread, held_x=spread.cut(whole.held_x), held_y=spread.cut(whole.held_y))
+    place = lambda params, dim: {name: spread.cut(param, dim) for name, param in params.items()}
+    forward = lambda p, x: torch.func.functional_call(module, p, (x,))
+    vector, models = place(directions(data.dtype), 0), place(stacked(data.dtype), 1)
+    return Plain(forward, place(params_of(module), 0), spread, grad=grad, vector=vector, models=models)
 
 
 # ---- DeepSpeed

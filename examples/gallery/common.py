@@ -11,7 +11,6 @@ alone in one process. Both return tensors by name, and the script prints by how 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -29,11 +28,13 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def mlp(seed: int, *sizes: int) -> nn.Sequential:
     """Linear layers with a tanh between any two. Each layer is a unit: its params are gathered for its call."""
-    layers = [nn.utils.skip_init(nn.Linear, a, b, dtype=torch.float64) for a, b in itertools.pairwise(sizes)]
-    for number, layer in enumerate(layers):
-        layer.weight.data = normal(seed + number, *layer.weight.shape) / layer.in_features**0.5
-        layer.bias.data = normal(seed + number + 100, *layer.bias.shape) / 10
-    return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
+    modules: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        layer = nn.Linear(inputs, outputs, device="meta")
+        layer.weight = nn.Parameter(normal(seed + number, outputs, inputs) / inputs**0.5)
+        layer.bias = nn.Parameter(normal(seed + number + 100, outputs) / 10)
+        modules += [layer, nn.Tanh()]
+    return nn.Sequential(*modules[:-1])
 
 
 def compare(main: Callable[[int, int], Mapping[str, Tensor]], plain: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -50,7 +51,7 @@ def compare(main: Callable[[int, int], Mapping[str, Tensor]], plain: Callable[[]
         if not first:
             return
     else:
-        found = fz.testing.run_ranks(functools.partial(main, ranks=ranks), ranks)[0]
+        found = fz.testing.run_ranks(lambda rank: main(rank, ranks), ranks)[0]
     want = plain()
     apart = max((found[name] - leaf).abs().max().item() for name, leaf in want.items())
     largest = max(leaf.abs().max().item() for leaf in want.values())

@@ -51,7 +51,8 @@ def main(rank: int, ranks: int) -> Mapping[str, Tensor]:
 def plain() -> Mapping[str, Tensor]:
     network = mlp(0, *SIZES)
     call = functools.partial(torch.func.functional_call, network)
-    x, y, params = normal(1, EXAMPLES, 3), normal(2, EXAMPLES, 2), dict(network.named_parameters())
+    x, y = normal(1, EXAMPLES, 3), normal(2, EXAMPLES, 2)
+    params: dict[str, Tensor] = dict(network.named_parameters())
     weights = torch.ones(EXAMPLES, dtype=torch.float64, requires_grad=True)
     momentum = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
     for update in range(UPDATES):

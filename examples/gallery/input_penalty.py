@@ -1,8 +1,8 @@
 """A critic whose gradient by its inputs is held to length one (WGAN-GP, arXiv 1704.00028), under ZeRO-3.
 
 The penalty is a derivative inside the loss, so training takes second derivatives. pytorch/pytorch#172543 reports that
-FSDP2 raises there, and the answer is `set_reshard_after_backward(False)`, which leaves all params whole until the next
-forward. Here they are gathered for the second derivative, and freed again.
+FSDP2 raises there; the answer, `set_reshard_after_backward(False)`, keeps all params whole, and gradients stay on their
+rank until one more backward reduces them. Here params are gathered for the second derivative, too, and freed again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """MAML (arXiv 1703.03400) with a learned rate (arXiv 1707.09835): derivatives through updates, under ZeRO-3.
 
 The loss after two inner steps is differentiated by the params before the first, and by the rate of both. In
-pytorch/pytorch#63929 users ask for that under DDP, whose averages no graph records; FSDP2 gives the first-order part
-without a word. Here a step is a function, and `torch.func.grad` goes through it. `examples/maml.py` is the longer story.
+pytorch/pytorch#63929 users ask for that under DDP, whose averages no graph records; through torch's optimizers FSDP2
+gives the first-order part alone, without a word. Here a step is a function, and `torch.func.grad` goes through it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def loss(network: Callable[[Tensor], Tensor], x: Tensor, noise: Tensor, r: Tenso
 
     z, velocity = (1 - t) * x + t * noise, noise - x
     along = velocity, torch.zeros_like(r), torch.ones_like(t)
-    u, along_the_flow = torch.func.jvp(mean_velocity, (z, r, t), along)
+    u, along_the_flow = torch.func.jvp(mean_velocity, (z, r, t), along)  # type: ignore[misc]
     return (u - (velocity - (t - r) * along_the_flow).detach()).square().mean()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import optree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,7 +43,8 @@ def main(rank: int, ranks: int) -> Mapping[str, Tensor]:
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
         weights = (CLIP / norms).clamp(max=1)
         sums = {name: torch.tensordot(weights, g, 1) for name, g in each.items()}  # over this rank's examples
-        optree.tree_map_(dist.all_reduce, sums)
+        for g in sums.values():
+            dist.all_reduce(g)
         state, _ = step.update(state, {name: noisy(g, update) for name, g in sums.items()})
     return fz.gather(state.params)
 

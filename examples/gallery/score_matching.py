@@ -28,7 +28,7 @@ def loss(energy: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> Te
     def score(x: Tensor) -> Tensor:
         return -torch.func.grad(lambda x: energy(x).sum())(x)
 
-    value, along = torch.func.jvp(score, (x,), (direction,))
+    value, along = torch.func.jvp(score, (x,), (direction,))  # type: ignore[misc]
     return ((direction * along).sum(1) + value.square().sum(1) / 2).mean()
 
 

@@ -1,6 +1,6 @@
 """The last batch of an epoch is small: ranks have different numbers of its examples, or none, under ZeRO-3.
 
-pytorch/torchtitan#1842 and huggingface/transformers#34242 report that the mean over ranks of their means is not the mean
+pytorch/torchtitan#1842 and huggingface/transformers#34242 report that the mean over ranks of their means is not that
 over examples; `Join`, which lets ranks run out of data, is for DDP alone (huggingface/accelerate#820). Here a step is
 told what each rank's part counts, and a part of no examples counts nothing.
 """
