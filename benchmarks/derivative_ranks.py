@@ -9,7 +9,6 @@ module without hooks is torch alone.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -244,7 +243,8 @@ class Loop:
     def hessian(self) -> Any:
         first = self.of_loss(lambda: error_of(self.model(self.data.held_x), self.data.held_y))
         whole = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in first.items()}
-        self.step()
+        for param in self.model.parameters():
+            param.grad = None
         self.backward(dot(whole, directions(self.data.dtype)))
         return self.grads()
 
@@ -351,50 +351,39 @@ def torch_functional(data: Data, grad: Callable[..., Any]) -> Plain:
     return Plain(lambda p, x: torch.func.functional_call(module, p, (x,)), params_of(module), data, grad=grad)
 
 
-@dataclasses.dataclass(frozen=True)
 class Spread(Data):
     """Batches as DTensors whose rows are cut over ranks, of which torch computes with the whole."""
 
-    def cut(self, x: Tensor, dim: int = 0) -> Any:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        return distribute_tensor(x, _whole_mesh(), [Shard(dim)])
-
-    def same(self, x: Tensor) -> Any:
-        from torch.distributed.tensor import Replicate, distribute_tensor
-
-        return distribute_tensor(x, _whole_mesh(), [Replicate()])
-
     def batch(self, update: int) -> tuple[Tensor, Tensor, Any]:
-        x, y, _ = super().batch(update)
-        return self.cut(x), self.cut(y), slice(None)
+        return self.x[update], self.y[update], slice(None)
 
     def number(self, value: float) -> Tensor:
-        return self.same(super().number(value))
+        return placed(super().number(value))
 
-    @property
-    def held(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.held_x, self.held_y, self.cut(self.x[0])
-
-    @property
-    def ones(self) -> Tensor:
-        return self.same(super().ones)
+    @functools.cached_property
+    def ones(self) -> Tensor:  # type: ignore[override]  # placed before any transform
+        return placed(super().ones)
 
     @property
     def rates(self) -> Tensor:
-        return self.same(super().rates)
+        return placed(super().rates)
 
 
-def _whole_mesh() -> Any:
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+def placed(x: Tensor, dim: int | None = None) -> Any:
+    """As a DTensor: cut over ranks along a dim, or the same on all of them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
 
 
 def dtensor_functional(data: Data, grad: Callable[..., Any]) -> Plain:
     """A module without hooks, called with params that are DTensors, cut over ranks: no library at all."""
     module, whole = module_of(data.dtype), data_of(dtype=data.dtype)
-    spread = Spread(**vars(whole))
-    spread = dataclasses.replace(spread, held_x=spread.cut(whole.held_x), held_y=spread.cut(whole.held_y))
-    place = lambda params, dim: {name: spread.cut(param, dim) for name, param in params.items()}
+    x, y, held_x, held_y = [placed(x, x.ndim - 2) for x in (whole.x, whole.y, whole.held_x, whole.held_y)]
+    spread = Spread(x, y, whole.rows, held_x, held_y, data.dtype)
+    assert isinstance(spread.ones, Tensor)
+    place = lambda params, dim: {name: placed(param, dim) for name, param in params.items()}
     forward = lambda p, x: torch.func.functional_call(module, p, (x,))
     vector, models = place(directions(data.dtype), 0), place(stacked(data.dtype), 1)
     return Plain(forward, place(params_of(module), 0), spread, grad=grad, vector=vector, models=models)

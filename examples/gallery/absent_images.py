@@ -1,8 +1,8 @@
 """An image encoder that only some ranks' batches use, in one model with the text that all have, under ZeRO-3.
 
 huggingface/transformers#37186 and pytorch/torchtitan#4777 report that training hangs once a rank has no image: it does
-not call the encoder whose params the others gather. Here, too, all ranks call what is cut over them, a rank without
-images with an empty batch of them; one that leaves the call out gets an error that says so, and not a hang.
+not call the encoder whose params the others gather. Here, too, all ranks call what is cut over them: a rank without
+images gives an empty batch of them. One that leaves the call out gets an error that names the unit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model generates between updates, and learns from its own text (REINFORCE, in the way of RLHF), under ZeRO-3.
 
 huggingface/transformers#30228 and pytorch/pytorch#123962 report that `generate` finds no weights in a model that FSDP
-has cut, or waits for ranks whose texts have ended. Here `with_fn` is another function over the same state, and a rank
-that goes on too long or ends too early is an error instead of a wait; all of them generate the same number of tokens.
+has cut, or waits for ranks whose texts have ended. Here `fz.with_fn` is another function over the same state, and all
+ranks generate equally long: a text that has ended stays as it is.
 """
 
 from __future__ import annotations
