@@ -1,8 +1,8 @@
 """A contrastive loss over all ranks' examples, with the gradients of embeddings cached (GradCache, arXiv 2101.06983).
 
 The batch is too large for one graph: it is embedded without one, the loss of all embeddings gives each its cotangent,
-and these are pulled back in microbatches. texttron/tevatron#206 and huggingface/sentence-transformers#3173 report that
-DeepSpeed refuses the second pass, as each gradient of a partition may come once. Here a step takes a cotangent.
+and these are pulled back in microbatches. huggingface/sentence-transformers#3173 and texttron/tevatron#206 report that
+DeepSpeed fails there: a gradient may come to its partition only once. Here a step takes a cotangent.
 """
 
 from __future__ import annotations

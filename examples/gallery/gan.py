@@ -1,8 +1,8 @@
 """A generator and a discriminator, updated in turn, each cut by ZeRO-3 with an optimizer of its own.
 
-deepspeedai/DeepSpeed#4923 reports that two engines, of which one's loss goes through the other, mix up their buckets of
-gradients. Here gradients are values: the generator's are pulled back from the cotangent of what the discriminator was
-given, and the discriminator's params get none in that pass.
+deepspeedai/DeepSpeed#4923 reports that a GAN of two engines fails from ZeRO-2 on, where one's loss goes through the
+other's model. Here gradients are values: the generator's are pulled back from the cotangent of what the discriminator
+was given, and the discriminator's params get none in that pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which examples raise the held-out loss? Its derivative by a weight of each, through a whole run under ZeRO-3.
 
-EleutherAI/bergson#155 does so by checkpoints of every step, which it goes back through on one device. Here the run is a
-function of the weights, and `fz.scan` keeps a few of its states and computes the others again.
+EleutherAI/bergson#155 does so by a trainer of its own, which goes back through checkpoints of every step. Here the run
+is a function of the weights, and `fz.scan` keeps a few of its states and computes the others again.
 """
 
 from __future__ import annotations

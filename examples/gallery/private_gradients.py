@@ -1,8 +1,8 @@
 """Training with differential privacy (DP-SGD, arXiv 1607.00133): each example's gradient is clipped by itself.
 
-In awslabs/fast-differential-privacy#9 a user's privacy engine refuses the layers that FSDP has wrapped, as both change
-the same hooks; meta-pytorch/opacus#761 gives FSDP2 a prototype for layers that it has formulas for. Here
-`fz.per_example_grads` takes any function of params; it gathers them on each rank, so the model must fit there.
+In awslabs/fast-differential-privacy#9 a privacy engine refuses the layers that FSDP has wrapped; a prototype for FSDP2,
+meta-pytorch/opacus#761, takes the layers that it has formulas for. Here `fz.per_example_grads` takes any function of
+params; it gathers them on each rank, so the model must fit there.
 """
 
 from __future__ import annotations
