@@ -302,17 +302,25 @@ class Kept(Loop):
             self.backward(0 * self.model(self.data.held_x).sum())
         return super().grads()
 
-    def hessian(self) -> Any:
+    def whole(self) -> list[Tensor]:
+        """The model's parameters as a part of the graph, until a backward ends."""
         self.started(lambda params: torch.optim.SGD(params, lr=LR))
         self.model.set_reshard_after_forward(False)
-        self.model.unshard()  # its parameters are whole then, and a part of the graph
-        for layer in (self.model[0], self.model[2]):
-            layer.unshard()
-        leaves = list(self.model.parameters())
+        for module in (self.model, self.model[0], self.model[2]):
+            module.unshard()
+        return list(self.model.parameters())
+
+    def hessian(self) -> Any:
+        leaves = self.whole()
         loss = error_of(self.model(self.data.held_x), self.data.held_y)
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         self.backward(dot(dict(zip(self.names, first, strict=True)), directions(self.data.dtype)))
         return self.grads()
+
+    def examples(self) -> Any:
+        leaves, (x, y, _) = self.whole(), self.data.held
+        found = [torch.autograd.grad(error_of(self.model(x[i : i + 1]), y[i : i + 1]), leaves) for i in range(len(x))]
+        return clipped({name: torch.stack(grads) for name, grads in zip(self.names, zip(*found, strict=True), strict=True)})
 
 
 def fsdp2_functional(data: Data, grad: Callable[..., Any]) -> Plain:

@@ -123,7 +123,7 @@ def _fsdp2() -> dict[str, Way]:
     kept = frozenset({"penalty", "flow", "score", "hvp"})
     return {
         **_loop(ranked.fsdp2_prepared),
-        "its own loop, params kept": Way(functools.partial(ranked.Kept, flushed=False), kept),
+        "its own loop, params kept": Way(functools.partial(ranked.Kept, flushed=False), kept | {"examples"}),
         "its own loop, params kept, flushed": Way(functools.partial(ranked.Kept, flushed=True), kept, FLUSHED),
         **_functional(ranked.fsdp2_functional),
     }
