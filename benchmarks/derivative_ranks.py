@@ -320,7 +320,8 @@ class Kept(Loop):
     def examples(self) -> Any:
         leaves, (x, y, _) = self.whole(), self.data.held
         found = [torch.autograd.grad(error_of(self.model(x[i : i + 1]), y[i : i + 1]), leaves) for i in range(len(x))]
-        return clipped({name: torch.stack(grads) for name, grads in zip(self.names, zip(*found, strict=True), strict=True)})
+        stacked = [torch.stack(grads) for grads in zip(*found, strict=True)]
+        return clipped(dict(zip(self.names, stacked, strict=True)))
 
 
 def fsdp2_functional(data: Data, grad: Callable[..., Any]) -> Plain:
