@@ -1,8 +1,8 @@
 """A vocabulary grows in the middle of training: old rows keep their moments, and the run goes on, under ZeRO-3.
 
-huggingface/accelerate#2211 and huggingface/transformers#41959 report that an engine which has begun does not take the
-resized embedding, as its shards and the optimizer's stay as they were. Here a state is a value: it is gathered, padded,
-and cut anew.
+huggingface/accelerate#2211 and huggingface/transformers#41959 report that DeepSpeed breaks once an embedding or a head
+is resized: the new one lacks what ZeRO-3 keeps of each param. Here a state is a value: it is gathered, padded, and cut
+anew.
 """
 
 from __future__ import annotations
