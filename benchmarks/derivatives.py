@@ -19,10 +19,10 @@ torch in one process, in float64: the largest difference over the largest entry,
     not expressible  there is no way to write it
 
 FSDP2 and DeepSpeed have no derivatives through a step, torchopt and higher more than one way to write one. So a case is
-written in several ways (those of `derivative_ranks.py` and `derivative_libraries.py`); the cell says "exact" if one of
-them is, else what they do, and above the tables stands every way. "torch" is one process, "DTensor" torch alone on two
-ranks: a module without hooks, called with params that are cut over them. A way goes through the library's own
-forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
+written in several ways (`derivative_torch.py`, `derivative_ranks.py`, `derivative_libraries.py`); the cell says "exact"
+if one of them is, else what they do, and above the tables stands every way. "torch" is one process, "DTensor" torch
+alone on two ranks: a module without hooks, called with params that are cut over them. A way goes through the library's
+own forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
 What ranks find is averaged over them by hand, as users of FSDP2 and DeepSpeed do; of fzero only the values that are of
 each rank's own loss, as its derivatives are said to be those of the mean loss already. The run fails if fzero is not
 exact in every case.
@@ -51,6 +51,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import derivative_libraries as libraries
 import derivative_ranks as ranked
+import derivative_torch as by_torch
 import results
 from contenders import start
 from derivative_cases import CASES, Case, Data, data_of, grad_by_autograd, reference
@@ -116,16 +117,16 @@ def _functional(make: Callable[..., Any]) -> dict[str, Way]:
 
 
 def _loop(prepare: Callable[..., Any]) -> dict[str, Way]:
-    return {"its own loop": Way(functools.partial(ranked.Loop, prepare=prepare))}
+    return {"its own loop": Way(functools.partial(by_torch.Loop, prepare=prepare))}
 
 
 def _fsdp2() -> dict[str, Way]:
     kept = frozenset({"penalty", "flow", "score", "hvp"})
     return {
-        **_loop(ranked.fsdp2_prepared),
-        "its own loop, params kept": Way(functools.partial(ranked.Kept, flushed=False), kept | {"examples"}),
-        "its own loop, params kept, flushed": Way(functools.partial(ranked.Kept, flushed=True), kept, FLUSHED),
-        **_functional(ranked.fsdp2_functional),
+        **_loop(by_torch.fsdp2_prepared),
+        "its own loop, params kept": Way(functools.partial(by_torch.Kept, flushed=False), kept | {"examples"}),
+        "its own loop, params kept, flushed": Way(functools.partial(by_torch.Kept, flushed=True), kept, FLUSHED),
+        **_functional(by_torch.fsdp2_functional),
     }
 
 
@@ -143,8 +144,8 @@ _functions = libraries.torchopt_functions
 CONTENDERS: dict[str, Contender] = {
     "fzero": _fzero(_unsharded, 1),
     "fzero ZeRO-3": _fzero(fz.shard_zero3, 2),
-    "torch": Contender("torch", 1, _loop(ranked.torch_prepared) | _functional(ranked.torch_functional)),
-    "DTensor": Contender("torch", 2, _functional(ranked.dtensor_functional), averages=False),
+    "torch": Contender("torch", 1, _loop(by_torch.torch_prepared) | _functional(by_torch.torch_functional)),
+    "DTensor": Contender("torch", 2, _functional(by_torch.dtensor_functional), averages=False),
     "FSDP2": Contender("torch", 2, _fsdp2()),
     "DeepSpeed ZeRO-1": _deepspeed(1),
     "DeepSpeed ZeRO-3": _deepspeed(3),
