@@ -204,6 +204,7 @@ REFUSED: dict[str, Any] = {
     "explain": (lambda x: torch.tensor(fz.explain(STEP, STATE, x).grad_norm), X),
     "hvp": (lambda x: summed(fz.hvp(STEP, STATE, GRADS, x)), X),
     "per_example_grads": (lambda x: summed(fz.per_example_grads(STEP, STATE, x)), X),
+    "stream": (lambda own: summed(dict(fz.stream(put(GRADS, own)))), OWN),
     "save": saved("saved", fz.save),
     "save_async": saved("later", lambda *given: fz.save_async(*given).wait()),
     "save_safetensors": saved("tensors", fz.save_safetensors),

@@ -201,6 +201,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "pattern": (lambda v: fz.gather(STATE.params, v), {"None"}),
         "to": (lambda v: fz.gather(STATE.params, to=v), {"None"}),
     },
+    "stream": {
+        "tree": (lambda v: [*fz.stream(v)], {"sharded params", "grads"}),
+        "dtype": (lambda v: [*fz.stream(STATE.params, v)], {"None", "a dtype"}),
+        "pattern": (lambda v: [*fz.stream(STATE.params, pattern=v)], set()),
+        "to": (lambda v: [*fz.stream(STATE.params, to=v)], {"None"}),
+    },
     "scatter": {
         "tree": (lambda v: fz.scatter(v, like=STATE.params), {"sharded params", "grads", "full params"}),
         "like": (lambda v: fz.scatter(PARAMS, like=v), {"sharded params", "grads"}),
