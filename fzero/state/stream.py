@@ -148,7 +148,7 @@ def _start(tree: Sharded, key: Key, dtype: torch.dtype | None) -> Callable[[], t
         values = tree.local(key) if tree.scale == 1.0 else tree.local(key) / tree.scale
         return lambda: Wire(tag, axis, values.dtype, values.dtype, values.dtype).spread(values)
     dtype = dtype or placed.dtype
-    full = pages.empty(placed.numel() * axis.size, dtype, placed.device)
+    full = pages.empty(placed.numel() * axis.size, dtype, placed.device, mapped=True)  # goes as its last leaf does
     own, plain = full.chunk(axis.size)[axis.rank], placed.format.plain and tree.scale == 1.0
     stored = placed.start([own] if plain and placed.dtype == dtype else ())()  # in its place, if it is read from afar
     if plain:
