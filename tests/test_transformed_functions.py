@@ -147,7 +147,7 @@ RIGHT: dict[str, Any] = {
             "adam": lambda rate: fz.adam(rate, weight_decay=rate),
             "adamw": lambda rate: fz.adamw(rate, b1=rate, weight_decay=rate),
             "lamb": lambda rate: fz.lamb(rate, weight_decay=rate),
-            "muon": lambda rate: fz.muon(rate, momentum=rate, weight_decay=rate, steps=1),
+            "muon": lambda rate: fz.muon(rate, momentum=rate, weight_decay=rate, ns_steps=1),
             "adafactor": lambda rate: fz.adafactor(rate, weight_decay=rate),
             "whole": lambda rate: fz.whole(fz.adam(rate, weight_decay=rate)),
             "adaptive_clip": lambda rate: fz.chain(fz.adaptive_clip(rate), fz.adamw(0.1, eps=0.1)),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private
-from fzero.base.arguments import named, need_bool, need_int, need_number, wrong
+from fzero.base.arguments import by_new_names, named, need_bool, need_int, need_number, wrong
 
 Documents = Sequence[int] | torch.Tensor
 SHORTEST = 32  # tokens on average that regions are worth their while for
@@ -39,11 +39,7 @@ class Options:
 def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:
     """Options by torch's names: `causal` is `is_causal`, until 1.0. What is None there is not said."""
     out = {name: x for name, x in given.items() if not (x is None and name in ("is_causal", "attn_mask"))}
-    if "causal" in out:
-        if "is_causal" in out:
-            raise TypeError(f"{who}: got causal= and is_causal=, which are one option; expected is_causal= alone.")
-        out["is_causal"] = out.pop("causal")
-    return out
+    return by_new_names(who, out, causal="is_causal")
 
 
 def options_of(who: str, **given: object) -> Options:

@@ -300,9 +300,9 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "momentum": (lambda v: fz.muon(0.1, v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.muon(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
         "nesterov": (lambda v: fz.muon(0.1, nesterov=v), {"a bool"}),
-        "steps": (lambda v: fz.muon(0.1, steps=v), {"an int"}),
+        "ns_steps": (lambda v: fz.muon(0.1, ns_steps=v), {"an int"}),
         "eps": (lambda v: fz.muon(0.1, eps=v), {"a float", "an int"}),
-        "adjust_lr": (lambda v: fz.muon(0.1, adjust_lr=v), set()),
+        "adjust_lr_fn": (lambda v: fz.muon(0.1, adjust_lr_fn=v), set()),
     },
     "adafactor": {
         "lr": (fz.adafactor, RATE),

@@ -88,7 +88,7 @@ X = torch.ones(1, 2, 3, 4)
     ("given", "error", "words"),
     [
         ({"dropout_p": 0.1}, ValueError, r"dropout_p=0\.1, expected 0\.0, as it has no dropout.*has torch's"),
-        ({"is_causal": True, "causal": True}, TypeError, "causal= and is_causal=, which are one option"),
+        ({"is_causal": True, "causal": True}, TypeError, "causal= and is_causal=, which are one argument"),
         ({"is_causal": 1}, TypeError, "is_causal=1, expected True or False"),
         ({"enable_gqa": "yes"}, TypeError, "enable_gqa='yes', expected True or False or None"),
         ({"attn_mask": X[0, 0, :2]}, ValueError, r"shape \(2, 4\), expected one that broadcasts to \(1, 2, 3, 3\)"),
