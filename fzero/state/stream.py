@@ -69,8 +69,8 @@ def stream(
         >>> state = step.init({"w": torch.ones(2), "b": torch.zeros(1)})
         >>> for path, leaf in fz.stream(state.params, dtype=torch.bfloat16):
         ...     print(path, leaf)
-        w tensor([1., 1.], dtype=torch.bfloat16)
         b tensor([0.], dtype=torch.bfloat16)
+        w tensor([1., 1.], dtype=torch.bfloat16)
     """
     who = "fz.stream"
     if not isinstance(tree, Sharded):
