@@ -1,8 +1,9 @@
 """The cases of `derivatives.py`, as plain torch says them: what others compute is held to this, in float64.
 
-A small network, batches that are the same for all, and a run of some updates as a function of params, learning rate,
-weight decay and data weights. `Plain` is also how a library is asked that says nothing of derivatives itself: its
-module goes to `torch.func.functional_call`, and gradients of inner steps are averaged over ranks by hand.
+A small network, batches that are the same for all, losses that hold derivatives by inputs, and a run of some updates as
+a function of params, learning rate, weight decay and data weights. `Plain` is also how a library is asked that says
+nothing of derivatives itself: its module goes to `torch.func.functional_call`, and gradients of inner steps are
+averaged over ranks by hand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 Params = dict[str, Tensor]
+Network = Callable[[Tensor], Tensor]
 F64 = torch.float64
 ROWS, FEATURES, WIDTH, OUTPUTS, LONGEST = 8, 3, 16, 2, 100
 LR, DECAY = 0.1, 0.05
@@ -28,6 +30,7 @@ BETAS, EPS = (0.9, 0.99), 1e-2  # of AdamW: an eps of 1e-8 leaves nothing of the
 RATES = (0.02, 0.05, 0.1, 0.2)
 MODELS = 4
 STEPS = 5
+CLIP = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Data:
 
     def number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.dtype)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What losses that hold derivatives are of: inputs, targets, and a tangent of the inputs."""
+        return self.held_x, self.held_y, self.x[0]
 
     @property
     def ones(self) -> Tensor:
@@ -109,6 +117,39 @@ def error_of(out: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
 def slopes(x_grad: Tensor) -> Tensor:
     """The penalty of WGAN-GP (arXiv 1704.00028): how far each row's gradient by the inputs is from length 1."""
     return (x_grad.square().sum(1).sqrt() - 1).square().mean()
+
+
+def slope_of(network: Network, x: Tensor) -> Tensor:
+    """The gradient by the inputs, by autograd, as a graph."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(network(x).sum(), x, create_graph=True)[0]
+
+
+def flow_loss(network: Network, x: Tensor, y: Tensor, along: Tensor) -> Tensor:
+    """As that of MeanFlow (arXiv 2505.13447), whose target holds a jvp by the inputs."""
+    out, pushed = torch.func.jvp(network, (x,), (along,))  # type: ignore[misc]
+    return (out - (y - pushed).detach()).square().mean()
+
+
+def score_loss(network: Network, x: Tensor, along: Tensor) -> Tensor:
+    """Sliced score matching (arXiv 1905.07088) of an energy; its gradient by the params is a third derivative."""
+    score = torch.func.grad(lambda x: -network(x).sum())
+    value, pushed = torch.func.jvp(score, (x,), (along,))  # type: ignore[misc]
+    return ((along * pushed).sum(1) + value.square().sum(1) / 2).mean()
+
+
+def score_loss_by_autograd(network: Network, x: Tensor, along: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (value,) = torch.autograd.grad(-network(x).sum(), x, create_graph=True)
+    (pushed,) = torch.autograd.grad((value * along).sum(), x, create_graph=True)
+    return ((along * pushed).sum(1) + value.square().sum(1) / 2).mean()
+
+
+def clipped(each: Params) -> Params:
+    """The mean of examples' gradients, [examples, ...], each clipped by itself, as for DP-SGD (arXiv 1607.00133)."""
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in each.values()]).sum(0).sqrt()
+    weights = (CLIP / norms).clamp(max=1.0)
+    return {name: (weights.view(-1, *[1] * (g.ndim - 1)) * g).mean(0) for name, g in each.items()}
 
 
 def dot(left: Params, right: Params) -> Tensor:
@@ -208,6 +249,31 @@ class Plain:
 
     # ---- one method a case
 
+    def slope(self) -> Any:
+        return slopes(self.grad(lambda x: self.forward(self.params, x).sum())(self.data.held_x))
+
+    def pushed_inputs(self) -> Any:
+        x, _, along = self.data.held
+        return torch.func.jvp(functools.partial(self.forward, self.params), (x,), (along,))[1].square().mean()
+
+    def flow(self) -> Any:
+        return self.grad(lambda p: flow_loss(functools.partial(self.forward, p), *self.data.held))(self.params)
+
+    def score(self) -> Any:
+        x, _, along = self.data.held
+        loss = score_loss_by_autograd if self.grad is grad_by_autograd else score_loss
+        return self.grad(lambda p: loss(functools.partial(self.forward, p), x, along))(self.params)
+
+    def examples(self) -> Any:
+        def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+            return error_of(self.forward(params, x.unsqueeze(0)), y.unsqueeze(0))
+
+        x, y, _ = self.data.held
+        if self.grad is not grad_by_autograd:
+            return clipped(torch.vmap(self.grad(loss), (None, 0, 0))(self.params, x, y))
+        found = [self.grad(loss)(self.params, x[i], y[i]) for i in range(len(x))]
+        return clipped({name: torch.stack([grads[name] for grads in found]) for name in self.params})
+
     def maml(self, steps: int, kind: str) -> Any:
         return self.grad(lambda p: self.run(p, steps=steps, kind=kind))(self.params)
 
@@ -276,11 +342,13 @@ class Case:
 
     Attributes:
         asked: the method of a way of writing it, and its arguments.
+        kind: what the derivative is by, or goes through.
         own: the result is a value, of each rank's own rows; otherwise it is a derivative of the mean loss over ranks.
     """
 
     title: str
     asked: tuple[Any, ...]
+    kind: str = "through the optimizer"
     own: bool = False
 
     def __call__(self, way: Any) -> Any:
@@ -290,7 +358,15 @@ class Case:
         return hasattr(way, self.asked[0])
 
 
+INPUTS, PARAMS = "by inputs", "by params"
 CASES: dict[str, Case] = {
+    "slope": Case("gradient by inputs", ("slope",), INPUTS, own=True),
+    "jvp-inputs": Case("forward mode (jvp) by inputs", ("pushed_inputs",), INPUTS, own=True),
+    "penalty": Case("gradient penalty", ("penalty",), INPUTS),
+    "flow": Case("a loss that holds a jvp (MeanFlow)", ("flow",), INPUTS),
+    "score": Case("score matching, a third derivative", ("score",), INPUTS),
+    "hvp": Case("Hessian-vector product", ("hessian",), PARAMS),
+    "examples": Case("the gradient of each example, clipped", ("examples",), PARAMS, own=True),
     "maml1": Case("MAML, through 1 step of SGD", ("maml", 1, "sgd")),
     "maml5": Case("MAML, through 5 steps of SGD", ("maml", 5, "sgd")),
     "maml1-adamw": Case("MAML, through 1 step of AdamW", ("maml", 1, "adamw")),
@@ -298,9 +374,7 @@ CASES: dict[str, Case] = {
     "lr": Case("by the learning rate, through 5 steps", ("by_rate",)),
     "decay": Case("by the weight decay, through 5 steps", ("by_decay",)),
     "weights": Case("by a weight of each example, through 5 steps", ("by_weights",)),
-    "penalty": Case("gradient penalty by inputs", ("penalty",)),
     "jvp": Case("forward mode (jvp) by the learning rate, 5 steps", ("pushed",), own=True),
-    "hvp": Case("Hessian-vector product", ("hessian",)),
     "twice": Case("second derivative by the learning rate, 5 steps", ("twice",)),
     "models": Case("vmap over 4 models, a step", ("over_models",)),
     "rates": Case("vmap over 4 learning rates, 5 steps", ("over_rates",), own=True),

@@ -16,13 +16,18 @@ from derivative_cases import (
     LR,
     STEPS,
     Data,
+    Network,
     Params,
     Plain,
+    clipped,
     directions,
     error_of,
+    flow_loss,
     module_of,
     params_of,
     pushed_by_autograd,
+    score_loss_by_autograd,
+    slope_of,
     slopes,
     stacked,
 )
@@ -100,12 +105,34 @@ class Unrolled:
         weights = self.data.ones.requires_grad_()
         return torch.autograd.grad(self.run(weights=weights), weights)[0]
 
-    def penalty(self) -> Any:
-        model, _ = self.begun(self.module, "sgd", LR, 0.0)
-        x = self.data.held_x.clone().requires_grad_()
-        (x_grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        found = torch.autograd.grad(slopes(x_grad), list(self.leaves.values()), allow_unused=True)
+    def network(self) -> Network:
+        return self.begun(self.module, "sgd", LR, 0.0)[0]
+
+    def by_params(self, loss: Tensor) -> dict[str, Any]:
+        found = torch.autograd.grad(loss, list(self.leaves.values()), allow_unused=True)
         return dict(zip(self.leaves, found, strict=True))
+
+    def slope(self) -> Any:
+        return slopes(slope_of(self.network(), self.data.held_x))
+
+    def pushed_inputs(self) -> Any:
+        x, _, along = self.data.held
+        return torch.func.jvp(self.network(), (x,), (along,))[1].square().mean()
+
+    def penalty(self) -> Any:
+        return self.by_params(slopes(slope_of(self.network(), self.data.held_x)))
+
+    def flow(self) -> Any:
+        return self.by_params(flow_loss(self.network(), *self.data.held))
+
+    def score(self) -> Any:
+        x, _, along = self.data.held
+        return self.by_params(score_loss_by_autograd(self.network(), x, along))
+
+    def examples(self) -> Any:
+        network, (x, y, _) = self.network(), self.data.held
+        found = [self.by_params(error_of(network(x[i : i + 1]), y[i : i + 1])) for i in range(len(x))]
+        return clipped({name: torch.stack([grads[name] for grads in found]) for name in self.leaves})
 
     def pushed(self) -> Any:
         return pushed_by_autograd(self.run, self.data.number(LR))

@@ -1,7 +1,7 @@
-"""How fzero, FSDP2 and DeepSpeed are asked for the cases of `derivatives.py`: each way is a class with a method a case.
+"""How fzero and DeepSpeed are asked for the cases of `derivatives.py`: each way is a class with a method a case.
 
-FSDP2 and DeepSpeed say nothing of derivatives through a step, so each is asked in several ways: by its own loop
-(`Loop`), and with its module under `torch.func.functional_call`, by torch.func and by autograd (`Plain`).
+DeepSpeed says nothing of derivatives through a step, so it is asked by its own loop (`derivative_torch.Loop`), and with
+its module under `torch.func.functional_call`, by torch.func and by autograd (`Plain`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from derivative_cases import (
     Data,
     Params,
     Plain,
+    clipped,
     directions,
     dot,
     error_of,
+    flow_loss,
     module_of,
     params_of,
     pushed_by_func,
+    score_loss,
     slopes,
     stacked,
 )
@@ -78,8 +81,38 @@ class Fzero:
     def by_weights(self) -> Any:
         return torch.func.grad(lambda weights: self.run(self.params, weights=weights))(self.data.ones)
 
+    def total(self) -> fz.Step:
+        return fz.with_fn(self.step_of(), lambda params, x: self.apply(params, x).sum())
+
+    def slope(self) -> Any:
+        step = self.total()
+        state = step.init(self.params)
+        return slopes(torch.func.grad(lambda x: step.forward(state, x))(self.data.held_x))
+
+    def pushed_inputs(self) -> Any:
+        step, (x, _, along) = fz.with_fn(self.step_of(), self.apply), self.data.held
+        state = step.init(self.params)
+        return torch.func.jvp(lambda x: step.forward(state, x), (x,), (along,))[1].square().mean()
+
+    def of_loss(self, loss: Callable[..., Tensor], *inputs: Tensor) -> Any:
+        """The gradient of a loss that holds derivatives itself."""
+        step = fz.with_fn(self.step_of(), lambda params, *inputs: loss(functools.partial(self.apply, params), *inputs))
+        value, pullback = step.vjp(step.init(self.params), *inputs)
+        return dict(fz.gather(pullback(torch.ones_like(value))[0]))
+
+    def flow(self) -> Any:
+        return self.of_loss(flow_loss, *self.data.held)
+
+    def score(self) -> Any:
+        x, _, along = self.data.held
+        return self.of_loss(score_loss, x, along)
+
+    def examples(self) -> Any:
+        step = fz.with_fn(self.step_of(), lambda params, x, y: error_of(self.apply(params, x), y))
+        return clipped(fz.per_example_grads(step, step.init(self.params), self.data.held_x, self.data.held_y))
+
     def penalty(self) -> Any:
-        step = fz.with_fn(self.step_of(), lambda params, x: self.apply(params, x).sum())
+        step = self.total()
 
         def of(params: Any) -> Tensor:
             state = step.init(params)
@@ -120,128 +153,6 @@ class Fzero:
             return self.held(step, state)
 
         return torch.func.grad(run, (0, 1))(self.params, self.data.number(LR))
-
-
-# ---- the loop that others have
-
-
-class Loop:
-    """`loss.backward(create_graph=True)`, `optimizer.step()`, and what is found where the last `backward` leaves it.
-
-    Args:
-        prepare: from the module and `make(params) -> optimizer`: the model, `backward(loss)`, `step()` (which also
-            clears the gradients), and `gradient(param)`.
-    """
-
-    def __init__(self, data: Data, prepare: Callable[..., Any]) -> None:
-        self.data, self.prepare = data, prepare
-
-    def started(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        module = module_of(self.data.dtype)
-        self.model, self.backward, self.step, self.gradient = self.prepare(module, make)
-        self.names = [name for name, _ in module_of().named_parameters()]
-
-    def run(self, weights: Tensor | None = None, steps: int = STEPS) -> None:
-        for update in range(steps):
-            x, y, rows = self.data.batch(update)
-            self.backward(error_of(self.model(x), y, None if weights is None else weights[rows]))
-            self.step()
-        if weights is not None:
-            weights.grad = None
-        self.backward(error_of(self.model(self.data.held_x), self.data.held_y))
-
-    def grads(self) -> dict[str, Any]:
-        return dict(zip(self.names, [self.gradient(p) for p in self.model.parameters()], strict=True))
-
-    def maml(self, steps: int, kind: str) -> Any:
-        sgd = lambda params: torch.optim.SGD(params, lr=LR)
-        adamw = lambda params: torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
-        self.started(sgd if kind == "sgd" else adamw)
-        self.run(steps=steps)
-        return self.grads()
-
-    def by_rate(self) -> Any:
-        lr = self.data.number(LR).requires_grad_()
-        self.started(lambda params: torch.optim.SGD(params, lr=lr, differentiable=True))
-        self.run()
-        return lr.grad
-
-    def by_decay(self) -> Any:
-        decay: Any = self.data.number(DECAY).requires_grad_()
-        self.started(lambda params: torch.optim.SGD(params, lr=LR, weight_decay=decay, differentiable=True))
-        self.run()
-        return decay.grad
-
-    def by_weights(self) -> Any:
-        weights = self.data.ones.requires_grad_()
-        self.started(lambda params: torch.optim.SGD(params, lr=LR))
-        self.run(weights)
-        return weights.grad
-
-    def penalty(self) -> Any:
-        self.started(lambda params: torch.optim.SGD(params, lr=LR))
-        x = self.data.held_x.clone().requires_grad_()
-        (x_grad,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
-        self.backward(slopes(x_grad))
-        return self.grads()
-
-    def hessian(self) -> Any:
-        self.started(lambda params: torch.optim.SGD(params, lr=LR))
-        loss = error_of(self.model(self.data.held_x), self.data.held_y)
-        self.backward(loss)
-        slope = dot(self.grads(), directions(self.data.dtype))
-        self.backward(slope)
-        return self.grads()
-
-
-def clears(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-# ---- FSDP2
-
-
-def fsdp2_model(module: nn.Sequential) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (module[0], module[2]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
-
-
-def fsdp2_prepared(module: nn.Sequential, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
-    model = fsdp2_model(module)
-    optimizer = make(model.parameters())
-    backward = lambda loss: loss.backward(create_graph=True)
-    return model, backward, clears(optimizer), lambda param: param.grad
-
-
-def fsdp2_functional(data: Data, grad: Callable[..., Any]) -> Plain:
-    """Its sharded params (DTensors) are given by name; what it does in backward averages over ranks."""
-    model = fsdp2_model(module_of(data.dtype))
-    model(data.held_x)  # it sets itself up in the first call, which no transform can go through
-    model.reshard()
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    place = functools.partial(_cut_like, params)
-    forward = lambda p, x: torch.func.functional_call(model, p, (x,))
-    vector, models = place(directions(data.dtype), 0), place(stacked(data.dtype), 1)
-    return Plain(forward, params, data, grad=grad, vector=vector, models=models)
-
-
-def _cut_like(params: Params, whole: Params, dim: int) -> Params:
-    """These values as DTensors that are cut over ranks along a dim."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    cut = {}
-    for name, param in params.items():
-        assert isinstance(param, DTensor)
-        cut[name] = distribute_tensor(whole[name], param.device_mesh, [Shard(dim)])
-    return cut
 
 
 # ---- DeepSpeed

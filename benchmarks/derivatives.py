@@ -1,6 +1,6 @@
-"""Derivatives of training steps and maps over them: which are exact by fzero, FSDP2, DeepSpeed, torchopt and higher.
+"""Derivatives by inputs, by params and through the optimizer: which are exact by fzero, torch, FSDP2 and others.
 
-    OMP_NUM_THREADS=1 python benchmarks/derivatives.py                       # the whole table, some minutes
+    OMP_NUM_THREADS=1 python benchmarks/derivatives.py                       # all tables, ten minutes
     OMP_NUM_THREADS=1 python benchmarks/derivatives.py --cases maml5 lr --only "fzero ZeRO-3" FSDP2
 
 Every case really runs, each in fresh processes (two gloo ranks, for what shards), and what comes out is held to plain
@@ -10,16 +10,19 @@ torch in one process, in float64: the largest difference over the largest entry,
                      last case also how many times the peak of live tensor bytes of 25 steps that of 100 is: 2 where it
                      grows as the square root of their number, 4 where it grows as their number
     (by hand)        this is of a way in which the user writes the update and averages gradients over ranks: the library
-                     gives a forward pass of params that are whole, its optimizer and what it shards take no part
+                     gives a forward pass, its optimizer takes no part; of DeepSpeed's params also all are whole
+    (flushed)        this is of a loop that ends in one more backward, of zero times the model: without it the gradients
+                     of what FSDP2 was told to keep whole stay on each rank
     wrong (apart)    another number, without a word; 1.0 are zeros; "none" where there is no gradient at all
     raises           an error
     hangs, dies      nothing within `--timeout` seconds, or the end of a process
     not expressible  there is no way to write it
 
 FSDP2 and DeepSpeed have no derivatives through a step, torchopt and higher more than one way to write one. So a case is
-written in several ways (those of `derivative_ranks.py` and `derivative_libraries.py`); the cell says "exact" if one of
-them is, else what each of them does, and above the table stands every way. A way goes through the library's own
-forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
+written in several ways (`derivative_torch.py`, `derivative_ranks.py`, `derivative_libraries.py`); the cell says "exact"
+if one of them is, else what they do, and above the tables stands every way. "torch" is one process, "DTensor" torch
+alone on two ranks: a module without hooks, called with params that are cut over them. A way goes through the library's
+own forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
 What ranks find is averaged over them by hand, as users of FSDP2 and DeepSpeed do; of fzero only the values that are of
 each rank's own loss, as its derivatives are said to be those of the mean loss already. The run fails if fzero is not
 exact in every case.
@@ -48,6 +51,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import derivative_libraries as libraries
 import derivative_ranks as ranked
+import derivative_torch as by_torch
 import results
 from contenders import start
 from derivative_cases import CASES, Case, Data, data_of, grad_by_autograd, reference
@@ -58,6 +62,7 @@ import fzero as fz
 
 BEGINNING = 600.0  # seconds that a package may take before the first case, to be imported and to compile its operators
 GRACE = 5.0  # seconds that the other ranks have, once one has raised
+BY_HAND, FLUSHED = "by hand", "flushed"
 BY_FUNC, BY_AUTOGRAD = "functional_call, torch.func", "functional_call, autograd"
 
 
@@ -70,12 +75,12 @@ class Way:
 
     Attributes:
         cases: that it is for; all by default.
-        by_hand: updates and means over ranks are the user's own.
+        note: what the user does beside.
     """
 
     make: Callable[[Data], Any]
     cases: frozenset[str] = frozenset(CASES)
-    by_hand: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,23 @@ def _functional(make: Callable[..., Any]) -> dict[str, Way]:
     """A module under functional_call: autograd has no maps."""
     unmapped = frozenset(CASES) - {"models", "rates"}
     return {
-        BY_FUNC: Way(functools.partial(make, grad=torch.func.grad), frozenset(CASES) - {"long"}, by_hand=True),
-        BY_AUTOGRAD: Way(functools.partial(make, grad=grad_by_autograd), unmapped, by_hand=True),
+        BY_FUNC: Way(functools.partial(make, grad=torch.func.grad), frozenset(CASES) - {"long"}, BY_HAND),
+        BY_AUTOGRAD: Way(functools.partial(make, grad=grad_by_autograd), unmapped, BY_HAND),
     }
 
 
 def _loop(prepare: Callable[..., Any]) -> dict[str, Way]:
-    return {"its own loop": Way(functools.partial(ranked.Loop, prepare=prepare))}
+    return {"its own loop": Way(functools.partial(by_torch.Loop, prepare=prepare))}
+
+
+def _fsdp2() -> dict[str, Way]:
+    kept = frozenset({"penalty", "flow", "score", "hvp"})
+    return {
+        **_loop(by_torch.fsdp2_prepared),
+        "its own loop, params kept": Way(functools.partial(by_torch.Kept, flushed=False), kept | {"examples"}),
+        "its own loop, params kept, flushed": Way(functools.partial(by_torch.Kept, flushed=True), kept, FLUSHED),
+        **_functional(by_torch.fsdp2_functional),
+    }
 
 
 def _deepspeed(stage: int) -> Contender:
@@ -129,7 +144,9 @@ _functions = libraries.torchopt_functions
 CONTENDERS: dict[str, Contender] = {
     "fzero": _fzero(_unsharded, 1),
     "fzero ZeRO-3": _fzero(fz.shard_zero3, 2),
-    "FSDP2": Contender("torch", 2, _loop(ranked.fsdp2_prepared) | _functional(ranked.fsdp2_functional)),
+    "torch": Contender("torch", 1, _loop(by_torch.torch_prepared) | _functional(by_torch.torch_functional)),
+    "DTensor": Contender("torch", 2, _functional(by_torch.dtensor_functional), averages=False),
+    "FSDP2": Contender("torch", 2, _fsdp2()),
     "DeepSpeed ZeRO-1": _deepspeed(1),
     "DeepSpeed ZeRO-3": _deepspeed(3),
     "torchopt": Contender(
@@ -266,20 +283,25 @@ def driven(name: str, cases: list[str], timeout: float) -> dict[str, dict[str, V
 
 
 def cell(name: str, found: dict[str, Verdict]) -> str:
+    """What the best way gives, or all that happens; of several wrong numbers the closest."""
     if not found:
         return ABSENT
-    best = min(found, key=lambda way: found[way].rank)
-    if found[best].word == "exact":
-        return str(found[best]) + (" (by hand)" if CONTENDERS[name].ways[best].by_hand else "")
-    return "; ".join(dict.fromkeys(str(verdict) for verdict in found.values()))
+    ways = sorted(found, key=lambda way: (*found[way].rank, CONTENDERS[name].ways[way].note))
+    best, note = found[ways[0]], CONTENDERS[name].ways[ways[0]].note
+    if best.word == "exact":
+        return f"{best}{f' ({note})' if note else ''}"
+    closest = {verdict.word: verdict for verdict in sorted(found.values(), key=lambda verdict: -verdict.apart)}
+    return "; ".join(sorted(str(each) if word == "wrong" else word for word, each in closest.items()))
 
 
-def table_of(found: dict[str, dict[str, dict[str, Verdict]]], cases: Sequence[str]) -> results.Table:
-    """A column for each contender."""
-    table = results.Table(*found, show=False)
+def tables_of(found: dict[str, dict[str, dict[str, Verdict]]], cases: Sequence[str]) -> list[results.Table]:
+    """One for what derivatives are by or go through, with a column for each contender."""
+    tables: dict[str, results.Table] = {}
     for key in cases:
+        kind = CASES[key].kind
+        table = tables.setdefault(kind, results.Table(*found, title=kind, show=False))
         table.row(CASES[key].title, *[cell(name, found[name][key]) for name in found])
-    return table
+    return list(tables.values())
 
 
 def ways_of(name: str, found: dict[str, dict[str, Verdict]]) -> str:
@@ -308,9 +330,10 @@ def main() -> None:
         print(f"{ways_of(name, found[name])}\n{name}: {time.monotonic() - began:.0f} s\n", flush=True)
     for name in absent:
         print(f"{name}: not installed\n")
-    table = table_of(found, args.cases)
-    print(results.markdown(table.rows))
-    results.save(args, table)
+    tables = tables_of(found, args.cases)
+    for table in tables:
+        print(f"{results.markdown(table.rows, table.title)}\n")
+    results.save(args, *tables)
     ours = [
         cell(name, verdicts) for name, each in found.items() if name.startswith("fzero") for verdicts in each.values()
     ]

@@ -38,7 +38,7 @@ def activations(rank: int, args: argparse.Namespace, lengths: list[int]) -> Byte
     """Of a forward and its pullback under ZeRO-3, with the sequence and the state cut over the ranks."""
     mesh = dist.init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("sp",))
     ax = fz.parallel.axis(mesh, "sp")
-    apply, params = fz.functional(Llama(SIZES, fz.parallel.ulysses(None, ax, causal=True)))
+    apply, params = fz.functional(Llama(SIZES, fz.parallel.ulysses(None, ax, is_causal=True)))
     step = fz.train_step(lambda p, x, y, angles: loss_of(apply(p, x, angles), y), ADAMW)
     step = fz.shard_zero3(step, mesh=mesh, axis=("sp",))
     state = step.init(params)

@@ -230,6 +230,20 @@ def maml() -> None:
     own.legend(frameon=False, fontsize=7, labelcolor=INK)
 
 
+def generate() -> None:
+    own = sketch()
+    for row, y in enumerate((3.1, 1.0)):
+        words(own, 1.5, y + 1.35, f"rank {row}")
+        for unit in range(4):
+            box(own, 0.3 + 0.62 * unit, y, 0.5, 0.9, BLUE if unit == 1 else PALE)
+    arrow(own, (3.0, 2.5), (4.3, 2.5))
+    box(own, 4.5, 1.6, 0.9, 1.8, BLUE)
+    arrow(own, (5.6, 2.5), (6.9, 2.5))
+    words(own, 8.4, 4.4, "engine")
+    for unit in range(4):
+        box(own, 7.1 + 0.68 * unit, 1.6, 0.56, 1.8, GREEN if unit < 1 else PALE)
+
+
 def ensemble() -> None:
     import ensemble as example
 
@@ -322,8 +336,8 @@ def step_is_a_function() -> None:
 GALLERY: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
-        *(train_lm, read_text, multimodal, bigger_than_memory, long_context, lora, maml, ensemble, my_transform),
-        *(my_optimizer, bytes_per_parameter, components, step_is_a_function),
+        *(train_lm, read_text, multimodal, bigger_than_memory, long_context, lora, maml, generate, ensemble),
+        *(my_transform, my_optimizer, bytes_per_parameter, components, step_is_a_function),
     )
 } | {"axes": mesh_axes}
 

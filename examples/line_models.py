@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         counted = torch.arange(len(of_characters)) - (tokens.lengths.cumsum(0) - tokens.lengths)[of_characters]
         angles = rotations(torch.cat([images.values["places"], CHARACTER * counted])[order], self.pairs)
         documents = starts(images.lengths + tokens.lengths)
-        attend = functools.partial(fz.parallel.attention, causal=True, documents=documents)
+        attend = functools.partial(fz.parallel.attention, is_causal=True, documents=documents)
         x = torch.cat([images.values["embeddings"], self.embed(tokens.values)])[order]
         for block in self.blocks:
             x = block(x, angles, attend)

@@ -61,9 +61,9 @@ def language_model(args: argparse.Namespace, ax: Any, everyone: Any) -> Callable
         everyone: all axes of the mesh as one.
     """
     if args.attention == "ring":
-        attention = fz.parallel.ring(ax, order_of(args), causal=True)
+        attention = fz.parallel.ring(ax, order_of(args), is_causal=True)
     else:
-        attention = fz.parallel.ulysses(None, ax, causal=True)
+        attention = fz.parallel.ulysses(None, ax, is_causal=True)
 
     @fz.unit
     def block(p: Params, x: Tensor, angles: Tensor | None) -> Tensor:

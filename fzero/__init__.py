@@ -55,6 +55,7 @@ from fzero.state.gather import gather, global_norm
 from fzero.state.scatter import scatter
 from fzero.state.sharded import Sharded
 from fzero.state.stack import stack, unstack
+from fzero.state.stream import stream
 from fzero.state.train_state import TrainState
 from fzero.step import Step, train_step, with_fn
 from fzero.stores.disk import Disk
@@ -95,7 +96,7 @@ __all__ = [
     "load_safetensors", "lookahead", "loop", "loss_scale", "measure_bandwidth", "muon", "name", "offload", "optim",
     "parallel", "partition", "per_example_grads", "pipeline", "plan", "plot_plan", "plot_schedule", "register_carrier",
     "remat", "remote", "save", "save_async", "save_safetensors", "scan", "scatter", "schedules", "sgd", "shard_tensor",
-    "shard_zero1", "shard_zero2", "shard_zero3", "stack", "sum_over", "tape", "testing", "train_step", "transforms",
-    "unit", "unstack", "warmup_cosine", "whole", "with_fn",
+    "shard_zero1", "shard_zero2", "shard_zero3", "stack", "stream", "sum_over", "tape", "testing", "train_step",
+    "transforms", "unit", "unstack", "warmup_cosine", "whole", "with_fn",
 ]
 __dir__ = [*__all__, "__version__"].copy  # without the modules that the names come from

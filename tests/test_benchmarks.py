@@ -68,6 +68,7 @@ AT_LENGTH: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     ),
     ("remote.py --calls 5 --rounds 2 --mib 1".split(), ["processes", "share"]),
     ("node.py --rounds 5".split(), ["direct"]),
+    ("stream.py --units 2 --side 16 --rounds 1".split(), ["fz.stream, kept / fz.gather, kept"]),
     (
         "ensemble.py --members 3 --width 8 --layers 2 --batch 4 --rounds 2 --steps 1 --warmup 0".split(),
         ["all end with the same params", "vmap, rates"],
@@ -103,7 +104,7 @@ def test_derivatives() -> None:
 @at_length
 def test_derivatives_of_all() -> None:
     out = run("derivatives.py", "--only", "fzero", "fzero ZeRO-3")
-    assert out.count("| exact") == 28
+    assert out.count("| exact") == 38
 
 
 @at_length

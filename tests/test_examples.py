@@ -210,6 +210,21 @@ def test_shares_of_points_must_be_equal(monkeypatch: pytest.MonkeyPatch, capsys:
     assert info.value.code == 2 and "got 10, 3" in capsys.readouterr().err
 
 
+# ---- generate.py
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
+    pytest.importorskip("transformers")
+    few = "--steps 30 --blocks 1 --answer 4 --samples 16 --prompts 16".split()
+    process = start_example("generate.py", *few, "--ranks", ranks)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    rewards = [float(each) for each in re.findall(r"^after +\d+ updates: reward ([\d.]+)$", stdout, re.M)]
+    assert len(rewards) == 4 and rewards[-1] > 2 * rewards[0], stdout
+    assert float(re.findall(r"are those of the trained state, to ([\d.e+-]+)$", stdout, re.M)[0]) < 1e-6, stdout
+
+
 # ---- ensemble.py
 
 

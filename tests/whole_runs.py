@@ -203,7 +203,7 @@ OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
     "muon": (
         plain_muon,
         lambda lr, decay, most: fz.partition(
-            {"*.b|*bias|*norm*|unused": fz.sgd(0.1 * most), "*": fz.muon(lr, 0.8, decay, steps=1, eps=0.1)}
+            {"*.b|*bias|*norm*|unused": fz.sgd(0.1 * most), "*": fz.muon(lr, 0.8, decay, ns_steps=1, eps=0.1)}
         ),
     ),
     "adafactor": (

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -109,6 +109,30 @@ def with_betas(make: Callable[P, T]) -> Callable[P, T]:
         return make(*args, **kwargs)
 
     return made
+
+
+def by_new_names(who: str, given: Mapping[str, T], **newer: str) -> dict[str, T]:
+    """Arguments by the names that they have now; `newer` says them for those that they had before, until 1.0."""
+    out = dict(given)
+    for old, new in newer.items():
+        if old in out:
+            if new in out:
+                raise TypeError(f"{who}: got {old}= and {new}=, which are one argument; expected {new}= alone.")
+            out[new] = out.pop(old)
+    return out
+
+
+def renamed(**newer: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Lets a function take arguments by their older names, too."""
+
+    def around(make: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> T:
+            return make(*args, **by_new_names(make.__name__, kwargs, **newer))  # type: ignore[arg-type]
+
+        return made
+
+    return around
 
 
 def need_norm(norm: object, who: str) -> None:

@@ -7,24 +7,21 @@ import contextlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 
 import torch
 
 from fzero.checkpoint import files
-from fzero.checkpoint.contents import share, written
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.manifest import CODES, DTYPES
+from fzero.checkpoint.manifest import CODES
 from fzero.checkpoint.staging import bytes_of, on_host
-from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
+from fzero.compat.headers import INDEX, SINGLE, index_of, planned
 from fzero.compat.models import NAMED
 from fzero.compat.names import Names, renamed
-from fzero.formats.formats import ALIGN
 from fzero.state.sharded import Sharded, check_buffers
-from fzero.state.sliced import sliced_in
-from fzero.table.layout import Slot
+from fzero.state.stream import stream
 
-_AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
 _PEFT = re.compile(
     r"(.*\.)?base_layer\..*|(.*\.)?prompt_encoder\.[^.]+\.embedding\.weight|.*\.adaption_prompt"
@@ -46,7 +43,6 @@ class Export:
 
     Attributes:
         tensors: name, dtype and shape of each tensor that is written.
-        token: in the names of files until they are whole, and of those for which there are others.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class Export:
     ) -> None:
         path, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
         self._folder = files.Folder(path)
-        self._tree, self._also, self.token = tree, dict(also), ""
+        self._tree, self._dtype, self._also, self._token = tree, dtype, dict(also), uuid.uuid4().hex[:12]
         check_buffers("fz.save_safetensors", "the tree", tree)
         self._names = {path: path if names is None else renamed(names, path) for path in tree}
         own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
@@ -97,7 +93,7 @@ class Export:
             # without an index each file that lies there is of the model, but for those of this kind of name
             loose = others and not {SINGLE, INDEX} & there
             if loose or self._named.keys() & (there | known):
-                self._named = {name: f"model-{self.token}{name.removeprefix('model')}" for name in self._named}
+                self._named = {name: f"model-{self._token}{name.removeprefix('model')}" for name in self._named}
             self._index = index_of(self._files, self._named)
         for file in self._files:
             path = self._unfinished(file.name)
@@ -116,43 +112,21 @@ class Export:
         return there
 
     def write(self) -> None:
-        """Every rank writes its slices."""
-        tree = self._tree
-        for key in tree.groups:
-            stored = tree.stored(key)
-            base, low, high = share(tree, key)
-            for slot in [slot for slot in tree.layout.groups[key].slots if written(tree.layout, slot.leaf)]:
-                place = self._places[self._names[slot.path]]
-                dtype, end = DTYPES[place.dtype], min(high, slot.offset + slot.numel)
-                for start in range(max(low, slot.offset), end, _AT_ONCE):
-                    stop = min(start + _AT_ONCE, end)
-                    values = stored.cut(start - base, -(-stop // ALIGN) * ALIGN - base).to(stored.dtype)[: stop - start]
-                    values = values if tree.scale == 1.0 else values / tree.scale
-                    self._put_piece(slot, place, values.to(dtype), start - slot.offset)
-            del stored
+        """The first rank writes the leaves that all take out of their slices."""
+        for path, leaf in stream(self._tree, self._dtype):
+            if self._leads:
+                self._put(self._names[path], leaf)
         for name, x in self._also.items() if self._leads else ():
-            self._put(self._places[name], x.reshape(-1), 0)
+            self._put(name, x)
         for name, descriptor in self._open.items():
             with files.naming(self._unfinished(name)):
                 files.sync(descriptor)
 
-    def _put_piece(self, slot: Slot, place: Entry, values: torch.Tensor, start: int) -> None:
-        """Writes elements of a leaf, or of this rank's slice of it, from `start` on."""
-        layout, values = self._tree.layout, on_host(values)
-        cut, shape = sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
-        ranges = [(start, start, values.numel())]
-        if cut is not None:
-            ranges = cut.runs(shape, layout.tensor[0], start, start + values.numel())
-        for own, at, count in ranges:
-            self._put(place, values[own - start : own - start + count], at * values.itemsize)
-
-    def _put(self, place: Entry, values: torch.Tensor, offset: int) -> None:
-        name = os.path.basename(place.file)
-        path = self._unfinished(name)
-        if name not in self._open:
-            self._open[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with files.naming(path):
-            files.write(self._open[name], bytes_of(on_host(values)), place.offset + offset)
+    def _put(self, name: str, values: torch.Tensor) -> None:
+        place = self._places[name]
+        file = os.path.basename(place.file)
+        with files.naming(self._unfinished(file)):
+            files.write(self._open[file], bytes_of(on_host(values.reshape(-1))), place.offset)
 
     def end(self) -> None:
         """The first rank gives the files their names; at one moment all that reads the folder goes over to them.
@@ -188,7 +162,7 @@ class Export:
         for descriptor in self._open.values():
             os.close(descriptor)
         with contextlib.suppress(OSError):  # the next save removes them
-            if self._leads and self._open and not self._done:
+            if self._open and not self._done:
                 for file in self._files:
                     self._folder.remove(os.path.basename(self._unfinished(file.name)))
                 if not self._met or (self._index is not None and not self._is_index()):
@@ -202,7 +176,7 @@ class Export:
         return self._folder.exists(INDEX) and self._folder.read(INDEX) == self._index
 
     def _unfinished(self, name: str) -> str:
-        return os.path.join(self._folder.path, f".{name}.{self.token}")
+        return os.path.join(self._folder.path, f".{name}.{self._token}")
 
 
 def _check(name: str, dtype: torch.dtype) -> None:

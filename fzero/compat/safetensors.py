@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -195,8 +194,9 @@ def save_safetensors(
 ) -> None:
     """Writes a model as safetensors files, in the model's own names.
 
-    All ranks call it with the same path, in a folder that all of them reach. Each writes its own slices, so no rank
-    ever holds the model. `AutoModel.from_pretrained` reads the folder if the model's `config.json` is there too.
+    All ranks call it with the same path. The first rank writes what all send it unit by unit, as by `fz.stream`: no
+    rank ever holds the model, and the others need not reach the folder. `AutoModel.from_pretrained` reads the folder if
+    the model's `config.json` is there too.
 
     Args:
         path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. A model
@@ -244,7 +244,6 @@ def save_safetensors(
         said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
         need_same(axis, agreed(axis, lambda: copies_of({"values": tree})), "save_safetensors")
-        export.token = Everyone(axis).exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):
                 agreed(axis, stage)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_bool, need_int, need_number, wrong
+from fzero.base.arguments import need_bool, need_int, need_number, renamed, wrong
 from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._paused import Steps, finished, fused_of, together
@@ -43,14 +43,15 @@ class MuonState(NamedTuple):
     momentum: object
 
 
+@renamed(steps="ns_steps", adjust_lr="adjust_lr_fn")
 def muon(
     lr: Number | Schedule,
     momentum: Number = 0.95,
     weight_decay: Number = 0.1,
     nesterov: bool = True,
-    steps: int = 5,
+    ns_steps: int = 5,
     eps: float = 1e-7,
-    adjust_lr: str = "original",
+    adjust_lr_fn: str = "original",
 ) -> GradientTransformation:
     """Muon: momentum whose matrices are made orthogonal, as `torch.optim.Muon`.
 
@@ -69,9 +70,10 @@ def muon(
         momentum: decay rate of the momentum, in [0, 1).
         weight_decay: decoupled. It is multiplied by the learning rate.
         nesterov: step along `d`; otherwise along `b`.
-        steps: number of Newton-Schulz iterations.
+        ns_steps: number of Newton-Schulz iterations. Until 1.0 the older names of this and of `adjust_lr_fn` work
+            too, `steps` and `adjust_lr`.
         eps: the smallest norm that a matrix is divided by.
-        adjust_lr: how `scale` follows the shape. "original": `sqrt(max(1, rows / columns))`. "match_rms_adamw":
+        adjust_lr_fn: how `scale` follows the shape. "original": `sqrt(max(1, rows / columns))`. "match_rms_adamw":
             `0.2 * sqrt(max(rows, columns))`, which keeps AdamW's learning rates and decays (Moonshot, 2025, arXiv
             2502.16982).
 
@@ -88,15 +90,15 @@ def muon(
     """
     need_rate(lr, "muon")
     need_bool(nesterov, "muon", "nesterov")
-    need_int(steps, "muon", "steps", "how many steps of Newton and Schulz", least=1)
+    need_int(ns_steps, "muon", "ns_steps", "how many steps of Newton and Schulz", least=1)
     unit, least = "a number in [0, 1)", "at least 0"
     need_hypers("muon", momentum=(momentum, unit), weight_decay=(weight_decay, least), eps=(eps, "a positive number"))
     need_number(eps, "muon", "eps")
-    if not isinstance(adjust_lr, str):
-        raise wrong("muon", "adjust_lr", adjust_lr, f"one of {', '.join(map(repr, SCALES))}")
-    if adjust_lr not in SCALES:
-        raise ValueError(f"muon: got adjust_lr={adjust_lr!r}, expected one of {', '.join(map(repr, SCALES))}.")
-    own = _Muon(lr, momentum, weight_decay, nesterov, steps, eps, adjust_lr)
+    if not isinstance(adjust_lr_fn, str):
+        raise wrong("muon", "adjust_lr_fn", adjust_lr_fn, f"one of {', '.join(map(repr, SCALES))}")
+    if adjust_lr_fn not in SCALES:
+        raise ValueError(f"muon: got adjust_lr_fn={adjust_lr_fn!r}, expected one of {', '.join(map(repr, SCALES))}.")
+    own = _Muon(lr, momentum, weight_decay, nesterov, ns_steps, eps, adjust_lr_fn)
     return GradientTransformation(
         own.init,
         own.update,

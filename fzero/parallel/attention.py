@@ -25,7 +25,7 @@ from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import folded
 from fzero.parallel.types import running
-from fzero.parallel.visible import Options, options_of
+from fzero.parallel.visible import Options, options_of, torchs
 
 Shapes = Sequence[Sequence[int]]  # of q, k and v
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,20 +66,31 @@ class Attention:
 
     def __init__(self, **fixed: object) -> None:
         options_of(f"parallel.{self.name}", **fixed)
-        self.fixed = fixed
+        self.fixed = torchs(f"parallel.{self.name}", fixed)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool | None = None,
+        **more: object,
+    ) -> torch.Tensor:
         """The attention of this rank's tokens.
 
         Args:
             q: [b, heads, t, d].
             k, v: [b, kv_heads, t, d]; `kv_heads` divides `heads`, whose neighbours share one.
-            more: `causal`, `window`, `documents`, `scale`: see `fz.parallel.attention`.
+            attn_mask, dropout_p: None and 0.0, where torch's attention has them.
+            is_causal: True hides later tokens.
+            more: `scale`, `enable_gqa`, `window`, `documents`: see `fz.parallel.attention`.
 
         Returns:
             [b, heads, t, d].
         """
-        return _called(self, q, k, v, more)
+        return _called(self, q, k, v, {**more, "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal})
 
     def places(self, count: int) -> torch.Tensor:
         """Where so many tokens of this rank lie in the whole sequence; all ranks ask."""
@@ -88,6 +99,21 @@ class Attention:
     def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
         """How a call with such tensors is computed, on which the ranks agree."""
         raise NotImplementedError
+
+
+def floats(who: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
+    """The tensors of a call as torch's own attention would take them, of one floating dtype.
+
+    Raises:
+        TypeError: they are not.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            raise wrong(who, name, x, "a tensor of floats [b, heads, t, d]")
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise TypeError(f"{who}: got dtypes {q.dtype}, {k.dtype} and {v.dtype}, expected one.")
+    return q, k, v
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -108,13 +134,10 @@ class Agreed(NamedTuple):
 def _called(
     attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: dict[str, object]
 ) -> torch.Tensor:
-    with told_if_wrong(getattr(attention, "ax", None), f"parallel.{attention.name}"):
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-                raise wrong(f"parallel.{attention.name}", name, x, "a tensor of floats [b, heads, t, d]")
-        q, k, v = [_autocast(x) for x in (q, k, v)]
-        if len({x.dtype for x in (q, k, v)}) > 1:
-            raise TypeError(f"parallel.{attention.name}: got dtypes {q.dtype}, {k.dtype} and {v.dtype}, expected one.")
+    who = f"parallel.{attention.name}"
+    with told_if_wrong(getattr(attention, "ax", None), who):
+        q, k, v = floats(who, q, k, v)
+        more = torchs(who, more)
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
     if running.get() is not None:  # a dry run, which looks at the maps
         return plan.formula(q, k, v)
@@ -160,13 +183,13 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
         by = f"{who}: rank {rank} of axis {ax.name!r} got" if ax is not None and ax.size > 1 else f"{who}: got"
         if not numbers[0]:
             raise ValueError(f"{by} options that it refuses; its own error says why.")
-        _need_shapes([_shape(numbers[start : start + 6]) for start in (1, 7, 13)], by)
+        need_shapes([_shape(numbers[start : start + 6]) for start in (1, 7, 13)], by, options)
     first = _without_length(told[0])
     for rank, numbers in enumerate(told):
         if _without_length(numbers) != first:
             shapes_by_rank = [tuple(_shape(each[start : start + 6]) for start in (1, 7, 13)) for each in told]
             what = (
-                "dtypes or options (causal, window, documents, scale, order, chunks) that differ"
+                "dtypes or options (is_causal, window, documents, scale, order, chunks) that differ"
                 if first[:-1] == _without_length(numbers)[:-1]
                 else f"tensors of shapes {shapes_by_rank}"
             )
@@ -194,8 +217,8 @@ def _without_length(numbers: Sequence[int]) -> list[int]:
     return [number for place, number in enumerate(numbers) if place not in (4, 10, 16)]
 
 
-def _need_shapes(shapes: Shapes, by: str) -> None:
-    """Refuses shapes that no attention has."""
+def need_shapes(shapes: Shapes, by: str, options: Options | None) -> None:
+    """Refuses shapes that no attention has, or none with such options."""
     for name, shape in zip("qkv", shapes, strict=True):
         if len(shape) != 4:
             raise ValueError(f"{by} {name} of shape {tuple(shape)}, expected [b, heads, t, d].")
@@ -209,6 +232,10 @@ def _need_shapes(shapes: Shapes, by: str) -> None:
         raise ValueError(f"{by} q of shape {q}, expected heads of at least one feature.")
     if q[1] < 1 or k[1] < 1 or q[1] % k[1]:
         raise ValueError(f"{by} {q[1]} heads and {k[1]} KV heads, expected heads that are a multiple of KV heads.")
+    if options is not None and options.enable_gqa is False and q[1] != k[1]:
+        raise ValueError(
+            f"{by} {q[1]} heads, {k[1]} KV heads and enable_gqa=False, expected as many. Say enable_gqa=True."
+        )
 
 
 def _zeros(tangents: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

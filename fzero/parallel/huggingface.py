@@ -120,7 +120,7 @@ class Registered:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         documents = next((more[name] for name in DOCUMENTS if more.get(name) is not None), None)
         window = sliding_window if causal or sliding_window is None else sliding_window + 1  # which counts others only
-        options: dict[str, Any] = {"causal": bool(causal), "window": window, "scale": scaling}
+        options: dict[str, Any] = {"is_causal": bool(causal), "window": window, "scale": scaling}
         who = f"attention {self.name!r} of {type(module).__name__}"
         problem = _refused(bool(causal), sliding_window, attention_mask, dropout, more) or _mixing(module)
         problem = self._misplaced(position_ids, documents, query.shape[2]) or problem

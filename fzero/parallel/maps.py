@@ -92,7 +92,8 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
         ax: an axis, from `fz.parallel.axis`.
         dim: to concatenate along.
         sizes: of that dim on every rank, if you know them. Otherwise one more message finds them out.
-        own: return it as each rank's own, as `copy(gather(x))` does, with half the messages in the pullback.
+        own: return it as each rank's own, as `copy(gather(x))` does, with half the messages in the pullback. Say so
+            outside of a step if each rank computes a loss of its own with it, as with gathered negatives.
 
     Raises:
         ValueError: shapes do not fit. It is raised on every rank.

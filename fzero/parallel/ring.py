@@ -17,6 +17,7 @@ from fzero.comm.backend import Wait
 from fzero.parallel import blocks, maps
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
 from fzero.parallel.axis import need_axis
+from fzero.parallel.masked import masked
 from fzero.parallel.packed import packed, unpacked
 from fzero.parallel.visible import Visible, visible
 
@@ -24,15 +25,29 @@ Span = tuple[int, int]  # the places of tokens in the whole sequence: the first,
 ORDERS = ("contiguous", "zigzag")
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | None = None,
+    **options: object,
+) -> torch.Tensor:
     """Exact attention on one rank, tile by tile: the scores are never stored. It has derivatives of any order.
+
+    Stands in the place of `torch.nn.functional.scaled_dot_product_attention`, whose arguments it takes.
 
     Args:
         q: [b, heads, t, d].
         k, v: [b, kv_heads, t, d]. `kv_heads` divides `heads`; neighbouring heads share a KV head.
-        options: keywords. `causal`: True hides later tokens. `window`: number of tokens that one sees in each
-            direction, itself included. `documents`: cumulative lengths, such as [0, 5, 9], of documents that do not see
-            each other. `scale`: of the scores, by default 1 / sqrt(d).
+        attn_mask: True for what is seen, or floats that are added to the scores; [t, t] or what broadcasts to
+            [b, heads, t, t]. With it scores are stored, and nothing else may hide tokens.
+        dropout_p: 0.0, as there is no dropout.
+        is_causal: True hides later tokens. Until 1.0 its older name `causal` works too.
+        options: keywords. `scale`: of the scores, by default 1 / sqrt(d). `enable_gqa`: False refuses heads that share
+            a KV head. `window`: number of tokens that one sees in each direction, itself included. `documents`:
+            cumulative lengths, such as [0, 5, 9], of documents that do not see each other.
 
     Returns:
         [b, heads, t, d], in the dtype of q. Sums are in float32 at least.
@@ -42,10 +57,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: obje
 
     Example:
         >>> x = torch.arange(3.0).reshape(1, 1, 3, 1)
-        >>> fz.parallel.attention(x, x, x, causal=True, window=1).flatten().tolist()
+        >>> fz.parallel.attention(x, x, x, is_causal=True, window=1).flatten().tolist()
         [0.0, 1.0, 2.0]
     """
-    return _plain(q, k, v, **options)
+    if attn_mask is None:
+        return _plain(q, k, v, None, dropout_p, is_causal, **options)
+    return masked(q, k, v, attn_mask, {**options, "dropout_p": dropout_p, "is_causal": is_causal})
 
 
 def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
@@ -61,8 +78,8 @@ def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
         order: "contiguous": pieces of any lengths, in rank order. "zigzag": the sequence is cut into twice as many
             pieces as ranks, and rank r has the r-th from the front and the r-th from the back. Then causal attention
             costs all ranks the same. Use the same order in `fz.parallel.shard_sequence`.
-        options: defaults for the calls: `causal`, `window`, `documents` (of the whole sequence) and `scale` of
-            `fz.parallel.attention`.
+        options: defaults for the calls: `is_causal`, `scale`, `enable_gqa`, `window` and `documents` (of the whole
+            sequence) of `fz.parallel.attention`.
 
     Returns:
         A function of this rank's q [b, heads, t, d], k and v [b, kv_heads, t, d], and options.
@@ -72,7 +89,7 @@ def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
 
     Example:
         >>> def rank_main(rank):
-        ...     attention = fz.parallel.ring(fz.parallel.axis(None, "sp"), causal=True)
+        ...     attention = fz.parallel.ring(fz.parallel.axis(None, "sp"), is_causal=True)
         ...     x = torch.full((1, 1, 1, 1), float(rank))
         ...     return attention(x, torch.zeros_like(x), x).item()
         >>> fz.testing.run_ranks(rank_main, 3)

@@ -21,6 +21,7 @@ from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
+from fzero.parallel.visible import torchs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -41,8 +42,9 @@ def ulysses(
             d], k and v [b, kv_heads, t, d] and keywords; every rank calls it, with one head of zeros if it has none.
         ax: an axis, from `fz.parallel.axis`.
         chunks: number of parts in which heads are sent, one after the other. More parts need less memory.
-        options: defaults for the calls: keywords of `attention`, such as `causal`, `window`, `documents` (of the whole
-            sequence) and `scale`.
+        options: defaults for the calls: keywords of `attention`, such as `is_causal`, `scale`, `window` and
+            `documents` (of the whole sequence). Your own function gets all keywords of a call, and so does
+            `F.scaled_dot_product_attention`: an `attn_mask` is of the whole sequence, and the same for all heads.
 
     Returns:
         A function of this rank's q [b, heads, t, d], k and v [b, kv_heads, t, d], and options.
@@ -52,7 +54,7 @@ def ulysses(
 
     Example:
         >>> def rank_main(rank):
-        ...     attention = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), causal=True)
+        ...     attention = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), is_causal=True)
         ...     x = torch.full((1, 2, 1, 1), float(rank))
         ...     return attention(x, torch.zeros_like(x), x).flatten().tolist()
         >>> fz.testing.run_ranks(rank_main, 3)
@@ -134,7 +136,7 @@ class Ulysses(Attention):
     name = "ulysses"
 
     def __init__(self, inner: Attention, ax: Axis, chunks: int, **options: object) -> None:
-        super().__init__(**{**inner.fixed, **options})
+        super().__init__(**{**inner.fixed, **torchs("parallel.ulysses", options)})
         self.inner, self.ax, self.chunks = inner, ax, chunks
 
     def places(self, count: int) -> torch.Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import private
-from fzero.base.arguments import need_bool, need_int, need_number, wrong
+from fzero.base.arguments import by_new_names, named, need_bool, need_int, need_number, wrong
 
 Documents = Sequence[int] | torch.Tensor
 SHORTEST = 32  # tokens on average that regions are worth their while for
@@ -22,16 +22,24 @@ class Options:
     """What an attention function is told beside its tensors, the same on all ranks.
 
     Attributes:
-        causal: a token sees itself and those before it.
+        is_causal: a token sees itself and those before it.
         window: the number of tokens that one sees in each direction, itself included; None for all.
         documents: cumulative lengths: where each document begins, and where the last one ends; None for one.
         scale: of the scores; None takes 1 / sqrt(d).
+        enable_gqa: whether heads may share a KV head; None for whether they do.
     """
 
-    causal: bool = False
+    is_causal: bool = False
     window: int | None = None
     documents: tuple[int, ...] | None = None
     scale: float | None = None
+    enable_gqa: bool | None = None
+
+
+def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Options by torch's names: `causal` is `is_causal`, until 1.0. What is None there is not said."""
+    out = {name: x for name, x in given.items() if not (x is None and name in ("is_causal", "attn_mask"))}
+    return by_new_names(who, out, causal="is_causal")
 
 
 def options_of(who: str, **given: object) -> Options:
@@ -40,17 +48,31 @@ def options_of(who: str, **given: object) -> Options:
     Raises:
         TypeError, ValueError: one of them is unknown or no such thing.
     """
+    given = torchs(who, given)
+    if given.pop("attn_mask", None) is not None:
+        raise ValueError(
+            f"{who}: got attn_mask, expected is_causal, window or documents. fz.parallel.attention takes one on one "
+            "rank, and fz.parallel.ulysses(F.scaled_dot_product_attention, ax) one of the whole sequence."
+        )
+    if (dropout := given.pop("dropout_p", 0.0)) != 0.0:
+        raise ValueError(
+            f"{who}: got dropout_p={named(dropout)}, expected 0.0, as it has no dropout. "
+            "fz.parallel.ulysses(F.scaled_dot_product_attention, ax) has torch's."
+        )
     if more := sorted(set(given) - set(Options.__dataclass_fields__)):
-        raise TypeError(f"{who}: got {', '.join(more)}, expected no options but causal, window, documents and scale.")
+        known = "is_causal, window, documents, scale and enable_gqa"
+        raise TypeError(f"{who}: got {', '.join(more)}, expected no options but {known}.")
     options = Options(**given)  # type: ignore[arg-type]
-    need_bool(options.causal, who, "causal")
+    need_bool(options.is_causal, who, "is_causal")
+    need_bool(options.enable_gqa, who, "enable_gqa", or_none=True)
     window = options.window
     if window is not None:
         window = need_int(window, who, "window", "a number of tokens", least=1)
     scale = options.scale if options.scale is None else float(need_number(options.scale, who, "scale"))
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{who}: got scale={scale}, expected a finite number.")
-    return Options(options.causal, window, _need_documents(options.documents, who), scale)
+    documents = _need_documents(options.documents, who)
+    return Options(options.is_causal, window, documents, scale, options.enable_gqa)
 
 
 def _need_documents(documents: Documents | None, who: str) -> tuple[int, ...] | None:
@@ -102,7 +124,7 @@ def visible(total: int, options: Options) -> Visible:
         window = min(options.window, max(total, 1))  # or sums could be too large
         low = torch.maximum(low, place - (window - 1))
         high = torch.minimum(high, place + window)
-    if options.causal:
+    if options.is_causal:
         high = torch.minimum(high, place + 1)
     return Visible(low, high)
 

@@ -8,21 +8,17 @@ from typing import Any, overload
 
 import torch
 
-from fzero.base import private, pytree
-from fzero.base.arguments import as_float64, named, need_int, need_str
-from fzero.base.follow import follows, root
+from fzero.base import pytree
+from fzero.base.arguments import as_float64, named, need_str
+from fzero.base.follow import root
 from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
-from fzero.comm import backend
-from fzero.comm.axis import Axis
-from fzero.comm.linear import Wire
-from fzero.comm.pieces import told
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import open_to_transforms
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.squares import LeafSquares, over_ranks, square, squares_of, sum_of_squares
+from fzero.state.stream import is_kept, leaves_of, need_match, need_receiver, need_whole_alike
 from fzero.state.train_state import TrainState
-from fzero.state.whole import whole_of
 
 
 @overload
@@ -66,9 +62,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
         {'w': tensor([1., 1., 1.])}
     """
     need_str(pattern, "gather", "pattern", "a pattern over the paths of leaves, or None", or_none=True)
-    to = None if to is None else need_int(to, "gather", "to", "a rank")
-    if to is not None and to not in range(world := backend.size_of(backend.world())):
-        raise ValueError(f"gather: got to={to}, expected one of the ranks of this run, 0 to {world - 1}.")
+    kept = is_kept("gather", to)
     nodes = _nodes(tree)
     if any(isinstance(node, Distant) for node in nodes):
         if to is not None:
@@ -84,15 +78,14 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
     trees = [node for node in nodes if is_sharded(node)]
-    if pattern is not None and trees and not any(matches(pattern, path) for own in trees for path in own):
-        paths = ", ".join(dict.fromkeys(path for own in trees for path in own))
-        raise ValueError(f"gather: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
+    if pattern is not None:
+        need_match("gather", pattern, *trees)
     with open_to_transforms("fz.gather", tree=tree) as (follows, tree):
         if follows and to is not None:
             raise TypeError("gather: got to= under a transform of torch.func, expected that all ranks gather: no to=")
-        own = functools.partial(_gather_one, pattern, to)
+        own = functools.partial(_gather_one, pattern, to, kept)
         out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
-    return out if to is None or to == _own_rank() else None
+    return out if kept else None
 
 
 def _nodes(tree: object) -> Sequence[object]:
@@ -119,53 +112,18 @@ def _copied(x: object) -> object:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def _gather_one(pattern: str | None, to: int | None, tree: Sharded) -> object:
+def _gather_one(pattern: str | None, to: int | None, kept: bool, tree: Sharded) -> object:
     """The full leaves of a tree, group by group; on a rank that is not asked for them none."""
-    leaves: dict[int, torch.Tensor] = {}
     check_buffers("gather", "the tree", tree)
     rows, groups = tree.layout.rows, tree.layout.groups
-    wanted = {slot.leaf for key in tree.groups for slot in groups[key].slots if matches(pattern or "*", slot.path)}
-    keys = [key for key in tree.groups if any(slot.leaf in wanted for slot in groups[key].slots)]
-    _need_whole_alike(tree if pattern is None else tree.only(keys))
-    kept = to in (None, _own_rank())
+    keys = [key for key in tree.groups if any(matches(pattern or "*", slot.path) for slot in groups[key].slots)]
+    need_whole_alike(tree if pattern is None else tree.only(keys))
     if to is not None:
-        _need_receiver(tree.axis, to)
-    for key in keys:
-        own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
-        wire = Wire(tag, axis, own.dtype, own.dtype, own.dtype)
-        full = wire.spread(own) if follows(own) else axis.gather(own, tag)
-        for index, view in groups[key].views(full).items():
-            row = rows[index]
-            if index not in wanted:
-                continue
-            leaf = whole_of(row, axis, view) if row.slices is not None else view
-            if kept:
-                leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
+        need_receiver("gather", tree.axis, to)
+    leaves = {slot.leaf: leaf.clone() for slot, leaf in leaves_of(tree, pattern or "*") if kept}
     if pattern is not None:
         return {rows[index].path: leaves[index] for index in sorted(leaves)}
     return pytree.unflatten(tree.structure, [leaves.get(index) for index in range(len(rows))])
-
-
-def _own_rank() -> int:
-    return backend.global_rank() if backend.initialized() else 0
-
-
-def _need_receiver(axis: Axis, to: int) -> None:
-    """Refuses a rank that no rank of this axis, of its tensor groups or replicas is: none would get the result."""
-    if axis.group is None or axis.replicas:
-        return
-    over = axis.tensor
-    there = [(to in axis.members,)] if over is None or over.size == 1 else told(axis, [to in over.members], "gather to")
-    if not any(here for (here,) in there):
-        raise ValueError(f"gather: got to={to}, expected one of the ranks of {axis.place}.")
-
-
-def _need_whole_alike(tree: Sharded) -> None:
-    """Refuses to gather whole leaves that differ over the tensor axis, as gradients of a wrong function do."""
-    over = tree.axis.tensor
-    plain = not any(x.requires_grad or private.is_wrapped(x) or private.is_fake(x) for x in tree.locals().values())
-    if over is not None and over.size > 1 and plain:
-        sum_of_squares(squares_of(tree), tree)
 
 
 def global_norm(*trees: object) -> torch.Tensor:

@@ -201,6 +201,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "pattern": (lambda v: fz.gather(STATE.params, v), {"None"}),
         "to": (lambda v: fz.gather(STATE.params, to=v), {"None"}),
     },
+    "stream": {
+        "tree": (lambda v: [*fz.stream(v)], {"sharded params", "grads"}),
+        "dtype": (lambda v: [*fz.stream(STATE.params, v)], {"None", "a dtype"}),
+        "pattern": (lambda v: [*fz.stream(STATE.params, pattern=v)], set()),
+        "to": (lambda v: [*fz.stream(STATE.params, to=v)], {"None"}),
+    },
     "scatter": {
         "tree": (lambda v: fz.scatter(v, like=STATE.params), {"sharded params", "grads", "full params"}),
         "like": (lambda v: fz.scatter(PARAMS, like=v), {"sharded params", "grads"}),
@@ -300,9 +306,9 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "momentum": (lambda v: fz.muon(0.1, v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.muon(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
         "nesterov": (lambda v: fz.muon(0.1, nesterov=v), {"a bool"}),
-        "steps": (lambda v: fz.muon(0.1, steps=v), {"an int"}),
+        "ns_steps": (lambda v: fz.muon(0.1, ns_steps=v), {"an int"}),
         "eps": (lambda v: fz.muon(0.1, eps=v), {"a float", "an int"}),
-        "adjust_lr": (lambda v: fz.muon(0.1, adjust_lr=v), set()),
+        "adjust_lr_fn": (lambda v: fz.muon(0.1, adjust_lr_fn=v), set()),
     },
     "adafactor": {
         "lr": (fz.adafactor, RATE),

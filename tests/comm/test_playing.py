@@ -68,10 +68,10 @@ def test_several_axes() -> None:
 
 def test_attention_goes_through_pieces() -> None:
     q = torch.randn(1, 4, 8, 2, generator=torch.Generator().manual_seed(0))
-    expected = fz.parallel.attention(q, q, q, causal=True)
+    expected = fz.parallel.attention(q, q, q, is_causal=True)
     makers: list[Any] = [lambda: fz.parallel.ring(named("sp")), lambda: fz.parallel.ulysses(None, named("sp"))]
     for make in makers:
-        own = lambda place, make=make: make()(*[q.chunk(2, 2)[place["sp"]]] * 3, causal=True)
+        own = lambda place, make=make: make()(*[q.chunk(2, 2)[place["sp"]]] * 3, is_causal=True)
         assert torch.allclose(torch.cat(play({"sp": 2}, own), 2), expected, atol=1e-6)
 
 

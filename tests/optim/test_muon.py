@@ -114,10 +114,19 @@ def test_torchs_other_scale(shape: tuple[int, int]) -> None:
     own = torch.nn.Parameter(w.clone())
     own.grad = g.clone()
     torch.optim.Muon([own], 0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3).step()
-    muon = fz.muon(0.1, nesterov=False, adjust_lr="match_rms_adamw", steps=3)
+    muon = fz.muon(0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3)
     step = fz.train_step(lambda p: (p["w"] * g).sum(), muon)
     state, _ = step(step.init({"w": w}))
     assert_trees_close(fz.gather(state.params)["w"], own.detach(), rtol=0.0, atol=1e-7)
+
+
+def test_the_older_names_of_what_torch_calls_otherwise() -> None:
+    older: Any = fz.muon
+    made = older(0.1, steps=3, adjust_lr="match_rms_adamw"), fz.muon(0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+    one, other = [each.update.__self__ for each in made]
+    assert one == other
+    with pytest.raises(TypeError, match="muon: got steps= and ns_steps=, which are one argument; expected ns_steps="):
+        older(0.1, steps=3, ns_steps=3)
 
 
 def test_the_same_bits_without_instructions_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +322,7 @@ def test_refused_by_name() -> None:
             fz.train_step(lambda p: p["w"].sum(), fz.muon(0.1)).init({"w": torch.zeros(shape)})
         with pytest.raises(ValueError, match="leaf 'w' has shape"):
             fz.muon(0.1).init({"w": torch.zeros(shape)})
-    with pytest.raises(ValueError, match="adjust_lr='most', expected one of 'original', 'match_rms_adamw'"):
-        fz.muon(0.1, adjust_lr="most")
+    with pytest.raises(ValueError, match="adjust_lr_fn='most', expected one of 'original', 'match_rms_adamw'"):
+        fz.muon(0.1, adjust_lr_fn="most")
     with pytest.raises(ValueError, match=r"muon\(momentum=...\): got 1.0"):
         fz.muon(0.1, momentum=1.0)

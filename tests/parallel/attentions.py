@@ -70,7 +70,7 @@ def plain(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool = False,
+    is_causal: bool = False,
     window: int | None = None,
     documents: tuple[int, ...] | None = None,
     scale: float | None = None,
@@ -78,7 +78,7 @@ def plain(
     """All scores at once."""
     place = torch.arange(q.shape[2])
     seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
-    if causal:
+    if is_causal:
         seen &= place <= place[:, None]
     if window is not None:
         seen &= (place - place[:, None]).abs() < window

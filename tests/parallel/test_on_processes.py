@@ -69,7 +69,7 @@ def drawn_attention(draw: random.Random, _: object) -> tuple[Any, dict[str, floa
     lengths = lengths if any(lengths) else (1, 0, 2, 1)
     kv_heads, d, total = draw.randint(1, 3), draw.randint(1, 3), sum(lengths)
     documents = (0, *sorted(draw.choices(range(total + 1), k=2)), total) if draw.random() < 0.4 else None
-    options = (("causal", draw.random() < 0.6), ("documents", documents))
+    options = (("is_causal", draw.random() < 0.6), ("documents", documents))
     heads, chunks = kv_heads * draw.randint(1, 2), draw.randint(0, 3)
     case = attentions.Case(lengths, heads, kv_heads, d, d, chunks, options=options, custom=draw.random() < 0.3)
     return case, attentions.differences(torch.distributed.get_rank(), case)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("hazards")
 def options(draw: st.DrawFn, total: int) -> tuple[tuple[str, Any], ...]:
     cuts = draw(st.none() | st.lists(st.integers(0, total), max_size=3))
     drawn = {
-        "causal": draw(st.booleans()),
+        "is_causal": draw(st.booleans()),
         "window": draw(st.none() | st.integers(1, 6)),
         "documents": None if cuts is None else (0, *sorted(cuts), total),
         "scale": draw(st.none() | st.just(0.7)),
@@ -58,8 +58,8 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((3, 5), options=(("causal", True),)),
-        Case((3, 4, 4), order="zigzag", options=(("causal", True), ("documents", (0, 4, 11)))),
+        Case((3, 5), options=(("is_causal", True),)),
+        Case((3, 4, 4), order="zigzag", options=(("is_causal", True), ("documents", (0, 4, 11)))),
     ],
 )
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -67,7 +67,7 @@ def test_on_threads_and_processes(case: Case, backend: str) -> None:
     need_equal(case, backend)
 
 
-@pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": 300, "documents": (0, 100, 700)}])
+@pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": 300, "documents": (0, 100, 700)}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles(given: dict[str, Any], dtype: torch.dtype) -> None:
     """More tokens than a tile has rows, and in the dtypes that are trained in."""
@@ -94,8 +94,8 @@ def test_what_is_not_seen_is_not_sent() -> None:
 
     whole = 2 * 4 * 2 * 8
     assert run_ranks(sent, 3) == [[whole, whole]] * 3
-    assert run_ranks(lambda rank: sent(rank, causal=True), 3) == [[whole, whole], [whole, 0], [0, 0]]
-    assert run_ranks(lambda rank: sent(rank, causal=True, window=3), 3) == [[whole], [whole], [0]]
+    assert run_ranks(lambda rank: sent(rank, is_causal=True), 3) == [[whole, whole], [whole, 0], [0, 0]]
+    assert run_ranks(lambda rank: sent(rank, is_causal=True, window=3), 3) == [[whole], [whole], [0]]
     assert run_ranks(lambda rank: sent(rank, documents=(0, 4, 8, 12)), 3) == [[], [], []]
 
 
@@ -172,11 +172,12 @@ def test_no_documents_at_all(causal: bool) -> None:
     q, k = torch.ones(1, 2, 0, 3, dtype=F64), torch.ones(1, 1, 0, 3, dtype=F64)
 
     def own(rank: int) -> None:
-        attend = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), causal=causal, documents=[0])
-        for each in (attend, functools.partial(fz.parallel.attention, causal=causal, documents=torch.tensor([0]))):
+        attend = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), is_causal=causal, documents=[0])
+        for each in (attend, functools.partial(fz.parallel.attention, is_causal=causal, documents=torch.tensor([0]))):
             out, pull, *_ = torch.func.vjp(each, q, k, k)
             assert out.shape == q.shape and [x.shape for x in pull(out)] == [q.shape, k.shape, k.shape]
 
     run_ranks(own, 2)
     with pytest.raises(ValueError, match="documents that end at 0, expected 2"):
-        fz.parallel.attention(*[torch.ones(1, 1, 2, 2)] * 3, documents=[0])
+        y = torch.ones(1, 1, 2, 2)
+        fz.parallel.attention(y, y, y, documents=[0])

@@ -56,7 +56,7 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case((3, 5), 6, 2, chunks=2, options=(("causal", True),)),
+        Case((3, 5), 6, 2, chunks=2, options=(("is_causal", True),)),
         Case((2, 0, 3), 2, 1, chunks=1, options=(("documents", (0, 2, 5)),)),
     ],
 )
@@ -72,7 +72,7 @@ def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, f
     case = Case((5, 4), heads, kv_heads, order=order)
     own = case.places(axes[0].rank)
     places = own.split(pieces.balanced(len(own), 2))[axes[1].rank]
-    given: dict[str, Any] = {"causal": True, "documents": (0, 3, case.total)}
+    given: dict[str, Any] = {"is_causal": True, "documents": (0, 3, case.total)}
     attend = fz.parallel.ulysses(fz.parallel.ring(axes[0], order, **given), axes[1], chunks=2)
     tensors, along = case.tensors(0), case.tensors(1)
     cut = [tuple(x[..., places, :] for x in each) for each in (tensors, along)]
@@ -141,7 +141,7 @@ def train(rank: int, which: str, shape: tuple[int, int]) -> tuple[Any, list[tupl
     kind = fz.parallel.ulysses(None, sp, 2) if which == "ulysses" else fz.parallel.ring(sp, order)
     batch = fz.parallel.shard_sequence(batch_of(), sp, order=order)
     documents = batch.pop("documents")
-    attend = functools.partial(kind, causal=True, documents=documents)
+    attend = functools.partial(kind, is_causal=True, documents=documents)
 
     def loss(p: Params, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = logits_of(p, input_ids, positions, attend)
@@ -163,7 +163,7 @@ def train(rank: int, which: str, shape: tuple[int, int]) -> tuple[Any, list[tupl
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
 def test_a_step_on_pieces_is_that_of_whole_sequences(which: str, shape: tuple[int, int]) -> None:
     def plainly(p: Params, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        attend = functools.partial(plain, causal=True, documents=(0, 4, 9))
+        attend = functools.partial(plain, is_causal=True, documents=(0, 4, 9))
         return torch.nn.functional.cross_entropy(logits_of(p, ids, positions, attend).mT, labels)
 
     ids, positions = batch_of()["input_ids"], torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]).expand(2, -1)
@@ -200,7 +200,7 @@ def test_chunks_bound_what_is_between() -> None:
 @pytest.mark.parametrize("custom", [False, True])
 def test_heads_that_nothing_divides(custom: bool) -> None:
     """More ranks and chunks than heads; KV heads of which a rank needs three heads' and two heads'."""
-    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("causal", True),), custom=custom))
+    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("is_causal", True),), custom=custom))
     need_equal(Case((2, 3), 9, 3, chunks=1, custom=custom))
 
 
@@ -291,7 +291,7 @@ def test_extreme_options(options: dict[str, Any]) -> None:
     q, k, v, weight = [torch.randn(2, 3, 9, 4, dtype=F64) for _ in range(4)]
     small = {**options, "window": 9} if "window" in options else options
     found, expected = [
-        torch.func.vjp(functools.partial(attend, causal=True, **own), q, k, v)  # type: ignore[misc]
+        torch.func.vjp(functools.partial(attend, is_causal=True, **own), q, k, v)  # type: ignore[misc]
         for attend, own in ((fz.parallel.attention, options), (plain, small))
     ]
     assert_trees_close((found[0], found[1](weight)), (expected[0], expected[1](weight)), rtol=1e-10, atol=1e-12)
@@ -299,16 +299,17 @@ def test_extreme_options(options: dict[str, Any]) -> None:
 
 def test_no_examples() -> None:
     x = torch.ones(0, 2, 4, 2, requires_grad=True)
-    out = fz.parallel.attention(x, x, x, causal=True, window=2)
+    out = fz.parallel.attention(x, x, x, is_causal=True, window=2)
     assert out.shape == x.shape and torch.autograd.grad(out.sum(), x)[0].shape == x.shape
     with pytest.raises(ValueError, match="at least one feature"):
-        fz.parallel.attention(*[torch.ones(1, 2, 4, 0)] * 3)
+        y = torch.ones(1, 2, 4, 0)
+        fz.parallel.attention(y, y, y)
 
 
 def drifting(rank: int, ways: str, own_params: bool, shard: bool) -> float:
     mesh = torch.distributed.init_device_mesh("cpu", (1 + shard, 2), mesh_dim_names=("dp", "sp"))
     ax = fz.parallel.axis(mesh, "sp")
-    attend = fz.parallel.ring(ax, causal=True)
+    attend = fz.parallel.ring(ax, is_causal=True)
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         w = fz.parallel.copy(p["w"], ax) if ways == "copied" else p["w"]

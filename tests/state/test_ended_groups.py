@@ -29,6 +29,7 @@ STEP = fz.shard_zero3(PLAIN)
 PARAMS = {"w": torch.ones(4, 4)}
 USES: dict[str, Callable[[Any, Path], object]] = {
     "gather": lambda state, _: fz.gather(state.params),
+    "stream": lambda state, _: fz.stream(state.params),
     "norm": lambda state, _: fz.global_norm(state.params),
     "save": lambda state, folder: fz.save(folder, state),
     "convert": lambda state, _: fz.convert(state, PLAIN),

@@ -36,7 +36,7 @@ def loss(attend: Any, mean: Any, p: Any, x: torch.Tensor, y: torch.Tensor) -> to
         return z.unflatten(-1, (2, -1)).transpose(1, 2)
 
     q, k, v = [heads(x @ p[name]) for name in NAMES[:3]]
-    out = attend(q, k, v, causal=True).transpose(1, 2).flatten(2) @ p["o"]
+    out = attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["o"]
     return mean((out - y).square().mean(-1))
 
 

@@ -1,0 +1,55 @@
+"""Each script of examples/gallery equals plain torch in one process, and is listed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import EXAMPLES, start_example
+
+from fzero.testing import assert_trees_close, run_ranks
+
+FOLDER = EXAMPLES / "gallery"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
+DOCS = EXAMPLES.parent / "docs"
+
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"gallery_{name}", FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("hazards")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    module = script(name)
+    want = module.plain()
+    for found in run_ranks(lambda rank: module.main(rank, ranks), ranks):
+        assert_trees_close(dict(found), want, rtol=1e-10)
+
+
+def test_a_script_as_a_program_says_how_far_it_is_from_plain_torch() -> None:
+    stdout, stderr = start_example("gallery/uneven_batch.py", "--ranks", "3").communicate(timeout=120)
+    apart = re.fullmatch(r"3 ranks and plain torch: 4 tensors .*\nthe largest difference is ([\d.e+-]+)\n", stdout)
+    assert apart and float(apart[1]) < 1e-10, stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_short_names_reports_and_is_listed(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    assert 30 <= len(text.splitlines()) <= 80
+    assert re.search(r"[\w-]+/[\w-]+#\d+", text.split('"""')[1])
+    page = Path(DOCS / "examples" / "situations.md").read_text()
+    assert f"examples/gallery/{name}.py\n" in page
+    heading = re.search(rf"^## (.+)\n\n```{{literalinclude}} \S+/{name}\.py$", page, re.M)
+    assert heading
+    anchor = re.sub(r"[^\w -]", "", heading[1].lower()).replace(" ", "-")
+    assert f"(examples/situations.md#{anchor})" in (DOCS / "gallery.md").read_text()
