@@ -7,7 +7,7 @@ import math
 import operator
 from typing import NamedTuple
 
-from fzero.base.arguments import named, need_int, need_number
+from fzero.base.arguments import named, need_bool, need_int, need_number
 from fzero.table.spec import Extra, S, need_step
 
 
@@ -32,6 +32,7 @@ def loss_scale(
     interval: int = 2000,
     minimum: float = 1.0,
     hysteresis: int = 1,
+    consecutive: bool = False,
 ) -> S:
     """Scales the loss for float16: every cotangent is multiplied by a scale inside the pullback.
 
@@ -49,7 +50,9 @@ def loss_scale(
         minimum: the dynamic scale never falls below this.
         hysteresis: the dynamic scale halves from the `hysteresis`-th update on that is not finite. Earlier ones are
             only skipped. They need not come in a row: the count begins again once the scale has grown. DeepSpeed's
-            default is 2, with `consecutive_hysteresis=False`.
+            default is 2.
+        consecutive: count only those in a row: the count begins again after an update that is finite. DeepSpeed's
+            `consecutive_hysteresis`.
 
     Returns:
         A new step.
@@ -71,6 +74,7 @@ def loss_scale(
     need_number(minimum, "loss_scale", "minimum")
     need_int(interval, "loss_scale", "interval", "a number of updates")
     need_int(hysteresis, "loss_scale", "hysteresis", "a number of updates", 1)
+    need_bool(consecutive, "loss_scale", "consecutive")
     dynamic = isinstance(scale, str) and scale == "dynamic"
     if dynamic and not (initial >= minimum > 0 and interval >= 1):
         raise ValueError(
@@ -83,12 +87,13 @@ def loss_scale(
     first = ScaleState(initial if dynamic else float(scale))
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
     options += f", hysteresis={hysteresis}" if dynamic and hysteresis > 1 else ""
+    options += ", consecutive=True" if dynamic and consecutive else ""
     return step.with_state(
         Extra(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, interval, minimum, hysteresis) if dynamic else _kept,
+            update=functools.partial(_adjusted, interval, minimum, hysteresis, consecutive) if dynamic else _kept,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
@@ -105,7 +110,13 @@ def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
 
 
 def _adjusted(
-    interval: int, minimum: float, hysteresis: int, state: ScaleState, params: object, applied: bool
+    interval: int,
+    minimum: float,
+    hysteresis: int,
+    consecutive: bool,
+    state: ScaleState,
+    params: object,
+    applied: bool,
 ) -> ScaleState:
     """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
     scale, finite, tolerated = state
@@ -115,4 +126,4 @@ def _adjusted(
         return ScaleState(max(minimum, scale / 2.0), 0, tolerated)
     if finite + 1 >= interval:
         return ScaleState(scale * 2.0)
-    return ScaleState(scale, finite + 1, tolerated)
+    return ScaleState(scale, finite + 1, 0 if consecutive else tolerated)
