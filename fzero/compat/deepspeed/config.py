@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
 from fzero.compat.deepspeed.optimizer import optimizer_of
-from fzero.compat.deepspeed.reading import WHO, Name, Reading, Row, load
+from fzero.compat.deepspeed.reading import WHO, Reading, Row, load
 from fzero.compat.deepspeed.sections import batch, devices, memory, monitors, precision
 from fzero.table.needs import need_function
 
@@ -104,30 +104,31 @@ def translated(tree: Mapping[str, object], autos: Mapping[str, object], ranks: i
     scale = batch(r)
     policy = precision(r)
     optimizer_of(r, scale)
-    r.lines.append(f"step = fz.train_step(fn, optimizer{f', {policy}' if policy else ''})")
+    r.lines += [f"policy = {policy}"] if policy else []
+    r.lines.append(f"step = fz.train_step(fn, optimizer{', policy' if policy else ''})")
     memory(r)
     monitors(r)
     return r
 
 
-def refusal(rows: list[Row]) -> str:
+def refusal(rows: Sequence[Row]) -> str:
     """All refusals in one text."""
     said = [f"  {row.key}: got {row.value!r}; {row.what}." for row in rows]
     return "\n".join([f"{WHO}: {len(rows)} of the keys cannot be honoured:", *said])
 
 
-def shown(report: tuple[Row, ...], code: str, loop: Mapping[str, object], arguments: list[Name] | None = None) -> str:
+def shown(report: Sequence[Row], code: str, loop: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
     """The table as a comment, and the code, in a function where it has arguments."""
-    cells = [("key", "value", "verdict", "what it became"), *[(r.key, _short(r.value), r.verdict, r.what) for r in report]]
-    wide = [max(len(row[i]) for row in cells) for i in range(3)]
-    table = ["  ".join([*[cell.ljust(n) for cell, n in zip(row[:3], wide, strict=True)], row[3]]) for row in cells]
-    if arguments:
-        head, _, body = code.partition("\n\n\n") if "\n\n\n" in code else (HEAD, "", code.removeprefix(HEAD).strip("\n"))
-        lines = [f"def make_step(fn, {', '.join(arguments)}):", *body.split("\n"), "return step"]
-        code = f"{head}\n\n\n" + "\n    ".join(lines)
+    cells = [("key", "value", "verdict", "what it became")]
+    cells += [(row.key, _short(row.value), row.verdict, row.what) for row in report]
+    wide = [max([len(row[i]) for row in cells]) for i in range(3)]
+    table = ["  ".join([*[cell.ljust(n) for cell, n in zip(row, wide, strict=False)], row[3]]) for row in cells]
+    if arguments and code:
+        body = code.removeprefix(HEAD).strip().splitlines()
+        code = "\n    ".join([f"{HEAD}\n\n\ndef make_step(fn, {', '.join(arguments)}):", *body, "return step"])
     ways = "".join([f", {name}={value!r}" for name, value in loop.items()])
-    after = ["", f"# for state, metrics in fz.loop(step, state, batches{ways}):"] if loop else []
-    return "\n".join([*[f"# {line}".rstrip() for line in table], "", code, *after])
+    after = ["", f"# for state, metrics in fz.loop(step, state, batches{ways}):"] if loop and code else []
+    return "\n".join([*[f"# {line}" for line in table], "", code, *after]).rstrip()
 
 
 def _short(value: object) -> str:

@@ -162,7 +162,7 @@ READ = """
     activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing pipeline.stages
     tensorboard.enabled tensorboard.output_path tensorboard.job_name
     csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name steps_per_print
-""".split()  # noqa: SIM905
+""".split()
 
 # other names of the same keys: deprecated ones, and those with and without a prefix
 ALIASES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +15,7 @@ from fzero.compat.deepspeed.reading import (
     betas,
     boolean,
     integer,
+    nearest,
     number,
     text,
 )
@@ -33,6 +33,11 @@ _ONLY = {
     "max_grad_norm": 0, "max_coeff": None, "min_coeff": None,
 }  # fmt: skip
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method", "adam_w_mode")
+TORCHS = [
+    name
+    for name, own in vars(torch.optim).items()
+    if isinstance(own, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
+]
 MUON_NOT = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed tells matrices by their shapes, and leaves out two names
 
 
@@ -110,8 +115,8 @@ def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
     """Arguments behind the rate: those that are not the default of fzero's own."""
     pair = p.get("betas")
     b1, b2 = (f"{pair}[0]", f"{pair}[1]") if isinstance(pair, Name) else [repr(b) for b in pair]  # type: ignore[union-attr]
-    cycled = r.values.get("scheduler.type") == "OneCycle" and r.values.get("scheduler.params.cycle_momentum") is not False
-    if cycled:
+    cycles = r.values.get("scheduler.params.cycle_momentum") is not False
+    if cycles and r.values.get("scheduler.type") == "OneCycle":
         r.lines.append(f"momentum = {_schedule(r, None, momentum=True)}")
         b1, b2 = "momentum", "0.99"
     said = [f"b1={b1}"] if b1 != "0.9" else []
@@ -124,10 +129,9 @@ def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
 
 def _of_torch(r: Reading, name: str) -> str:
     """A class of torch.optim."""
-    kind = next((each for each in vars(torch.optim) if each.lower() == name.lower() and each[0].isupper()), "")
-    if not kind or kind in ("Optimizer", "LBFGS", "SparseAdam"):
-        near = difflib.get_close_matches(name, [*OPTIMIZERS, "SGD", "Adagrad", *OTHERS], 1)
-        r.refuse("optimizer.type", f"neither DeepSpeed nor torch.optim has it{f'. The nearest one is {near[0]!r}' if near else ''}")
+    kind = next((each for each in TORCHS if each.lower() == name.lower()), "")
+    if not kind:
+        r.refuse("optimizer.type", f"neither DeepSpeed nor torch.optim has it{nearest(name, [*OPTIMIZERS, *TORCHS])}")
         return "None"
     params = r.under("optimizer.params")
     first = _rate(r, r.take("optimizer.params.lr", 1e-2 if kind == "Adagrad" else 1e-3, number, open=True))
@@ -152,7 +156,8 @@ def _of_trainer(r: Reading) -> str:
         return "optimizer"
     if "lr" not in given and not r.names:
         r.add("optimizer", None, "refused", "there is none. Give lr=, for AdamW, or optimizer=fz.adamw(...), say")
-    elif "lr" not in given:
+    r.add("optimizer", None, "honoured", "there is none: fz.adamw, with the defaults of Hugging Face's Trainer")
+    if "lr" not in given:
         r.arguments.append(Name("lr"))
     pair = given.get("betas", [0.9, 0.999])
     if betas(pair) is None:
@@ -173,7 +178,9 @@ def _rate(r: Reading, lr: object, of: str = "") -> str:
     if isinstance(lr, Name) and lr in r.given:
         r.refuse("scheduler.type", f"got {lr}= which is no number, and a schedule too. Keep one")
     if lr is None:
-        r.refuse("scheduler.type", "the optimizer is your own, so make it with fz.compat.deepspeed_schedule as its rate")
+        r.refuse(
+            "scheduler.type", "the optimizer is your own, so make it with fz.compat.deepspeed_schedule as its rate"
+        )
         return "None"
     line = f"{of}_schedule"[not of :] + f" = {_schedule(r, lr)}"
     if line not in r.lines:
@@ -198,7 +205,7 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
             r.add(path, None, "refused", f"{kind} needs it")
         trainers = {"warmup_min_lr": 0, "warmup_max_lr": lr}  # what Hugging Face's Trainer puts there
         if r.values.get(path) == "auto" and name in trainers and trainers[name] is not None:
-            value = trainers[name]
+            value = r.values[path] = trainers[name]
         else:
             counts = name.endswith(("num_steps", "step_size", "stair_count"))
             like = boolean if isinstance(default, bool) else text if isinstance(default, str) else number
@@ -207,7 +214,7 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
         r.honour(path, made)
         said += [f"{name}={value!r}"] if value is not None else []
     rate = "" if lr is None else f"{lr!r}"
-    needs = kind == "WarmupCosineLR" or (kind == "WarmupLR" and not any(each.startswith("warmup_max_lr=") for each in said))
+    needs = kind == "WarmupCosineLR" or (kind == "WarmupLR" and "warmup_max_lr" not in " ".join(said))
     first = [repr(kind), *([rate] if rate and needs else [])]
     return f"{made}({', '.join([*first, *said, *(['momentum=True'] if momentum else [])])})"
 
@@ -215,5 +222,4 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
 def _unknown(r: Reading, params: Mapping[str, object], known: list[str], kind: str, block: str = "optimizer") -> None:
     for key in params:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            r.refuse(f"{block}.params.{key}", f"{kind} has no such parameter{f'. The nearest one is {near[0]!r}' if near else ''}")
+            r.refuse(f"{block}.params.{key}", f"{kind} has no such parameter{nearest(key, known)}")

@@ -49,8 +49,9 @@ class Name(str):
 
 def integer(value: object) -> int | None:
     """JSON's 5e8 is a float."""
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return int(value) if whole and int(value) == value else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return int(value) if int(value) == value else None
 
 
 def number(value: object) -> float | None:
@@ -70,8 +71,9 @@ def dtype(value: object) -> torch.dtype | None:
 
 
 def betas(value: object) -> list[float] | None:
-    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(number(each) is not None for each in value)
-    return list(value) if pair else None
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or any(number(each) is None for each in value):
+        return None
+    return [*value]
 
 
 def anything(value: object) -> object:
@@ -250,7 +252,7 @@ class Reading:
             elif name in _LASTS or name.replace("_", ".") in _KNOWN:
                 self.add(name, value, "no effect", "nothing in the configuration is 'auto' for it")
             else:
-                self.add(name, value, "refused", f"no key has this name{_nearest(name, _LASTS)}")
+                self.add(name, value, "refused", f"no key has this name{nearest(name, _LASTS)}")
 
     def _settle(self) -> None:
         """Says what is so of keys by themselves: hints, what fzero lacks, and what nobody knows."""
@@ -263,7 +265,7 @@ class Reading:
             elif path not in _KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
                 if value in ({}, None) and any(known.startswith(f"{path}.") for known in _KNOWN):
                     continue
-                self.refuse(path, f"DeepSpeed 0.19 has no such key{_nearest(path, _KNOWN)}")
+                self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, _KNOWN)}")
 
     def _lacking(self, path: str, block: str, value: object) -> None:
         """A key of what fzero does not have, which may be off."""
@@ -286,7 +288,7 @@ def load(config: str | os.PathLike[str] | Mapping[str, object]) -> Mapping[str, 
         with open(config, encoding="utf-8") as file:
             found = json.load(file, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{WHO}: {os.fspath(config)}: got no JSON ({error}), expected DeepSpeed's ds_config.json.") from None
+        raise ValueError(f"{WHO}: {os.fspath(config)}: got no JSON ({error}), expected ds_config.json.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{WHO}: {os.fspath(config)}: got {type(found).__name__}, expected an object with keys.")
     return found
@@ -299,7 +301,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     found = [path for path in known if path.rpartition(".")[2] == last][:1] or difflib.get_close_matches(name, known, 1)
     return f". The nearest one is {found[0]!r}" if found else ""

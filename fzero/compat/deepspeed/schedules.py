@@ -90,9 +90,9 @@ def _need(name: str, value: object, default: object) -> None:
     elif name in _COUNTS:
         need_int(value, _WHO, name, "a number of updates", least=1)
     elif value is not None:
-        number = need_number(value, _WHO, name)
-        if name == "cycle_first_step_size" and not number > 0:
-            raise ValueError(f"{_WHO}: got {name}={number}, expected more than 0 updates.")
+        need_number(value, _WHO, name)
+        if name == "cycle_first_step_size" and value == 0:
+            raise ValueError(f"{_WHO}: got {name}=0, expected more than 0 updates.")
 
 
 Numbers = Mapping[str, float]  # and the word of a warm-up

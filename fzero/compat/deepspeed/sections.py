@@ -65,7 +65,7 @@ def batch(r: Reading) -> str:
     """The batch arithmetic. Returns what gradients are multiplied by, in code, or nothing."""
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     ranks = math.prod([size for axis, size in r.mesh.items() if axis not in ("tp", "sp")])
-    total, micro, own = [r.values.get(key) != "auto" and r.take(key, None, integer, 1) or None for key in keys]
+    total, micro, own = [(r.values.get(key) != "auto" and r.take(key, None, integer, 1)) or None for key in keys]
     count = own
     if count is None and isinstance(total, int) and isinstance(micro, int):
         count = total // (micro * ranks)
@@ -245,7 +245,8 @@ def _autocast(r: Reading) -> None:
         if "torch_autocast.dtype" in r.values:
             r.refuse("torch_autocast.dtype", "expected 'bfloat16' or 'float16'")
         else:
-            r.add("torch_autocast.dtype", None, "refused", "say 'bfloat16' or 'float16': torch's default is each device's")
+            said = "say 'bfloat16' or 'float16': torch's default is another one on each device"
+            r.add("torch_autocast.dtype", None, "refused", said)
         return
     r.honour("torch_autocast.dtype", f"fz.autocast(step, {low})")
     r.transforms.append(f"fz.autocast(step, {low})")
@@ -286,10 +287,12 @@ def memory(r: Reading) -> None:
     if host:
         steps.append("fz.offload(step, activations='host')")
     r.honour("activation_checkpointing.partition_activations", "fz.remat(step)" if cut else "no recomputation")
-    r.honour("activation_checkpointing.cpu_checkpointing", "fz.offload(fz.remat(step), activations='host')" if host else "off")
+    said = "fz.offload(fz.remat(step), activations='host')" if host else "off"
+    r.honour("activation_checkpointing.cpu_checkpointing", said)
     stages = r.values.get("pipeline.stages")
     if stages not in (None, 1, "auto"):
-        r.refuse("pipeline.stages", "make a step of each stage: fz.pipeline([step_a, step_b], fz.schedules.one_f_one_b(2, 8))")
+        said = "make a step of each stage: fz.pipeline([step_a, step_b], fz.schedules.one_f_one_b(2, 8))"
+        r.refuse("pipeline.stages", said)
     r.hint("pipeline.stages", "it is read by DeepSpeed's PipelineModule alone")
     r.lines += [f"step = {call}" for call in steps]
 
