@@ -33,6 +33,7 @@ def loss_scale(
     minimum: float = 1.0,
     hysteresis: int = 1,
     consecutive: bool = False,
+    late: bool = False,
 ) -> S:
     """Scales the loss for float16: every cotangent is multiplied by a scale inside the pullback.
 
@@ -53,6 +54,8 @@ def loss_scale(
             default is 2.
         consecutive: count only those in a row: the count begins again after an update that is finite. DeepSpeed's
             `consecutive_hysteresis`.
+        late: the first growth, at the start and behind an update that is not finite, takes one finite update more, as
+            in DeepSpeed.
 
     Returns:
         A new step.
@@ -75,6 +78,7 @@ def loss_scale(
     need_int(interval, "loss_scale", "interval", "a number of updates")
     need_int(hysteresis, "loss_scale", "hysteresis", "a number of updates", 1)
     need_bool(consecutive, "loss_scale", "consecutive")
+    need_bool(late, "loss_scale", "late")
     dynamic = isinstance(scale, str) and scale == "dynamic"
     if dynamic and not (initial >= minimum > 0 and interval >= 1):
         raise ValueError(
@@ -84,16 +88,18 @@ def loss_scale(
     if not dynamic and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf):
         raise ValueError(f"loss_scale: got scale={named(scale)}, expected 'dynamic' or a positive number.")
 
-    first = ScaleState(initial if dynamic else float(scale))
+    begin = -1 if dynamic and late else 0
+    first = ScaleState(initial if dynamic else float(scale), begin)
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
     options += f", hysteresis={hysteresis}" if dynamic and hysteresis > 1 else ""
     options += ", consecutive=True" if dynamic and consecutive else ""
+    options += ", late=True" if dynamic and late else ""
     return step.with_state(
         Extra(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, interval, minimum, hysteresis, consecutive) if dynamic else _kept,
+            update=functools.partial(_adjusted, interval, minimum, hysteresis, consecutive, begin) if dynamic else _kept,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
@@ -114,6 +120,7 @@ def _adjusted(
     minimum: float,
     hysteresis: int,
     consecutive: bool,
+    begin: int,
     state: ScaleState,
     params: object,
     applied: bool,
@@ -121,9 +128,9 @@ def _adjusted(
     """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
     scale, finite, tolerated = state
     if not applied and tolerated + 1 < hysteresis:
-        return ScaleState(scale, 0, tolerated + 1)
+        return ScaleState(scale, begin, tolerated + 1)
     if not applied:
-        return ScaleState(max(minimum, scale / 2.0), 0, tolerated)
+        return ScaleState(max(minimum, scale / 2.0), begin, tolerated)
     if finite + 1 >= interval:
         return ScaleState(scale * 2.0)
     return ScaleState(scale, finite + 1, 0 if consecutive else tolerated)

@@ -225,7 +225,7 @@ def _scaled(r: Reading, half: bool | Name) -> None:
             r.hint(f"fp16.{key}", "the loss scale is static")
     else:
         said = [f"{name}={value!r}" for name, (_, value) in numbers.items() if name != "consecutive" or value]
-        call = f"fz.loss_scale(step, initial=2.0**{power!r}, {', '.join(said)})"
+        call = f"fz.loss_scale(step, initial=2.0**{power!r}, {', '.join(said)}, late=True)"
         for key in ("initial_scale_power", *[key for key, _ in numbers.values()]):
             r.honour(f"fp16.{key}", "fz.loss_scale")
     r.honour("fp16.loss_scale", call)
