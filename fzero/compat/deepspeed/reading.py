@@ -249,7 +249,7 @@ class Reading:
                 self.values[name], self.keys[name] = value, name
             elif name in OF_TRAINER and not self.has("optimizer"):
                 self.given[name] = value
-            elif name in _LASTS or name.replace("_", ".") in _KNOWN:
+            elif name in _LASTS or name.replace("_", ".") in KNOWN:
                 self.add(name, value, "no effect", "nothing in the configuration is 'auto' for it")
             else:
                 self.add(name, value, "refused", f"no key has this name{nearest(name, _LASTS)}")
@@ -262,10 +262,10 @@ class Reading:
                 self.hint(path, why)
             elif block := next((way for way in ways if way in REFUSED), ""):
                 self._lacking(path, block, value)
-            elif path not in _KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
-                if value in ({}, None) and any(known.startswith(f"{path}.") for known in _KNOWN):
+            elif path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
+                if value in ({}, None) and any(known.startswith(f"{path}.") for known in KNOWN):
                     continue
-                self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, _KNOWN)}")
+                self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}")
 
     def _lacking(self, path: str, block: str, value: object) -> None:
         """A key of what fzero does not have, which may be off."""
@@ -307,9 +307,9 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f". The nearest one is {found[0]!r}" if found else ""
 
 
-_KNOWN = [
+KNOWN = [
     *READ, *HINTS, *REFUSED, *ALIASES, *[f"zero_optimization.{name}" for name in OFFLOADS],
     *[f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own],
     *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own],
 ]  # fmt: skip
-_LASTS = [*dict.fromkeys([path.rpartition(".")[2] for path in _KNOWN])]
+_LASTS = [*dict.fromkeys([path.rpartition(".")[2] for path in KNOWN])]
