@@ -100,6 +100,7 @@ class Reading:
         self.ranks, self.names = ranks, names
         self.values: dict[str, object] = {}  # by the path that it is known by
         self.keys: dict[str, str] = {}  # that path -> as it was written
+        self.written: dict[str, object] = {}  # values of deprecated keys, as they were written
         self.rows: dict[str, Row] = {}
         self.arguments: list[Name] = []
         self.given: dict[str, object] = {}  # values that are no JSON, by their names in the code
@@ -199,7 +200,8 @@ class Reading:
         if path not in self.values and verdict != "refused":
             return
         if path not in self.rows or (verdict == "refused" and self.rows[path].verdict != "refused"):
-            self.rows[path] = Row(self.keys.get(path, path), self.values.get(path), verdict, what)
+            value = self.written.get(path, self.values.get(path))
+            self.rows[path] = Row(self.keys.get(path, path), value, verdict, what)
 
     def _flatten(self, at: str, tree: Mapping[str, object]) -> None:
         for key, value in tree.items():
@@ -209,11 +211,12 @@ class Reading:
             if isinstance(value, Mapping) and value:
                 self._flatten(written, value)
                 continue
-            path, value = self._known_as(written, value)
+            own, (path, value) = value, self._known_as(written, value)
             if path in self.values:
                 self.refuse(path, f"it is said twice: as {self.keys[path]} too")
                 continue
             self.values[path], self.keys[path] = value, written
+            self.written |= {} if own is value else {path: own}
 
     def _known_as(self, path: str, value: object) -> tuple[str, object]:
         """The path and the value that stand for deprecated ones."""
