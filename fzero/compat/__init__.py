@@ -1,4 +1,4 @@
-"""Others' files: Hugging Face's safetensors, torch's distributed checkpoints (DCP), DeepSpeed's and its configuration."""
+"""Others' files: Hugging Face's safetensors, torch's distributed checkpoints (DCP), DeepSpeed's, and configurations."""
 
 from fzero.compat.dcp import load_dcp, save_dcp
 from fzero.compat.deepspeed.checkpoint import load_deepspeed

@@ -90,6 +90,7 @@ def loss_scale(
 
     begin = -1 if dynamic and late else 0
     first = ScaleState(initial if dynamic else float(scale), begin)
+    counts = interval, minimum, hysteresis, consecutive, begin
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
     options += f", hysteresis={hysteresis}" if dynamic and hysteresis > 1 else ""
     options += ", consecutive=True" if dynamic and consecutive else ""
@@ -99,7 +100,7 @@ def loss_scale(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, interval, minimum, hysteresis, consecutive, begin) if dynamic else _kept,
+            update=functools.partial(_adjusted, *counts) if dynamic else _kept,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -10,64 +11,65 @@ from dataclasses import dataclass
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
 from fzero.compat.deepspeed.optimizer import optimizer_of
-from fzero.compat.deepspeed.reading import WHO, Reading, Row, load
-from fzero.compat.deepspeed.sections import batch, devices, memory, monitors, precision
+from fzero.compat.deepspeed.reading import Reading, Row
+from fzero.compat.deepspeed.sections import batch, devices, logs, memory, precision
 from fzero.table.needs import need_function
 
-HEAD = "import torch\n\nimport fzero as fz"
+_WHO = "compat.from_deepspeed"
+_HEAD = "import torch\n\nimport fzero as fz\n"
+Config = str | os.PathLike[str] | Mapping[str, object]
 
 
-def from_deepspeed(
-    config: str | os.PathLike[str] | Mapping[str, object], fn: Callable[..., object], **auto: object
-) -> FromDeepSpeed:
+def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) -> FromDeepSpeed:
     """Makes a step of a configuration of DeepSpeed.
 
-    `made.step` is the step: `made.step(state, *batch)` is one update, of micro-batch times accumulation examples of
-    this rank. `made.report` has a row for each key. `print(made)` shows it, and the same step as code to paste.
-
-    Defaults are those of DeepSpeed 0.19. Keys are read by their DeepSpeed names, deprecated ones too. The world size is
-    that of the default process group, or 1 where there is none.
+    Defaults are those of DeepSpeed 0.19, and deprecated names of keys are known. The number of ranks is that of the
+    default process group, or 1 if there is none.
 
     Args:
-        config: a path of a JSON file, or a dict.
+        config: the path of a JSON file, or a dict.
         fn: `fn(params, *batch) -> loss`, as for `fz.train_step`.
-        auto: values for "auto", by the last part of the key (`lr=1e-3`). If several keys end so, by the whole path
-            (`fp16_enabled=True`). Where the configuration has no optimizer, `lr=` and others make AdamW, and
-            `optimizer=` takes any. A number for `lr` may be a schedule, unless the configuration has one.
+        auto: values for "auto", by the last part of the key (`lr=1e-3`), or by its path if several keys end alike
+            (`fp16_enabled=True`). A number for `lr` may be a schedule. If the configuration has no optimizer, `lr=`
+            and others make AdamW, and `optimizer=` is taken as it is.
 
     Returns:
-        A `FromDeepSpeed`.
+        An object with these attributes. `print` shows the report and the code, which can be pasted.
+
+        - `step`: the step. `step(state, *batch)` is one update: micro-batch times accumulation examples of this rank.
+        - `report`: a tuple `(key, value, verdict, what)` for each key. The verdict is `"honoured"` or `"no effect"`.
+        - `code`: the same step in code.
+        - `loop`: what is said of logs, for `fz.loop(made.step, state, batches, **made.loop)`.
+        - `mesh`: the mesh, if there is tensor or sequence parallelism, such as for `fz.parallel.axis(made.mesh, "sp")`.
 
     Raises:
-        ValueError, TypeError: keys that fzero does not have, unknown keys with the nearest known one, values out of
-            their range, "auto" without a value where numbers depend on it, a contradiction. All of them in one error.
+        ValueError: keys that fzero lacks, unknown keys with the nearest known one, values out of range, "auto" without
+            a value if numbers depend on it, contradictions. All are in one error.
+        TypeError: an argument of another kind.
 
     Example:
-        >>> config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        >>> config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
         ...           "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
         >>> made = fz.compat.from_deepspeed(config, lambda p, x: (p["w"] * x).sum(), lr=1e-3)
-        >>> made.report[4]
-        Row(key='optimizer.params.lr', value=0.001, verdict='honoured', what='fz.adamw')
+        >>> tuple(made.report[4])
+        ('optimizer.params.lr', 0.001, 'honoured', 'fz.adamw')
         >>> print(made.code)
         import torch
         <BLANKLINE>
         import fzero as fz
         <BLANKLINE>
-        optimizer = fz.adamw(0.001, weight_decay=0.0)
+        optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(0.001, weight_decay=0.0))
         step = fz.train_step(fn, optimizer)
         step = fz.accumulate(step, 2)
         step = fz.shard_zero2(step)
     """
-    need_function(fn, WHO)
-    tree = load(config)
-    ranks = backend.size_of(backend.world()) if backend.initialized() else 1
-    read = translated(tree, auto, ranks)
+    need_function(fn, _WHO)
+    read = translated(config, auto, backend.size_of(backend.world()) if backend.initialized() else 1)
     rows = read.report()
-    if refused := [row for row in rows if row.verdict == "refused"]:
-        raise ValueError(refusal(refused))
-    code = "\n".join([HEAD, "", *read.lines])
-    made: dict[str, object] = {"fn": fn, **read.given}
-    exec(code, made)  # so that what is printed and what is run cannot differ
+    if said := refusals(rows):
+        raise ValueError(said)
+    code, made = written(read), {"fn": fn, **read.given}
+    exec(code, made)  # what is printed is what is run
     mesh = made.get("mesh")
     assert mesh is None or isinstance(mesh, Mesh)
     return FromDeepSpeed(made["step"], rows, code, read.loop, mesh)
@@ -75,15 +77,7 @@ def from_deepspeed(
 
 @dataclass(frozen=True, repr=False)
 class FromDeepSpeed:
-    """What `fz.compat.from_deepspeed` made of a configuration. `print(made)` can be pasted: the table is a comment.
-
-    Attributes:
-        step: the step.
-        report: a row `(key, value, verdict, what)` for each key. The verdict is "honoured", "no effect" or "refused".
-        code: the step as code, which needs your `fn`.
-        loop: what the configuration says of logs, as arguments: `fz.loop(made.step, state, batches, **made.loop)`.
-        mesh: the mesh of tensor or sequence parallelism, for `fz.parallel.axis(made.mesh, "sp")`. None without.
-    """
+    """What `fz.compat.from_deepspeed` returns, which says what is in it."""
 
     step: typing.Any  # fz.Step, which this wing does not know
     report: tuple[Row, ...]
@@ -97,40 +91,62 @@ class FromDeepSpeed:
     __repr__ = __str__
 
 
-def translated(tree: Mapping[str, object], autos: Mapping[str, object], ranks: int, names: bool = False) -> Reading:
-    """A configuration that was read, with its code: as arguments for `Reading`."""
-    r = Reading(tree, autos, ranks, names)
+def translated(config: Config, autos: Mapping[str, object], ranks: int, names: bool = False) -> Reading:
+    """A configuration that was read, with its code; `names` as for `Reading`."""
+    r = Reading(_loaded(config), autos, ranks, names)
     devices(r)
-    scale = batch(r)
-    policy = precision(r)
+    scale, policy = batch(r), precision(r)
     optimizer_of(r, scale)
     r.lines += [f"policy = {policy}"] if policy else []
     r.lines.append(f"step = fz.train_step(fn, optimizer{', policy' if policy else ''})")
     memory(r)
-    monitors(r)
+    logs(r)
     return r
 
 
-def refusal(rows: Sequence[Row]) -> str:
-    """All refusals in one text."""
-    said = [f"  {row.key}: got {row.value!r}; {row.what}." for row in rows]
-    return "\n".join([f"{WHO}: {len(rows)} of the keys cannot be honoured:", *said])
+def written(read: Reading) -> str:
+    """The code, which makes `step` of `fn`."""
+    return "\n".join([_HEAD, *read.lines])
+
+
+def refusals(rows: Sequence[Row]) -> str:
+    """All of them in one text, or nothing."""
+    said = [f"  {row.key}: got {row.value!r}; {row.what}." for row in rows if row.verdict == "refused"]
+    return "\n".join([f"{_WHO}: {len(said)} of the keys cannot be honoured:", *said]) if said else ""
 
 
 def shown(report: Sequence[Row], code: str, loop: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
-    """The table as a comment, and the code, in a function where it has arguments."""
+    """The table, as a comment, and the code, as a function where it has arguments."""
+    values = [said if len(said := repr(row.value)) < 31 else f"{said[:27]}..." for row in report]
     cells = [("key", "value", "verdict", "what it became")]
-    cells += [(row.key, _short(row.value), row.verdict, row.what) for row in report]
+    cells += [(row.key, value, row.verdict, row.what) for row, value in zip(report, values, strict=True)]
     wide = [max([len(row[i]) for row in cells]) for i in range(3)]
-    table = ["  ".join([*[cell.ljust(n) for cell, n in zip(row, wide, strict=False)], row[3]]) for row in cells]
-    if arguments and code:
-        body = code.removeprefix(HEAD).strip().splitlines()
-        code = "\n    ".join([f"{HEAD}\n\n\ndef make_step(fn, {', '.join(arguments)}):", *body, "return step"])
+    lines = ["  ".join([*map(str.ljust, row[:3], wide), row[3]]) for row in cells]
+    if arguments:
+        body = [*code.removeprefix(_HEAD).strip().splitlines(), "return step"]
+        code = "\n    ".join([f"{_HEAD}\n\ndef make_step(fn, {', '.join(arguments)}):", *body])
     ways = "".join([f", {name}={value!r}" for name, value in loop.items()])
-    after = ["", f"# for state, metrics in fz.loop(step, state, batches{ways}):"] if loop and code else []
-    return "\n".join([*[f"# {line}" for line in table], "", code, *after]).rstrip()
+    after = f"\n\n# for state, metrics in fz.loop(step, state, batches{ways}):" if loop else ""
+    return "\n".join([*[f"# {line}" for line in lines], "", code]) + after
 
 
-def _short(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 30 else f"{said[:27]}..."
+def _loaded(config: Config) -> Mapping[str, object]:
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(f"{_WHO}: got config={type(config).__name__}, expected the path of a JSON file, or a dict.")
+    try:
+        with open(config, encoding="utf-8") as file:
+            found = json.load(file, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{_WHO}: {os.fspath(config)}: got no JSON ({error}), expected ds_config.json.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{_WHO}: {os.fspath(config)}: got {type(found).__name__}, expected an object with keys.")
+    return found
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{_WHO}: got the key {twice[0]!r} twice, expected it once.")
+    return dict(pairs)

@@ -1,225 +1,168 @@
-"""The optimizer, its rate and clipping of a configuration, as code."""
+"""The optimizer, its schedule and clipping of a configuration, as code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from fzero.compat.deepspeed.keys import OPTIMIZERS, OTHERS
-from fzero.compat.deepspeed.reading import (
-    OF_TRAINER,
-    Name,
-    Reading,
-    anything,
-    betas,
-    boolean,
-    integer,
-    nearest,
-    number,
-    text,
-)
+from fzero.compat.deepspeed.reading import AUTO, KINDS, OF_TRAINER, Name, Reading, nearest, number
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
 
-_KINDS = {
-    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"), number),
-    "betas": betas,
-    **dict.fromkeys(("adam_w_mode", "torch_adam", "amsgrad", "bias_correction", "per_head_muon"), boolean),
-    "ns_method": text,
-}
-# what fzero has in one way only: it is refused otherwise
+_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr")
+_FLAGS = ("adam_w_mode", "torch_adam", "amsgrad")
+# what fzero has in one way only
 _ONLY = {
     "bias_correction": True, "eps_inside_sqrt": False, "per_head_muon": False, "fp32_optimizer_states": True,
     "max_grad_norm": 0, "max_coeff": None, "min_coeff": None,
 }  # fmt: skip
-_WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method", "adam_w_mode")
-TORCHS = [
-    name
-    for name, own in vars(torch.optim).items()
-    if isinstance(own, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
-]
-MUON_NOT = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed tells matrices by their shapes, and leaves out two names
+_WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
+_TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
+_NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
 
 
 def optimizer_of(r: Reading, scale: str) -> None:
-    """Adds the lines of `optimizer`: chained behind clipping and a factor of the gradients."""
-    made = _made(r)
-    clip = r.take("gradient_clipping", 1.0, number, least=0, open=True)
-    chain = [f"fz.sgd(-{scale})"] if scale else []
-    if clip:
-        chain.append(f"fz.clip_by_global_norm({clip!r})")
-        said = f"fz.clip_by_global_norm({clip!r})"
+    """Adds the lines of `optimizer`, behind clipping and what gradients are multiplied by."""
+    chain = [_made(r)]
+    if clip := r.take("gradient_clipping", 1.0, "a number", 0, open=True):
+        chain.insert(0, said := f"fz.clip_by_global_norm({clip!r})")
         r.honour("gradient_clipping", said)
-        if "gradient_clipping" not in r.values:
-            r.add("gradient_clipping", clip, "honoured", f"{said}: the default since 0.19; before, nothing was clipped")
-    else:
-        r.honour("gradient_clipping", "nothing is clipped")
-    r.lines.append(f"optimizer = fz.chain({', '.join([*chain, made])})" if chain else f"optimizer = {made}")
+        r.add("gradient_clipping", clip, "honoured", f"{said}: the default since 0.19; before, nothing was clipped")
+    if scale:
+        chain.insert(0, f"fz.sgd(-{scale})")
+    said = ", ".join(chain)
+    r.lines.append(f"optimizer = fz.chain({said})" if len(chain) > 1 else f"optimizer = {said}")
 
 
 def _made(r: Reading) -> str:
-    """The optimizer without clipping, in code."""
     if not r.has("optimizer"):
         return _of_trainer(r)
-    name = r.take("optimizer.type", None, text)
-    if not isinstance(name, str):
-        if "optimizer.type" not in r.values:
-            r.add("optimizer.type", None, "refused", "there is an optimizer without a type. Say one, such as 'AdamW'")
-        return "None"
-    kind = name.lower()
-    if kind in OTHERS:
-        r.refuse("optimizer.type", "fzero has no such optimizer. AdamW, Lion, Muon and others are there")
-        return "None"
+    name = r.take("optimizer.type", None, "a string")
+    kind = name.lower() if isinstance(name, str) else ""
     if kind not in OPTIMIZERS:
-        return _of_torch(r, name)
-    known, params = OPTIMIZERS[kind], r.under("optimizer.params")
-    _unknown(r, params, [*known, *_ONLY], name)
-    p = {
-        key: r.take(f"optimizer.params.{key}", default, _KINDS.get(key, anything), open=True)
-        for key, default in known.items()
-    }
-    adam = kind in ("adam", "adamw")
-    if adam and p["torch_adam"] is True and "weight_decay" not in params and (kind == "adamw" or p["adam_w_mode"]):
+        return _of_torch(r, kind)
+    _need_known(r, "optimizer", [*OPTIMIZERS[kind], *_ONLY])
+    p = {key: _param(r, key, default) for key, default in OPTIMIZERS[kind].items()}
+    own = kind != "muon" and p.get("torch_adam") and "weight_decay" not in r.under("optimizer.params")
+    if own and _decoupled(kind, p):
         p["weight_decay"] = 0.01  # torch's own default
-    decoupled = kind != "adam" or p["adam_w_mode"] is not False
-    made = {"lamb": "lamb", "lion": "lion", "muon": "muon"}.get(kind, "adamw" if decoupled else "adam")
-    r.honour("optimizer.type", f"fz.{made}" + (": adam_w_mode is true by default" if kind == made[:-1] else ""))
-    if kind == "lamb":
-        r.honour("optimizer.type", "fz.lamb: as published, with no bounds of the ratio and with corrected moments")
-    for key in params:
+    made = kind if kind in ("lamb", "lion", "muon") else "adamw" if _decoupled(kind, p) else "adam"
+    r.honour("optimizer.type", f"fz.{made}" + (", as published: nothing bounds its ratio" if made == "lamb" else ""))
+    for key in r.under("optimizer.params"):
         path = f"optimizer.params.{key}"
-        if key in _ONLY and r.values[path] is not None and r.values[path] != _ONLY[key]:
-            more = "; say gradient_clipping" if key == "max_grad_norm" else ""
+        if key in _ONLY and r.values[path] not in (None, _ONLY[key]):
+            more = "; write gradient_clipping" if key == "max_grad_norm" else ""
             r.refuse(path, f"fz.{made} has no such choice. Leave it out{more}")
-        elif key in _ONLY or key in _WITHOUT_EFFECT:
+        elif key in _ONLY or key in _WITHOUT_EFFECT or (key == "adam_w_mode" and kind == "adamw"):
             r.hint(path, "it says what is so, or changes rounding alone")
-        else:
-            r.honour(path, f"fz.{made}")
-    if kind == "muon":
-        return _muon(r, p)
-    first = _rate(r, p["lr"])
-    return f"fz.{made}({', '.join([first, *_numbers(r, p, made)])})"
+        r.honour(path, f"fz.{made}")
+    if kind != "muon":
+        return f"fz.{made}({', '.join([_rate(r, p['lr']), *_numbers(r, p, made)])})"
+    matrices, others = p["muon_lr"] or p["lr"], p["adam_lr"] or (p["lr"] if r.has("optimizer.params.lr") else 3e-4)
+    adam = f"fz.adam{'w' * (p['adam_w_mode'] is True)}({', '.join([_rate(r, others, 'adam_'), *_numbers(r, p, '')])})"
+    muon = f"fz.muon({_rate(r, matrices)}, momentum={p['momentum']!r}, weight_decay={p['weight_decay']!r})"
+    return f"fz.partition({{{_NO_MATRICES!r}: {adam}, '*': {muon}}})"
 
 
-def _muon(r: Reading, p: Mapping[str, object]) -> str:
-    momentum, decay = p["momentum"], p["weight_decay"]
-    matrices, others = [_rate(r, p[key] if p[key] is not None else p["lr"], key[:-3]) for key in ("muon_lr", "adam_lr")]
-    if "lr" not in r.under("optimizer.params") and p["adam_lr"] is None:
-        others = _rate(r, 3e-4, "adam")
-    adam = "adam" if p["adam_w_mode"] is False else "adamw"
-    own = f"fz.muon({matrices}, momentum={momentum!r}, weight_decay={decay!r})"
-    return f"fz.partition({{{MUON_NOT!r}: fz.{adam}({', '.join([others, *_numbers(r, p, adam)])}), '*': {own}}})"
+def _decoupled(kind: str, p: Mapping[str, object]) -> bool:
+    return kind != "adam" or p["adam_w_mode"] is True
+
+
+def _param(r: Reading, key: str, default: object) -> object:
+    kind = "a number" if key in _NUMBERS else "two numbers" if key == "betas" else "a value"
+    return r.take(f"optimizer.params.{key}", default, "true or false" if key in _FLAGS else kind, open=True)
 
 
 def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
-    """Arguments behind the rate: those that are not the default of fzero's own."""
-    pair = p.get("betas")
-    b1, b2 = (f"{pair}[0]", f"{pair}[1]") if isinstance(pair, Name) else [repr(b) for b in pair]  # type: ignore[union-attr]
-    cycles = r.values.get("scheduler.params.cycle_momentum") is not False
-    if cycles and r.values.get("scheduler.type") == "OneCycle":
+    """Arguments behind the rate: those that are not fzero's own defaults."""
+    pair = p["betas"]
+    b1, b2 = (f"{pair}[0]", f"{pair}[1]") if isinstance(pair, Name) else map(repr, pair)  # type: ignore[call-overload]
+    if r.values.get("scheduler.type") == "OneCycle" and r.flag("scheduler.params.cycle_momentum", True):
         r.lines.append(f"momentum = {_schedule(r, None, momentum=True)}")
-        b1, b2 = "momentum", "0.99"
-    said = [f"b1={b1}"] if b1 != "0.9" else []
-    said += [f"b2={b2}"] if b2 != ("0.99" if made == "lion" else "0.999") else []
-    if "eps" in p and (made == "lamb" or p["eps"] != 1e-8):
-        said.append(f"eps={p['eps']!r}")
-    said.append(f"weight_decay={p['weight_decay']!r}")
-    return [*said, "amsgrad=True"] if p.get("amsgrad") is True else said
+        b1, b2 = "momentum", "0.99"  # as DeepSpeed has them then
+    said = [f"b1={b1}"] * (b1 != "0.9") + [f"b2={b2}"] * (b2 != ("0.99" if made == "lion" else "0.999"))
+    said += [f"eps={p['eps']!r}"] if p.get("eps", 1e-8) != 1e-8 or made == "lamb" else []
+    return [*said, f"weight_decay={p['weight_decay']!r}", *["amsgrad=True"] * (p.get("amsgrad") is True)]
 
 
-def _of_torch(r: Reading, name: str) -> str:
+def _of_torch(r: Reading, kind: str) -> str:
     """A class of torch.optim."""
-    kind = next((each for each in TORCHS if each.lower() == name.lower()), "")
-    if not kind:
-        r.refuse("optimizer.type", f"neither DeepSpeed nor torch.optim has it{nearest(name, [*OPTIMIZERS, *TORCHS])}")
+    name = next((name for name in _TORCHS if name.lower() == kind), "")
+    if not name or kind in OTHERS:
+        near = "" if kind in OTHERS else nearest(kind, [*OPTIMIZERS, *_TORCHS])
+        r.refuse("optimizer.type", f"fzero has no such optimizer{near}")
         return "None"
-    params = r.under("optimizer.params")
-    first = _rate(r, r.take("optimizer.params.lr", 1e-2 if kind == "Adagrad" else 1e-3, number, open=True))
-    rest = {key: r.take(f"optimizer.params.{key}", kind=anything, open=True) for key in params if key != "lr"}
-    rest = {key: value for key, value in rest.items() if value not in (None, 0, False)}
-    own = kind == "SGD" and {*rest} <= {"momentum", "weight_decay", "nesterov"}
-    made = "fz.sgd" if own else f"fz.from_torch(torch.optim.{kind}"
-    for key in params:
-        r.honour(f"optimizer.params.{key}", made.partition("(")[0])
-    r.honour("optimizer.type", made.replace("(", "(", 1) + ("" if own else ", ...)"))
-    said = [f"{key}={tuple(value) if isinstance(value, list) else value!r}" for key, value in rest.items()]
-    return f"{made}{'(' if own else ', '}{', '.join([first, *said])})"
+    rest = {key: _param(r, key, None) for key in r.under("optimizer.params") if key != "lr"}
+    rest = {key: tuple(x) if isinstance(x, list) else x for key, x in rest.items() if x not in (None, 0, False)}
+    own = name == "SGD" and {*rest} <= {"momentum", "weight_decay", "nesterov"}
+    first = _rate(r, _param(r, "lr", 1e-2 if name == "Adagrad" else 1e-3))
+    for key in ["type", *[f"params.{key}" for key in r.under("optimizer.params")]]:
+        r.honour(f"optimizer.{key}", "fz.sgd" if own else f"fz.from_torch(torch.optim.{name}, ...)")
+    said = ", ".join([first, *[f"{key}={x!r}" for key, x in rest.items()]])
+    return f"fz.sgd({said})" if own else f"fz.from_torch(torch.optim.{name}, {said})"
 
 
 def _of_trainer(r: Reading) -> str:
-    """Where there is no optimizer, as in the templates of those who give theirs: values of the call make one."""
-    given = {name: r.given[name] for name in OF_TRAINER if name in r.given}
-    for name, value in given.items():
-        r.add(name, value, "honoured", "the optimizer" if name == "optimizer" else "fz.adamw")
-    if "optimizer" in given:
-        _rate(r, None)
+    """Where there is no optimizer, as in templates for a script that has its own: values of the call make one."""
+    for name in OF_TRAINER:
+        if name in r.given:
+            r.add(name, r.given[name], "honoured", "the optimizer" if name == "optimizer" else "fz.adamw")
+    if "optimizer" in r.given:
+        if r.has("scheduler"):
+            r.refuse("scheduler.type", "the optimizer is your own. Give it fz.compat.deepspeed_schedule as its rate")
         return "optimizer"
-    if "lr" not in given and not r.names:
-        r.add("optimizer", None, "refused", "there is none. Give lr=, for AdamW, or optimizer=fz.adamw(...), say")
+    if "lr" not in r.given and not r.names:
+        r.add("optimizer", None, "refused", "there is none. Give lr=1e-3 for AdamW, or optimizer=fz.adamw(...)")
     r.add("optimizer", None, "honoured", "there is none: fz.adamw, with the defaults of Hugging Face's Trainer")
-    if "lr" not in given:
-        r.arguments.append(Name("lr"))
-    pair = given.get("betas", [0.9, 0.999])
-    if betas(pair) is None:
-        r.add("betas", pair, "refused", "expected two numbers")
-        pair = [0.9, 0.999]
-    p = {"betas": pair, "eps": given.get("eps", 1e-8), "weight_decay": given.get("weight_decay", 0.0)}
-    for name in ("lr", "betas", "eps", "weight_decay"):
-        if name in given and (name != "lr" or number(given["lr"]) is not None):
-            r.given.pop(name)  # it is in the code
-    lr = given.get("lr", Name("lr"))
-    return f"fz.adamw({', '.join([_rate(r, lr if number(lr) is not None else Name('lr')), *_numbers(r, p, 'adamw')])})"
+    r.arguments += [] if "lr" in r.given else [Name("lr")]
+    p = {**OPTIMIZERS["adamw"], "lr": Name("lr"), **{name: r.given[name] for name in OF_TRAINER[1:] if name in r.given}}
+    if KINDS["two numbers"](p["betas"]) is None:
+        r.add("betas", p["betas"], "refused", "expected two numbers")
+        p["betas"] = [0.9, 0.999]
+    if number(p["lr"]):
+        r.given.pop("lr")  # it is in the code, as the others are
+    lr = p["lr"] if number(p["lr"]) else Name("lr")
+    return f"fz.adamw({', '.join([_rate(r, lr), *_numbers(r, p, 'adamw')])})"
 
 
 def _rate(r: Reading, lr: object, of: str = "") -> str:
-    """What the optimizer is given as its rate: a number or a name, or a schedule in a line before."""
+    """The first argument of an optimizer: its rate, or the name of a schedule in a line before."""
     if not r.has("scheduler"):
         return repr(lr)
     if isinstance(lr, Name) and lr in r.given:
-        r.refuse("scheduler.type", f"got {lr}= which is no number, and a schedule too. Keep one")
-    if lr is None:
-        r.refuse(
-            "scheduler.type", "the optimizer is your own, so make it with fz.compat.deepspeed_schedule as its rate"
-        )
-        return "None"
-    line = f"{of}_schedule"[not of :] + f" = {_schedule(r, lr)}"
-    if line not in r.lines:
-        r.lines.append(line)
-    return line.partition(" ")[0]
+        r.refuse("scheduler.type", f"got {lr}= that is no number, and a schedule too. Keep one")
+    r.lines.append(f"{of}schedule = {_schedule(r, lr)}")
+    return f"{of}schedule"
 
 
 def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
-    params = r.under("scheduler.params")
-    kind = r.take("scheduler.type", None, text, among=tuple(PARAMS))
+    kind = r.take("scheduler.type", None, "a string", among=tuple(PARAMS))
     if not isinstance(kind, str):
-        if "scheduler.type" not in r.values:
-            r.add("scheduler.type", None, "refused", f"there is a scheduler without a type: one of {', '.join(PARAMS)}")
+        r.add("scheduler.type", None, "refused", f"a scheduler needs a type: one of {', '.join(PARAMS)}")
         return "None"
-    known, made = PARAMS[kind], "fz.compat.deepspeed_schedule"
+    made, known, said = "fz.compat.deepspeed_schedule", PARAMS[kind], list[str]()
+    _need_known(r, "scheduler", known)
     r.honour("scheduler.type", f"{made}({kind!r}, ...)")
-    _unknown(r, params, [*known], kind, "scheduler")
-    said = []
     for name, default in known.items():
         path = f"scheduler.params.{name}"
-        if default is REQUIRED and path not in r.values:
+        if default is REQUIRED:
             r.add(path, None, "refused", f"{kind} needs it")
-        trainers = {"warmup_min_lr": 0, "warmup_max_lr": lr}  # what Hugging Face's Trainer puts there
-        if r.values.get(path) == "auto" and name in trainers and trainers[name] is not None:
-            value = r.values[path] = trainers[name]
-        else:
-            counts = name.endswith(("num_steps", "step_size", "stair_count"))
-            like = boolean if isinstance(default, bool) else text if isinstance(default, str) else number
-            words = ("log", "linear") if name == "warmup_type" else ()
-            value = r.take(path, None, integer if counts else like, among=words, open=True)
+        trainers = {"warmup_min_lr": 0, "warmup_max_lr": lr}.get(name)  # as Hugging Face's Trainer fills them
+        if r.values.get(path) == AUTO and trainers is not None:
+            r.values[path], r.written[path] = trainers, (r.written[path][0], trainers)
+        like = "true or false" if isinstance(default, bool) else "a string" if isinstance(default, str) else "a number"
+        like = "an int" if name.endswith(("num_steps", "step_size", "stair_count")) else like
+        value = r.take(path, None, like, among=("log", "linear") if name == "warmup_type" else (), open=True)
         r.honour(path, made)
         said += [f"{name}={value!r}"] if value is not None else []
-    rate = "" if lr is None else f"{lr!r}"
-    needs = kind == "WarmupCosineLR" or (kind == "WarmupLR" and "warmup_max_lr" not in " ".join(said))
-    first = [repr(kind), *([rate] if rate and needs else [])]
-    return f"{made}({', '.join([*first, *said, *(['momentum=True'] if momentum else [])])})"
+    first = kind == "WarmupCosineLR" or (kind == "WarmupLR" and not r.has("scheduler.params.warmup_max_lr"))
+    said = [repr(kind), *[repr(lr)] * first, *said, *["momentum=True"] * momentum]
+    return f"{made}({', '.join(said)})"
 
 
-def _unknown(r: Reading, params: Mapping[str, object], known: list[str], kind: str, block: str = "optimizer") -> None:
-    for key in params:
+def _need_known(r: Reading, block: str, known: Iterable[str]) -> None:
+    for key in r.under(f"{block}.params"):
         if key not in known:
-            r.refuse(f"{block}.params.{key}", f"{kind} has no such parameter{nearest(key, known)}")
+            said = f"{r.values[f'{block}.type']} has no such parameter{nearest(key, known)}"
+            r.refuse(f"{block}.params.{key}", said)
