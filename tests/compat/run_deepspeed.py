@@ -2,7 +2,7 @@
 
     python tests/compat/run_deepspeed.py FOLDER
 
-It writes FOLDER/losses.json: name -> stage -> losses of ten steps, and a checkpoint of one run after five of them.
+It writes FOLDER/NAME-STAGE.json, the losses of ten steps, and for AdamW a checkpoint after five of them.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {**BASE, "bf16": {"enabled": True}, "optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
 }  # fmt: skip
 STAGES = {"adamw": (0, 1, 2, 3), "sgd": (1, 2, 3), "sum": (1, 2), "bf16": (1, 2, 3)}
+CASES = [(name, stage) for name in CONFIGS for stage in STAGES.get(name, (1,))]
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+    generator = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.4, generator=generator)
+    return module
 
 
 def config_of(name: str, stage: int) -> dict[str, Any]:
@@ -86,13 +90,19 @@ def batch(step: int, rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Te
     return torch.randn(MICRO, 5, generator=generator), torch.randint(3, (MICRO,), generator=generator)
 
 
-def run(rank: int, name: str, stage: int, out: str, meeting: str) -> None:
-    import deepspeed  # type: ignore[import-not-found]
-
+def run(rank: int, out: str, meeting: str) -> None:
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_SIZE=str(RANKS))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    for name, stage in CASES:
+        train(rank, name, stage, out)
+    dist.destroy_process_group()
+
+
+def train(rank: int, name: str, stage: int, out: str) -> None:
+    import deepspeed  # type: ignore[import-not-found]
+
     module = net()
     engine = deepspeed.initialize(
         model=module, model_parameters=module.parameters(), config=config_of(name, stage), dist_init_required=False
@@ -116,18 +126,14 @@ def run(rank: int, name: str, stage: int, out: str, meeting: str) -> None:
     if rank == 0:
         Path(out, f"{name}-{stage}.json").write_text(json.dumps(losses))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(out: str) -> None:
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     import deepspeed  # type: ignore[import-not-found]  # noqa: F401  once for all of the processes to come
 
-    for name in CONFIGS:
-        for stage in STAGES.get(name, (1,)):
-            with tempfile.TemporaryDirectory() as folder:
-                given = (name, stage, out, os.path.join(folder, "meeting"))
-                mp.start_processes(run, given, RANKS, start_method="fork")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run, (out, os.path.join(folder, "meeting")), RANKS, start_method="fork")
 
 
 if __name__ == "__main__":

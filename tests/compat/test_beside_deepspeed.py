@@ -21,7 +21,6 @@ import fzero as fz
 if "DEEPSPEED_LOSSES" not in os.environ and importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
-CASES = [(name, stage) for name in theirs.CONFIGS for stage in theirs.STAGES.get(name, (1,))]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +55,11 @@ def losses(rank: int, name: str, stage: int, folder: Path | None = None) -> list
     return out
 
 
-@pytest.mark.parametrize(("name", "stage"), CASES)
+@pytest.mark.parametrize(("name", "stage"), theirs.CASES)
 def test_losses_are_those_of_deepspeed(folder: Path, name: str, stage: int) -> None:
     want = json.loads((folder / f"{name}-{stage}.json").read_text())
     found = fz.testing.run_ranks(functools.partial(losses, name=name, stage=stage), theirs.RANKS)[0]
-    assert found == pytest.approx(want, rel=0, abs=2e-2 if "bf16" in name else 1e-5)
+    assert found == pytest.approx(want, rel=0, abs=2e-3 if "bf16" in name else 1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
