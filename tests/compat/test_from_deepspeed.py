@@ -424,8 +424,8 @@ TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "accelerate stage 2": ({"fp16": {"enabled": True, **LOSS}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES, "zero_optimization":
         {"stage": 2, "offload_optimizer": CPU, "allgather_partitions": True, "allgather_bucket_size": 2e8, "reduce_scatter": True, **BUCKETS},
         "wall_clock_breakdown": False, "steps_per_print": 2000},
-        ["fz.shard_zero2(step)", "params='host', moments='host'", "deepspeed_schedule('WarmupDecayLR', total_num_steps=20, "
-         "warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=2)"]),
+        ["fz.shard_zero2(step)", "params='host', moments='host'", "deepspeed_schedule('WarmupDecayLR', warmup_min_lr=0, "
+         "warmup_max_lr=0.01, warmup_num_steps=2, total_num_steps=20)"]),
     "accelerate stage 3": ({"bf16": {"enabled": True}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES, "zero_optimization":
         {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **BUCKETS, **LIVE, **LONG, **SAVED}},
         ["fz.shard_zero3(step)", f"policy = {BF16}", "fz.clip_by_global_norm(0.7)", "fz.accumulate(step, 2)"]),
@@ -605,12 +605,12 @@ def test_a_cycle_of_momentum() -> None:
     [
         (lambda: fz.compat.deepspeed_schedule("Warmup", 0.1), "got type='Warmup', expected one of 'WarmupLR'"),
         (lambda: fz.compat.deepspeed_schedule(3, 0.1), "got type=3"),  # type: ignore[arg-type]
-        (lambda: fz.compat.deepspeed_schedule("WarmupLR"), "needs lr="),
+        (lambda: fz.compat.deepspeed_schedule("WarmupLR"), "expected the rate of the optimizer"),
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", "fast"), "got lr='fast'"),  # type: ignore[arg-type]
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, warmup_steps=3), "expected warmup_num_steps"),
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, warmup_num_steps=0), "at least 1"),
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, warmup_min_lr="x"), "got warmup_min_lr='x'"),
-        (lambda: fz.compat.deepspeed_schedule("WarmupDecayLR", 0.1), "needs total_num_steps="),
+        (lambda: fz.compat.deepspeed_schedule("WarmupDecayLR", 0.1), "got no total_num_steps="),
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, warmup_type="x"), "expected 'log' or 'linear'"),
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, momentum=True), "OneCycle alone"),
         (lambda: fz.compat.cast_inputs(nn.Linear(1, 1), torch.float16), "got fn="),

@@ -13,14 +13,11 @@ from fzero.table.needs import need_function
 
 
 def cast_inputs(fn: Callable[..., object], dtype: torch.dtype) -> Callable[..., object]:
-    """A step's function, with its floating inputs cast: what DeepSpeed's `fp16.auto_cast` does.
+    """A step's function with its floating inputs cast, as DeepSpeed's `fp16.auto_cast` does.
 
     Args:
         fn: `fn(params, *inputs) -> outputs`. Params are left as they are.
-        dtype: what floating tensors in the inputs are cast to. Others stay.
-
-    Returns:
-        A function of the same arguments.
+        dtype: what floating tensors in the inputs are cast to.
 
     Raises:
         TypeError: `fn` is no function, or `dtype` no floating dtype.
@@ -36,7 +33,5 @@ def cast_inputs(fn: Callable[..., object], dtype: torch.dtype) -> Callable[..., 
 
 
 def _called(fn: Callable[..., object], dtype: torch.dtype, params: object, *inputs: object) -> object:
-    def cast(x: object) -> object:
-        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    return fn(params, *pytree.map(cast, inputs))
+    floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+    return fn(params, *pytree.map(lambda x: x.to(dtype) if floating(x) else x, inputs))

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 ZERO = "zero_optimization"
 _BUCKETS = "there are no buckets: a unit is gathered, and its gradients are reduced, as one"
 _OVERLAP = "transfers run beside the computation"
 _LAYOUT = "fzero lays leaves out by itself, in one buffer for each unit"
-_UNITS = "train_step(..., units=) says what is gathered together, and two units are alive at a time"
 _SAVES = "saves are as they are called, and load on any number of ranks"
+_PINNED = "memory that GPUs read is pinned"
+_NO_CHOICE = "fzero has no such choice"
 _DISK = "fz.Disk sizes its transfers"
 _PLAN = "fz.plan(step, params, inputs=batch) tells it"
-_CALLS = "it is for DeepSpeed's own modules"
+_NONE = "fzero has no such feature. Leave it out"
+_GONE = f"DeepSpeed 0.19 has removed it, and {_NONE}"
+_STALE = "it updates by stale gradients, which are other numbers. Leave it out"
+_TENSOR = "write a plan for fz.shard_tensor"
 
-# accepted without effect on numbers beyond rounding: block -> why -> keys
-_HINTS = {
+
+def _by_key(blocks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """{block: {why: keys}} as {path: why}."""
+    return {
+        f"{block}.{key}".lstrip("."): why
+        for block, reasons in blocks.items()
+        for why, keys in reasons.items()
+        for key in keys.split()
+    }
+
+
+# accepted without effect on numbers beyond rounding: keys and whole blocks
+HINTS = _by_key({
     ZERO: {
         _BUCKETS: "allgather_partitions allgather_bucket_size reduce_bucket_size use_multi_rank_bucket_allreduce "
         "reduce_scatter allgather_sequential use_all_reduce_for_fetch_params mics_hierarchical_params_gather",
-        _OVERLAP: "overlap_comm prefetch_bucket_size",
+        _OVERLAP: "overlap_comm prefetch_bucket_size offload_optimizer.pipeline_read offload_optimizer.pipeline_write",
         _LAYOUT: "contiguous_gradients round_robin_gradients parameter_alignment legacy_stage1 sub_group_size",
-        _UNITS: "max_live_parameters max_reuse_distance module_granularity_threshold leaf_module",
-        "every leaf is sharded; shard_zero3(step, pattern=) keeps some whole": "param_persistence_threshold "
-        "model_persistence_threshold",
-        "fzero has no such choice": "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks "
-        "compute_grad_norm override_module_apply save_muon_momentum_buffer_in_memory",
+        "train_step(..., units=) says what is gathered together, and two units are alive at a time":
+        "max_live_parameters max_reuse_distance module_granularity_threshold leaf_module",
+        "every leaf is sharded; shard_zero3(step, pattern=) keeps some whole":
+        "param_persistence_threshold model_persistence_threshold",
+        _NO_CHOICE: "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks compute_grad_norm "
+        "override_module_apply save_muon_momentum_buffer_in_memory offload_optimizer.cpuadam_cores_perc",
         "a leaf that is not used has a gradient of zeros, with a warning": "ignore_unused_parameters",
         _SAVES: "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
-        "memory that GPUs read is pinned": "cpu_offload_use_pin_memory",
-    },
-    **{
-        f"{ZERO}.{block}": {
-            "memory that GPUs read is pinned": "pin_memory",
-            _DISK: f"buffer_count buffer_size {more}",
-        }
-        for block, more in (
-            ("offload_optimizer", "fast_init pipeline_read pipeline_write cpuadam_cores_perc"),
-            ("offload_param", "max_in_cpu"),
-        )
+        _PINNED: "cpu_offload_use_pin_memory offload_optimizer.pin_memory offload_param.pin_memory",
+        _DISK: "offload_optimizer.buffer_count offload_optimizer.buffer_size offload_optimizer.fast_init "
+        "offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu",
     },
     "bf16": {"gradients are summed as they come": "immediate_grad_update"},
     "torch_autocast": {"leaves of two or more dims travel in the dtype": "lower_precision_safe_modules"},
-    "optimizer": {"updates are fused": "legacy_fusion"},
     "activation_checkpointing": {
-        "each unit is one": "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary",
-        _PLAN: "profile",
+        "each unit is one": "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     },
     "checkpoint": {_SAVES: "tag_validation use_node_local_storage parallel_write writer"},
     "tensor_parallel": {
@@ -51,7 +59,10 @@ _HINTS = {
         _OVERLAP: "tp_overlap_comm",
         "your function and its params say it": "dtype vocab_parallel_ce_backend keep_module_on_host",
     },
-    "pipeline": {_CALLS: "partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"},
+    "pipeline": {
+        "it is for DeepSpeed's own modules": "partition seed_layers activation_checkpoint_interval pipe_partitioned "
+        "grad_partitioned",
+    },
     "": {
         _BUCKETS: "allgather_size disable_allgather",
         _DISK: "aio",
@@ -60,56 +71,40 @@ _HINTS = {
         "log metrics in the body of the loop": "wandb comet",
         _PLAN: "memory_breakdown flops_profiler comms_logger",
         "torch.profiler shows it": "wall_clock_breakdown timers",
-        "fzero has no such choice": "dump_state log_level vocabulary_size disable_python_gc dataloader_drop_last",
+        _NO_CHOICE: "dump_state log_level vocabulary_size disable_python_gc dataloader_drop_last optimizer.legacy_fusion",
         "DeepSpeed reads no such key": "comms_config monitor_config",
     },
-}
-HINTS = {
-    f"{block}.{key}".lstrip("."): why
-    for block, reasons in _HINTS.items()
-    for why, keys in reasons.items()
-    for key in keys.split()
-}
-
-_NONE = "fzero has no such feature. Leave it out"
-_GONE = f"DeepSpeed 0.19 has removed it, and {_NONE}"
-_STALE = "it updates by stale gradients, which are other numbers. Leave it out"
-_EXPERTS = "experts are not sharded yet (fz.shard_experts). Leave it out"
-_EIGHT = "gradients do not travel in 8 bits. Leave it out"
+})  # fmt: skip
 # refused where they are enabled: keys and whole blocks
-REFUSED = {
-    f"{ZERO}.offload_optimizer.super_offload": _STALE,
-    f"{ZERO}.zenflow": _STALE,
-    f"{ZERO}.zero_quantized_nontrainable_weights": "frozen leaves are not stored in 8 bits. Leave it out",
-    f"{ZERO}.zero_quantized_gradients": _EIGHT,
-    f"{ZERO}.zeropp_loco_param": _EIGHT,
-    **dict.fromkeys(("expert_parallel", "moe", "use_data_before_expert_parallelism"), _EXPERTS),
-    "compile": "a step is no graph yet (fz.jit). Leave it out; fz.compile(step) compiles each unit",
-    "checkpoint.load_universal": "give fz.compat.load_deepspeed the folder before it was converted",
-    "elasticity": "DeepSpeed 0.19 has removed it. Set train_batch_size; saves load on any number of ranks",
-    "tensor_parallel.vocab_parallel_lm_head": "write a plan for fz.shard_tensor",
-    "tensor_parallel.injection_policy_tuple": "write a plan for fz.shard_tensor",
-    "autotuning": "fz.fits proposes a step that fits. Leave it out",
-    **dict.fromkeys(
-        "tensor_parallel.kernel_inject tensor_parallel.replace_with_kernel_inject hybrid_engine data_efficiency "
-        "weight_quantization datastates".split(),
-        _NONE,
-    ),
-    **dict.fromkeys(
-        "amp sparse_attention sparse_gradients curriculum_learning progressive_layer_drop compression_training "
-        "quantize_training graph_harvesting eigenvalue nebula".split(),
-        _GONE,
-    ),
-}  # fmt: skip
-
-# which the translation reads: block -> keys
+REFUSED = _by_key({
+    ZERO: {
+        _STALE: "offload_optimizer.super_offload zenflow",
+        "frozen leaves are not stored in 8 bits. Leave it out": "zero_quantized_nontrainable_weights",
+        "gradients do not travel in 8 bits. Leave it out": "zero_quantized_gradients zeropp_loco_param",
+    },
+    "checkpoint": {"give fz.compat.load_deepspeed the folder before it was converted": "load_universal"},
+    "tensor_parallel": {
+        _TENSOR: "vocab_parallel_lm_head injection_policy_tuple",
+        _NONE: "kernel_inject replace_with_kernel_inject",
+    },
+    "": {
+        "experts are not sharded yet (fz.shard_experts). Leave it out":
+        "expert_parallel moe use_data_before_expert_parallelism",
+        "a step is no graph yet (fz.jit). Leave it out; fz.compile(step) compiles each unit": "compile",
+        "DeepSpeed 0.19 has removed it. Set train_batch_size; saves load on any number of ranks": "elasticity",
+        "fz.fits proposes a step that fits. Leave it out": "autotuning",
+        _NONE: "hybrid_engine data_efficiency weight_quantization datastates",
+        _GONE: "amp sparse_attention sparse_gradients curriculum_learning progressive_layer_drop compression_training "
+        "quantize_training graph_harvesting eigenvalue nebula",
+    },
+})  # fmt: skip
+# read by the translation: block -> keys
 _READ = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type "
-    "seq_parallel_communication_data_type sequence_parallel_size data_parallel_size steps_per_print",
+    "seq_parallel_communication_data_type sequence_parallel_size data_parallel_size steps_per_print optimizer.type "
+    "scheduler.type pipeline.stages",
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
-    "optimizer": "type",
-    "scheduler": "type",
     "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
     "auto_cast fp16_master_weights_and_grads",
     "bf16": "enabled bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow",
@@ -119,22 +114,20 @@ _READ = {
     "offload_param.nvme_path",
     "tensor_parallel": "autotp_size tp.tp_size partition_config.layer_specs",
     "activation_checkpointing": "partition_activations cpu_checkpointing",
-    "pipeline": "stages",
     "tensorboard": "enabled output_path job_name",
     "csv_monitor": "enabled output_path job_name",
-}
-READ = [f"{block}.{key}".lstrip(".") for block, keys in _READ.items() for key in keys.split()]
+}  # fmt: skip
+READ = [*_by_key({block: {"": keys} for block, keys in _READ.items()})]
 
 # other names: deprecated ones, and those with a prefix
-ALIASES = {
-    "bfloat16": "bf16",
+_PREFIXED = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential"
+)
+ALIASES = {f"{ZERO}.stage3_{key}": f"{ZERO}.{key}" for key in _PREFIXED.split()} | {
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.gather_16bit_weights_on_model_save",
-    **{
-        f"{ZERO}.stage3_{key}": f"{ZERO}.{key}"
-        for key in "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
-        "use_all_reduce_for_fetch_params allgather_sequential".split()
-    },
+    "bfloat16": "bf16",
 }
 OFFLOADS = {f"{ZERO}.cpu_offload": "offload_optimizer", f"{ZERO}.cpu_offload_param": "offload_param"}  # booleans
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from fzero.base.arguments import need_bool, need_int, need_number, wrong
+from fzero.base.arguments import need_bool, need_number, wrong
 from fzero.table.optimizer import Schedule
 
-_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
-# what each takes, with its defaults; REQUIRED has none
-REQUIRED = object()
-PARAMS: dict[str, dict[str, object]] = {
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP},
-    "WarmupDecayLR": {"total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP},
-    "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_WARMUP},
-    "OneCycle": {
-        "cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None,
-        "decay_step_size": 0, "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-    },
-}  # fmt: skip
 _WHO = "compat.deepspeed_schedule"
-_COUNTS = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size")
+REQUIRED = inspect.Parameter.empty
+_OURS = ("count", "lr", "momentum")
 
 
 def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = False, **params: object) -> Schedule:
     """One of DeepSpeed's learning-rate schedules, for the `lr` of an optimizer.
 
-    As in DeepSpeed, the first update has the lowest rate: the k-th one, from 0, has that of iteration k - 1. An update
+    As in DeepSpeed, the schedule is one update late: the first two updates have the rate that it begins with. An update
     that is skipped does not count.
 
     Args:
@@ -60,114 +45,102 @@ def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = F
         raise wrong(_WHO, "type", type, f"one of {', '.join(map(repr, PARAMS))}")
     if type not in PARAMS:
         raise ValueError(f"{_WHO}: got type={type!r}, expected one of {', '.join(map(repr, PARAMS))}.")
-    known = PARAMS[type]
-    for name in params:
+    need_bool(momentum, _WHO, "momentum")
+    if momentum and type != "OneCycle":
+        raise ValueError(f"{_WHO}: got momentum=True for {type}, expected it for OneCycle alone.")
+    known, given = PARAMS[type], {name: value for name, value in params.items() if value is not None}
+    if type == "WarmupCosineLR" or (type == "WarmupLR" and "warmup_max_lr" not in given) or lr is not None:
+        need_number(lr, _WHO, "lr", "the rate of the optimizer")
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise TypeError(f"{_WHO}: got {name}= for {type}, expected {' or '.join(near or known)}.")
-    if missing := [name for name, default in known.items() if default is REQUIRED and name not in params]:
-        raise TypeError(f"{_WHO}: {type} needs {missing[0]}=.")
-    need_bool(momentum, _WHO, "momentum")
-    if lr is not None:
-        need_number(lr, _WHO, "lr", "a number or None")
-    elif type == "WarmupCosineLR" or (type == "WarmupLR" and params.get("warmup_max_lr") is None):
-        raise TypeError(f"{_WHO}: {type} needs lr=, the rate of the optimizer.")
-    if momentum and type != "OneCycle":
-        raise ValueError(f"{_WHO}: got momentum=True for {type}, expected it for OneCycle alone.")
-    numbers = {**known, **{name: value for name, value in params.items() if value is not None}}
-    for name, value in numbers.items():
-        _need(name, value, known[name])
-    return functools.partial(_momentum if momentum else _FUNCTIONS[type], lr, numbers)
+        if isinstance(known[name], bool):
+            need_bool(value, _WHO, name)
+        elif name == "warmup_type":
+            if value not in ("log", "linear"):
+                raise ValueError(f"{_WHO}: got {name}={value!r}, expected 'log' or 'linear'.")
+        elif need_number(value, _WHO, name) == 0 and name.endswith(("num_steps", "first_step_size", "test_step_size")):
+            raise ValueError(f"{_WHO}: got {name}=0, expected a number of updates of at least 1.")
+    if missing := [name for name, default in known.items() if default is REQUIRED and name not in given]:
+        raise TypeError(f"{_WHO}: got no {missing[0]}=, expected it for {type}.")
+    more = {"momentum": True} if momentum else {}
+    return functools.partial(_FUNCTIONS[type], lr=lr, **given, **more)
 
 
-def _need(name: str, value: object, default: object) -> None:
-    """A parameter is of the kind of its default."""
-    if isinstance(default, bool):
-        need_bool(value, _WHO, name)
-    elif isinstance(default, str):
-        if value not in ("log", "linear"):
-            raise ValueError(f"{_WHO}: got {name}={value!r}, expected 'log' or 'linear'.")
-    elif name in _COUNTS:
-        need_int(value, _WHO, name, "a number of updates", least=1)
-    elif value is not None:
-        need_number(value, _WHO, name)
-        if name == "cycle_first_step_size" and value == 0:
-            raise ValueError(f"{_WHO}: got {name}=0, expected more than 0 updates.")
-
-
-Numbers = Mapping[str, float]  # and the word of a warm-up
-
-
-def _share(p: Numbers, i: int) -> float | None:
+def _share(i: int, steps: int, kind: str) -> float | None:
     """How much of the warm-up is done at an iteration; None behind it."""
-    steps = max(2, p["warmup_num_steps"])
     if i >= steps:
         return None
-    return i / steps if p["warmup_type"] == "linear" else math.log(max(i, 0) + 1) / math.log(steps)
+    return i / steps if kind == "linear" else math.log(i + 1) / math.log(steps)
 
 
-def _warmup(lr: float | None, p: Numbers, count: int) -> float:
-    """WarmupLR and, where there is a total, WarmupDecayLR."""
-    low, top, i = p["warmup_min_lr"], p["warmup_max_lr"], max(0, count - 1)
-    top = lr if top is None else top
+def _warmup(
+    count: int, *, lr: float | None, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000, warmup_type: str = "log", total_num_steps: int | None = None,
+) -> float:  # fmt: skip
+    steps, i, top = max(2, warmup_num_steps), max(0, count - 1), lr if warmup_max_lr is None else warmup_max_lr
     assert top is not None
-    share = _share(p, i)
+    share = _share(i, steps, warmup_type)
     if share is None:
-        total, steps = p.get("total_num_steps"), max(2, p["warmup_num_steps"])
-        share = 1.0 if total is None else max(0.0, (total - i) / max(1.0, total - steps))
-    return low + (top - low) * share
+        end = total_num_steps
+        share = 1.0 if end is None else max(0.0, (end - i) / max(1.0, end - steps))
+    return warmup_min_lr + (top - warmup_min_lr) * share
 
 
-def _cosine(lr: float, p: Numbers, count: int) -> float:
+def _cosine(
+    count: int, *, lr: float, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001, warmup_type: str = "log",
+) -> float:  # fmt: skip
+    steps, i = max(2, warmup_num_steps), count - 1
     if count == 0:
         return 0.0
-    low, end, i = p["warmup_min_ratio"], p["cos_min_ratio"], count - 1
-    if (share := _share(p, i)) is not None:
-        return lr * (low + (1 - low) * share)
-    steps = max(2, p["warmup_num_steps"])
-    progress = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
-    return lr * max(0.0, end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
+    if (share := _share(i, steps, warmup_type)) is not None:
+        return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * share)
+    progress = min(1.0, (i - steps + 1) / max(1, total_num_steps - steps))
+    return lr * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _range_test(lr: float | None, p: Numbers, count: int) -> float:
-    interval = count / p["lr_range_test_step_size"]
-    interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
-    return p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval)
+def _range_test(
+    count: int, *, lr: float | None, lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+) -> float:  # fmt: skip
+    interval = count / lr_range_test_step_size
+    interval = math.floor(interval) if lr_range_test_staircase else interval
+    return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
 
 
-def _height(p: Numbers, count: int) -> tuple[float, float | None]:
-    """How high in the cycle an update is, from 0 to 1, and how far behind it, in steps of its decay."""
-    first = float(p["cycle_first_step_size"])
-    second = first if p["cycle_second_step_size"] is None else float(p["cycle_second_step_size"])
-    total, at = first + second, count % (first + second)
-    if count - 1 >= total:
-        return 0.0, (count - total) / p["decay_step_size"] if p["decay_step_size"] else None
-    stairs = p["cycle_first_stair_count"]
-    if at > first and p["cycle_second_stair_count"] is not None:
-        stairs = p["cycle_second_stair_count"]
+def _one_cycle(
+    count: int, *, lr: float | None, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    cycle_first_step_size: float = 2000, cycle_second_step_size: float | None = None, cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None, decay_step_size: float = 0, cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0, momentum: bool = False,
+) -> float:  # fmt: skip
+    first, stairs = cycle_first_step_size, cycle_first_stair_count
+    second = first if cycle_second_step_size is None else cycle_second_step_size
+    over, behind = count % (first + second), count - first - second
+    of = first
+    if over > first:
+        over, of = first + second - over, second
+        stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
     # stairs are counted before the division, which may end just below one
-    over, of = (at, first) if at <= first else (total - at, second)
-    return math.floor(over * stairs / of) / stairs if stairs else over / of, 0.0
-
-
-def _one_cycle(lr: float | None, p: Numbers, count: int) -> float:
-    height, behind = _height(p, count)
-    rate = p["cycle_min_lr"] + (p["cycle_max_lr"] - p["cycle_min_lr"]) * height
-    return rate / (1 + p["decay_lr_rate"] * behind) if behind else rate
-
-
-def _momentum(lr: float | None, p: Numbers, count: int) -> float:
+    height = 0.0 if behind > 0 else math.floor(over * stairs / of) / stairs if stairs else over / of
+    decays = behind / decay_step_size if behind > 0 and decay_step_size else 0.0
+    if not momentum:
+        return (cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height) / (1 + decay_lr_rate * decays)
     if count == 0:  # as DeepSpeed begins
-        return p["cycle_min_mom"]
-    height, behind = _height(p, count)
-    momentum = p["cycle_max_mom"] - (p["cycle_max_mom"] - p["cycle_min_mom"]) * height
-    return momentum * (1 + p["decay_mom_rate"] * behind) if behind else momentum
+        return cycle_min_mom
+    return (cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height) * (1 + decay_mom_rate * decays)
 
 
 _FUNCTIONS: dict[str, Callable[..., float]] = {
-    "WarmupLR": _warmup,
-    "WarmupDecayLR": _warmup,
-    "WarmupCosineLR": _cosine,
-    "OneCycle": _one_cycle,
-    "LRRangeTest": _range_test,
+    "WarmupLR": _warmup, "WarmupDecayLR": functools.partial(_warmup, warmup_max_lr=0.001), "WarmupCosineLR": _cosine,
+    "OneCycle": _one_cycle, "LRRangeTest": _range_test,
+}  # fmt: skip
+# what each takes, with its default, or REQUIRED
+PARAMS: dict[str, dict[str, object]] = {
+    kind: {name: p.default for name, p in inspect.signature(function).parameters.items() if name not in _OURS}
+    for kind, function in _FUNCTIONS.items()
 }
+PARAMS["WarmupDecayLR"]["total_num_steps"] = REQUIRED
+del PARAMS["WarmupLR"]["total_num_steps"]
