@@ -22,7 +22,7 @@ from torch import nn
 
 import fzero as fz
 from fzero.compat.deepspeed import __main__ as command
-from fzero.compat.deepspeed.keys import ALIASES, HINTS, OFFLOADS, OPTIMIZERS, OTHERS, READ, REFUSED
+from fzero.compat.deepspeed.keys import ALIASES, HINTS, OFFLOADS, ONLY, OPTIMIZERS, OTHERS, READ, REFUSED
 from fzero.compat.deepspeed.reading import KNOWN
 from fzero.compat.deepspeed.schedules import PARAMS
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
@@ -132,9 +132,10 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("optimizer.params.torch_adam", True, {}, M, "weight_decay=0.01"),
     ("optimizer.params.amsgrad", True, {}, H, "amsgrad=True"),
     *[(f"optimizer.params.{key}", True, {}, M, "") for key in ("set_grad_none", "foreach", "fused", "capturable")],
-    *[(f"optimizer.params.{key}", True, {}, M, "") for key in ("bias_correction", "fp32_optimizer_states")],
+    *[(f"optimizer.params.{key}", True, {}, H, "") for key in ("bias_correction", "fp32_optimizer_states")],
     *[(f"optimizer.params.{key}", False, {}, R, "Leave it out") for key in ("bias_correction", "fp32_optimizer_states")],
-    ("optimizer.params.max_grad_norm", 1.0, {}, R, "write gradient_clipping"),
+    ("optimizer.params.max_grad_norm", 1.0, {}, R, "Write gradient_clipping"),
+    ("optimizer.params.min_coeff", 1.0, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.max_coeff", 1.0, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.eps_inside_sqrt", True, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.weight_deacy", 0.1, {}, R, "The nearest one is 'weight_decay'"),
@@ -174,7 +175,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, "fz.Policy.bf16_states()"),
     ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1}, R, f"needs {MASTERS}"),
     ("bf16.check_grad_overflow", True, {}, H, ""),
-    ("bf16.check_grad_overflow", False, {}, R, "always. Leave it out"),
+    ("bf16.check_grad_overflow", False, {}, R, "always skipped. Leave it out"),
     ("torch_autocast.enabled", True, {"torch_autocast.dtype": "bfloat16"}, H, "fz.autocast(step, torch.bfloat16)"),
     ("torch_autocast.enabled", False, {"torch_autocast.dtype": "bfloat16"}, H, ""),
     ("torch_autocast.dtype", "float16", {}, H, "fz.loss_scale(step, initial=2.0**16, interval=2000"),
@@ -271,8 +272,8 @@ def test_every_known_key_is_there() -> None:
     asked = {key for key, *_ in SAID} | {path for _, _, more, *_ in SAID for path in more}
     prefixed = {name for name in ALIASES if name.startswith(f"{ZERO}.stage3_")}
     params = {f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own}
-    assert {*READ, *HINTS, *REFUSED, *params, *OFFLOADS} <= asked
-    assert {*KNOWN} == {*READ, *HINTS, *REFUSED, *params, *ALIASES, *OFFLOADS,
+    assert {*READ, *HINTS, *REFUSED, *ONLY, *params, *OFFLOADS} <= asked
+    assert {*KNOWN} == {*READ, *HINTS, *REFUSED, *ONLY, *params, *ALIASES, *OFFLOADS,
                         *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own]}  # fmt: skip
     for name in prefixed:
         assert row_of(made_of({name: 1 if "gather" not in name else True}), name).verdict in (H, M)
@@ -396,11 +397,13 @@ def test_a_rate_that_is_a_schedule_and_an_optimizer_of_ones_own() -> None:
     assert "fz.adamw(lr, b2=0.95, weight_decay=0.1)" in made_of(none, lr=lr, betas=(0.9, 0.95), weight_decay=0.1).code
     assert "fz.adamw(0.1, weight_decay=0.0)" in made_of(none, lr=0.1).code
     assert "optimizer = optimizer" in made_of(none, optimizer=fz.sgd(0.1)).code
-    with pytest.raises(ValueError, match=r"optimizer: got None; there is none. Give lr="):
+    with pytest.raises(ValueError, match=r"optimizer.params.lr: got 'auto'; 'auto' has no value. Give lr="):
         made_of(none)
     schedule = {"scheduler.type": "WarmupLR"}
     with pytest.raises(ValueError, match="that is no number, and a schedule too"):
         made_of({"optimizer.params.lr": "auto", **schedule}, lr=lr)
+    with pytest.raises(ValueError, match=r"optimizer.type: got 'AdamW'; got optimizer= too"):
+        made_of({}, optimizer=fz.sgd(0.1))
     with pytest.raises(ValueError, match=r"Give it fz.compat.deepspeed_schedule"):
         made_of({**none, **schedule}, optimizer=fz.sgd(0.1))
 
@@ -615,7 +618,7 @@ def test_a_cycle_of_momentum() -> None:
         (lambda: fz.compat.deepspeed_schedule("WarmupLR", 0.1, momentum=True), "OneCycle alone"),
         (lambda: fz.compat.cast_inputs(nn.Linear(1, 1), torch.float16), "got fn="),
         (lambda: fz.compat.cast_inputs(fn, torch.int8), "got dtype="),
-        (lambda: fz.compat.from_deepspeed(3, fn), "got config=int"),  # type: ignore[arg-type]
+        (lambda: fz.compat.from_deepspeed(3, fn), "got config=3"),  # type: ignore[arg-type]
         (lambda: fz.compat.from_deepspeed({3: 4}, fn), "got the key 3"),  # type: ignore[dict-item]
         (lambda: fz.compat.from_deepspeed(BASE, 3), "got fn=3"),  # type: ignore[arg-type]
     ],

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from fzero.compat.deepspeed.config import refusals, shown, translated, written
+from fzero.compat.deepspeed.config import refusals, shown, translated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,9 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 1
-    rows = read.report()
-    said = refusals(rows)
-    print(shown(rows, "", {}) if said else shown(rows, written(read), read.loop, read.arguments))
+    said = refusals(rows := read.report())
+    print(shown(rows, "", {}) if said else shown(rows, read.code, read.loop, read.arguments))
     print(said, end="\n" if said else "", file=sys.stderr)
     return 1 if said else 0
 

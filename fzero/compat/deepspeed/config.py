@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fzero.base.arguments import need_path
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
 from fzero.compat.deepspeed.optimizer import optimizer_of
-from fzero.compat.deepspeed.reading import Reading, Row
+from fzero.compat.deepspeed.reading import HEAD, Reading, Row
 from fzero.compat.deepspeed.sections import batch, devices, logs, memory, precision
 from fzero.table.needs import need_function
 
 _WHO = "compat.from_deepspeed"
-_HEAD = "import torch\n\nimport fzero as fz\n"
 Config = str | os.PathLike[str] | Mapping[str, object]
 
 
@@ -34,13 +36,13 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
             and others make AdamW, and `optimizer=` is taken as it is.
 
     Returns:
-        An object with these attributes. `print` shows the report and the code, which can be pasted.
+        `made`, with these attributes. `print(made)` shows the report and the code, which can be pasted.
 
-        - `step`: the step. `step(state, *batch)` is one update: micro-batch times accumulation examples of this rank.
+        - `step`: the step. A call is one update, with micro-batch times accumulation examples of this rank.
         - `report`: a tuple `(key, value, verdict, what)` for each key. The verdict is `"honoured"` or `"no effect"`.
         - `code`: the same step in code.
-        - `loop`: what is said of logs, for `fz.loop(made.step, state, batches, **made.loop)`.
-        - `mesh`: the mesh, if there is tensor or sequence parallelism, such as for `fz.parallel.axis(made.mesh, "sp")`.
+        - `loop`: what it says of logs, for `fz.loop(made.step, state, batches, **made.loop)`.
+        - `mesh`: the mesh of tensor or sequence parallelism, or None.
 
     Raises:
         ValueError: keys that fzero lacks, unknown keys with the nearest known one, values out of range, "auto" without
@@ -68,7 +70,7 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     rows = read.report()
     if said := refusals(rows):
         raise ValueError(said)
-    code, made = written(read), {"fn": fn, **read.given}
+    code, made = read.code, {"fn": fn, **read.given}
     exec(code, made)  # what is printed is what is run
     mesh = made.get("mesh")
     assert mesh is None or isinstance(mesh, Mesh)
@@ -104,11 +106,6 @@ def translated(config: Config, autos: Mapping[str, object], ranks: int, names: b
     return r
 
 
-def written(read: Reading) -> str:
-    """The code, which makes `step` of `fn`."""
-    return "\n".join([_HEAD, *read.lines])
-
-
 def refusals(rows: Sequence[Row]) -> str:
     """All of them in one text, or nothing."""
     said = [f"  {row.key}: got {row.value!r}; {row.what}." for row in rows if row.verdict == "refused"]
@@ -117,14 +114,13 @@ def refusals(rows: Sequence[Row]) -> str:
 
 def shown(report: Sequence[Row], code: str, loop: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
     """The table, as a comment, and the code, as a function where it has arguments."""
-    values = [said if len(said := repr(row.value)) < 31 else f"{said[:27]}..." for row in report]
     cells = [("key", "value", "verdict", "what it became")]
-    cells += [(row.key, value, row.verdict, row.what) for row, value in zip(report, values, strict=True)]
+    cells += [(row.key, textwrap.shorten(repr(row.value), 30), row.verdict, row.what) for row in report]
     wide = [max([len(row[i]) for row in cells]) for i in range(3)]
     lines = ["  ".join([*map(str.ljust, row[:3], wide), row[3]]) for row in cells]
     if arguments:
-        body = [*code.removeprefix(_HEAD).strip().splitlines(), "return step"]
-        code = "\n    ".join([f"{_HEAD}\n\ndef make_step(fn, {', '.join(arguments)}):", *body])
+        body = [*code.removeprefix(HEAD).strip().splitlines(), "return step"]
+        code = "\n    ".join([f"{HEAD}\n\ndef make_step(fn, {', '.join(arguments)}):", *body])
     ways = "".join([f", {name}={value!r}" for name, value in loop.items()])
     after = f"\n\n# for state, metrics in fz.loop(step, state, batches{ways}):" if loop else ""
     return "\n".join([*[f"# {line}" for line in lines], "", code]) + after
@@ -133,20 +129,18 @@ def shown(report: Sequence[Row], code: str, loop: Mapping[str, object], argument
 def _loaded(config: Config) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
-    if not isinstance(config, (str, os.PathLike)):
-        raise TypeError(f"{_WHO}: got config={type(config).__name__}, expected the path of a JSON file, or a dict.")
-    try:
-        with open(config, encoding="utf-8") as file:
+    path = need_path(config, _WHO, "config", "the path of a JSON file, or a dict")
+    with open(path, encoding="utf-8") as file:
+        try:
             found = json.load(file, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{_WHO}: {os.fspath(config)}: got no JSON ({error}), expected ds_config.json.") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{_WHO}: {path}: got no JSON ({error}), expected ds_config.json.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{_WHO}: {os.fspath(config)}: got {type(found).__name__}, expected an object with keys.")
+        raise ValueError(f"{_WHO}: {path}: got {type(found).__name__}, expected an object with keys.")
     return found
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(key for key, _ in pairs).items() if times > 1]:
         raise ValueError(f"{_WHO}: got the key {twice[0]!r} twice, expected it once.")
     return dict(pairs)

@@ -71,7 +71,8 @@ HINTS = _by_key({
         "log metrics in the body of the loop": "wandb comet",
         _PLAN: "memory_breakdown flops_profiler comms_logger",
         "torch.profiler shows it": "wall_clock_breakdown timers",
-        _NO_CHOICE: "dump_state log_level vocabulary_size disable_python_gc dataloader_drop_last optimizer.legacy_fusion",
+        _NO_CHOICE: "dump_state log_level vocabulary_size disable_python_gc dataloader_drop_last "
+        "optimizer.legacy_fusion",
         "DeepSpeed reads no such key": "comms_config monitor_config",
     },
 })  # fmt: skip
@@ -98,16 +99,33 @@ REFUSED = _by_key({
         "quantize_training graph_harvesting eigenvalue nebula",
     },
 })  # fmt: skip
+# refused unless they have one of these values, which is what fzero does
+ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "bf16.check_grad_overflow": ((True,), "an update that is not finite is always skipped. Leave it out"),
+    "data_types.buffer_dtype": ((), "buffers are your function's. Convert them before fz.functional"),
+    "data_types.keep_in_fp32_modules": (("auto", []), "write fz.Policy.by_path({'*norm*': fz.Policy(), '*': ...})"),
+    "pipeline.stages": (("auto", 1), "make a step of each: fz.pipeline([step_a, step_b], fz.schedules.gpipe(2, 8))"),
+    **{
+        f"optimizer.params.{key}": (values, "fzero has no such choice. Leave it out")
+        for values, keys in (
+            ((True,), "bias_correction fp32_optimizer_states"),
+            ((False,), "eps_inside_sqrt per_head_muon"),
+            ((), "max_coeff min_coeff"),
+        )
+        for key in keys.split()
+    },
+    "optimizer.params.max_grad_norm": ((0,), "DeepSpeed refuses it too. Write gradient_clipping"),
+}
 # read by the translation: block -> keys
 _READ = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type "
     "seq_parallel_communication_data_type sequence_parallel_size data_parallel_size steps_per_print optimizer.type "
-    "scheduler.type pipeline.stages",
-    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "scheduler.type",
+    "data_types": "grad_accum_dtype param_dtype",
     "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
     "auto_cast fp16_master_weights_and_grads",
-    "bf16": "enabled bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow",
+    "bf16": "enabled bf16_master_weights_and_grads bf16_optimizer_states",
     "torch_autocast": "enabled dtype",
     ZERO: "stage gather_16bit_weights_on_model_save zero_hpz_partition_size mics_shard_size zero_quantized_weights "
     "offload_optimizer.device offload_optimizer.nvme_path offload_optimizer.ratio offload_param.device "
@@ -132,14 +150,14 @@ ALIASES = {f"{ZERO}.stage3_{key}": f"{ZERO}.{key}" for key in _PREFIXED.split()}
 OFFLOADS = {f"{ZERO}.cpu_offload": "offload_optimizer", f"{ZERO}.cpu_offload_param": "offload_param"}  # booleans
 
 _ADAM: dict[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-_CHOICES: dict[str, object] = {"adam_w_mode": True, "torch_adam": False, "fp32_optimizer_states": True}
+_CHOICES: dict[str, object] = {"adam_w_mode": True, "torch_adam": False}
 _ANY = dict.fromkeys(("set_grad_none", "foreach", "fused", "capturable"))
 # DeepSpeed's optimizers by their names in lower case: what they take, and their defaults
 OPTIMIZERS: dict[str, dict[str, object]] = {
-    **{name: {**_ADAM, **_CHOICES, "bias_correction": True, "amsgrad": False, **_ANY} for name in ("adam", "adamw")},
-    "lion": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0, "fp32_optimizer_states": True, **_ANY},
-    "lamb": {**_ADAM, "bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False},
+    **{name: {**_ADAM, **_CHOICES, "amsgrad": False, **_ANY} for name in ("adam", "adamw")},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0, **_ANY},
+    "lamb": {**_ADAM, "amsgrad": False},
     "muon": {**_ADAM, "lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-10, **_CHOICES, "muon_lr": None, "adam_lr": None,
-             "momentum": 0.95, "ns_method": "gram", "per_head_muon": False},
+             "momentum": 0.95, "ns_method": "gram"},
 }  # fmt: skip
 OTHERS = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")  # which fzero does not have

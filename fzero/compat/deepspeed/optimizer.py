@@ -6,17 +6,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fzero.compat.deepspeed.keys import OPTIMIZERS, OTHERS
-from fzero.compat.deepspeed.reading import AUTO, KINDS, OF_TRAINER, Name, Reading, nearest, number
+from fzero.compat.deepspeed.keys import ONLY, OPTIMIZERS, OTHERS
+from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr")
 _FLAGS = ("adam_w_mode", "torch_adam", "amsgrad")
-# what fzero has in one way only
-_ONLY = {
-    "bias_correction": True, "eps_inside_sqrt": False, "per_head_muon": False, "fp32_optimizer_states": True,
-    "max_grad_norm": 0, "max_coeff": None, "min_coeff": None,
-}  # fmt: skip
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
 _TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
 _NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
@@ -36,26 +31,28 @@ def optimizer_of(r: Reading, scale: str) -> None:
 
 
 def _made(r: Reading) -> str:
-    if not r.has("optimizer"):
-        return _of_trainer(r)
+    if "optimizer" in r.given:
+        r.add("optimizer", r.given["optimizer"], "honoured", "the optimizer")
+        if r.has("optimizer"):
+            r.refuse("optimizer.type", "got optimizer= too. Keep one")
+        if r.has("scheduler"):
+            r.refuse("scheduler.type", "the optimizer is your own. Give it fz.compat.deepspeed_schedule as its rate")
+        return "optimizer"
     name = r.take("optimizer.type", None, "a string")
     kind = name.lower() if isinstance(name, str) else ""
     if kind not in OPTIMIZERS:
         return _of_torch(r, kind)
-    _need_known(r, "optimizer", [*OPTIMIZERS[kind], *_ONLY])
+    _need_known(r, "optimizer", OPTIMIZERS[kind])
     p = {key: _param(r, key, default) for key, default in OPTIMIZERS[kind].items()}
     own = kind != "muon" and p.get("torch_adam") and "weight_decay" not in r.under("optimizer.params")
     if own and _decoupled(kind, p):
         p["weight_decay"] = 0.01  # torch's own default
     made = kind if kind in ("lamb", "lion", "muon") else "adamw" if _decoupled(kind, p) else "adam"
-    r.honour("optimizer.type", f"fz.{made}" + (", as published: nothing bounds its ratio" if made == "lamb" else ""))
+    r.honour("optimizer.type", f"fz.{made}" + ", as published: nothing bounds its ratio" * (made == "lamb"))
     for key in r.under("optimizer.params"):
         path = f"optimizer.params.{key}"
-        if key in _ONLY and r.values[path] not in (None, _ONLY[key]):
-            more = "; write gradient_clipping" if key == "max_grad_norm" else ""
-            r.refuse(path, f"fz.{made} has no such choice. Leave it out{more}")
-        elif key in _ONLY or key in _WITHOUT_EFFECT or (key == "adam_w_mode" and kind == "adamw"):
-            r.hint(path, "it says what is so, or changes rounding alone")
+        if key in _WITHOUT_EFFECT or (key == "adam_w_mode" and kind == "adamw"):
+            r.hint(path, "it changes rounding alone")
         r.honour(path, f"fz.{made}")
     if kind != "muon":
         return f"fz.{made}({', '.join([_rate(r, p['lr']), *_numbers(r, p, made)])})"
@@ -103,29 +100,6 @@ def _of_torch(r: Reading, kind: str) -> str:
     return f"fz.sgd({said})" if own else f"fz.from_torch(torch.optim.{name}, {said})"
 
 
-def _of_trainer(r: Reading) -> str:
-    """Where there is no optimizer, as in templates for a script that has its own: values of the call make one."""
-    for name in OF_TRAINER:
-        if name in r.given:
-            r.add(name, r.given[name], "honoured", "the optimizer" if name == "optimizer" else "fz.adamw")
-    if "optimizer" in r.given:
-        if r.has("scheduler"):
-            r.refuse("scheduler.type", "the optimizer is your own. Give it fz.compat.deepspeed_schedule as its rate")
-        return "optimizer"
-    if "lr" not in r.given and not r.names:
-        r.add("optimizer", None, "refused", "there is none. Give lr=1e-3 for AdamW, or optimizer=fz.adamw(...)")
-    r.add("optimizer", None, "honoured", "there is none: fz.adamw, with the defaults of Hugging Face's Trainer")
-    r.arguments += [] if "lr" in r.given else [Name("lr")]
-    p = {**OPTIMIZERS["adamw"], "lr": Name("lr"), **{name: r.given[name] for name in OF_TRAINER[1:] if name in r.given}}
-    if KINDS["two numbers"](p["betas"]) is None:
-        r.add("betas", p["betas"], "refused", "expected two numbers")
-        p["betas"] = [0.9, 0.999]
-    if number(p["lr"]):
-        r.given.pop("lr")  # it is in the code, as the others are
-    lr = p["lr"] if number(p["lr"]) else Name("lr")
-    return f"fz.adamw({', '.join([_rate(r, lr), *_numbers(r, p, 'adamw')])})"
-
-
 def _rate(r: Reading, lr: object, of: str = "") -> str:
     """The first argument of an optimizer: its rate, or the name of a schedule in a line before."""
     if not r.has("scheduler"):
@@ -163,6 +137,6 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
 
 def _need_known(r: Reading, block: str, known: Iterable[str]) -> None:
     for key in r.under(f"{block}.params"):
-        if key not in known:
+        if key not in known and f"{block}.params.{key}" not in ONLY:
             said = f"{r.values[f'{block}.type']} has no such parameter{nearest(key, known)}"
             r.refuse(f"{block}.params.{key}", said)

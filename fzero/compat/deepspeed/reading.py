@@ -9,32 +9,25 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.compat.deepspeed.keys import ALIASES, HINTS, OFFLOADS, OPTIMIZERS, READ, REFUSED, ZERO
+from fzero.compat.deepspeed.keys import ALIASES, HINTS, OFFLOADS, ONLY, OPTIMIZERS, READ, REFUSED, ZERO
 from fzero.compat.deepspeed.schedules import PARAMS
 
+HEAD = "import torch\n\nimport fzero as fz\n"
 AUTO = "auto"
 DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
 }
-OF_TRAINER = ("optimizer", "lr", "betas", "eps", "weight_decay")  # what makes an optimizer where there is none
 
 
 class Row(NamedTuple):
-    """What became of one key.
+    """What became of one key."""
 
-    Attributes:
-        key: its dotted path, as it was written.
-        value: its value, or the one that took the place of "auto".
-        verdict: "honoured", "no effect" or "refused".
-        what: what it became, or why.
-    """
-
-    key: str
-    value: object
-    verdict: str
-    what: str
+    key: str  # its dotted path, as it was written
+    value: object  # or the one that took the place of "auto"
+    verdict: str  # "honoured", "no effect" or "refused"
+    what: str  # what it became, or why
 
 
 class Name(str):
@@ -82,10 +75,18 @@ class Reading:
         self.loop: dict[str, object] = {}  # arguments of fz.loop
         self.mesh: dict[str, int] = {}  # axis -> ranks
         self._flatten("", tree)
+        if not self.has("optimizer") and "optimizer" not in autos:  # Hugging Face's Trainer then makes one
+            own = {name: AUTO for name in ("lr", "betas", "eps", "weight_decay") if name == "lr" or name in autos}
+            self._flatten("optimizer.", {"type": "AdamW", "params": own})
         for name, value in autos.items():
             self._fill(name, value)
         for path in self.values:
             self._settle(path)
+
+    @property
+    def code(self) -> str:
+        """The code, which makes `step` of `fn`."""
+        return "\n".join([HEAD, *self.lines])
 
     # ---- what a translation asks
 
@@ -205,7 +206,7 @@ class Reading:
         elif len(same) == 1 and self.values[same[0]] is not None:
             if self.values[same[0]] != ([*value] if isinstance(value, tuple) else value):
                 self.refuse(same[0], f"it is not 'auto', and got {name}={value!r} too. Keep one")
-        elif name in OF_TRAINER and not self.has("optimizer"):
+        elif name == "optimizer":
             self.given[name] = value
         elif same or name in _LASTS or name in [path.replace(".", "_") for path in KNOWN]:
             self.add(name, value, "no effect", "nothing is 'auto' for it")
@@ -222,6 +223,10 @@ class Reading:
             own = value if block == path else True
             on = self.values.get(f"{block}.enabled", self.values.get(f"{block}.deepcompile", own))
             (self.hint if on in (False, None) else self.refuse)(path, "off" if on in (False, None) else REFUSED[block])
+        elif path in ONLY:
+            if value is not None and value not in ONLY[path][0]:
+                self.refuse(path, ONLY[path][1])
+            (self.hint if value == AUTO else self.honour)(path, "fzero does so")
         elif path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
             if value not in ({}, None) or not any(known.startswith(f"{path}.") for known in KNOWN):
                 self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}")
@@ -240,7 +245,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 KNOWN = [
-    *READ, *HINTS, *REFUSED, *ALIASES, *OFFLOADS,
+    *READ, *HINTS, *REFUSED, *ONLY, *ALIASES, *OFFLOADS,
     *[f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own],
     *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own],
 ]  # fmt: skip

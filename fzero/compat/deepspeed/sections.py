@@ -97,11 +97,8 @@ def precision(r: Reading) -> str:
         choice = policy if on[block] is True else f"{policy} if {on[block]} else {choice}"
         r.honour(f"{block}.enabled", policy if on[block] is True else f"{policy} if {on[block]}")
     if "bf16" in policies:
-        said = "an update that is not finite is skipped"
-        if not r.flag("bf16.check_grad_overflow", True):
-            r.refuse("bf16.check_grad_overflow", f"{said}, always. Leave it out")
-        r.honour("bf16.check_grad_overflow", said)
-        r.add("bf16.check_grad_overflow", True, "honoured", f"{said}: the default since 0.19; before, it was applied")
+        said = "an update that is not finite is skipped: the default since 0.19; before, it was applied"
+        r.add("bf16.check_grad_overflow", True, "honoured", said)
     if "fp16" in policies:
         _scaled(r, on["fp16"])
     if r.enabled("torch_autocast"):
@@ -116,11 +113,6 @@ def precision(r: Reading) -> str:
     wanted = r.take("data_types.param_dtype", None, _DTYPE)
     if wanted not in [None, *[lows[block] for block in policies], *[torch.float32] * (not policies)]:
         r.refuse("data_types.param_dtype", "fp16 and bf16 say another one")
-    if r.values.get("data_types.buffer_dtype") is not None:
-        r.refuse("data_types.buffer_dtype", "buffers are your function's. Convert them before fz.functional")
-    if r.values.get("data_types.keep_in_fp32_modules") not in (None, AUTO, []):
-        r.refuse("data_types.keep_in_fp32_modules", "write fz.Policy.by_path({'*norm*': fz.Policy(), '*': ...})")
-    r.hint("data_types.keep_in_fp32_modules", "buffers keep their dtype")
     return "" if choice == "fz.Policy()" else choice
 
 
@@ -202,10 +194,6 @@ def memory(r: Reading) -> None:
     for key, said in (("partition_activations", cut), ("cpu_checkpointing", host)):
         r.honour(f"{block}.{key}", " and ".join(calls) if said else "off")
     steps += calls
-    if r.values.get("pipeline.stages") not in (None, 1, AUTO):
-        said = "make a step of each stage: fz.pipeline([step_a, step_b], fz.schedules.one_f_one_b(2, 8))"
-        r.refuse("pipeline.stages", said)
-    r.hint("pipeline.stages", "it is for DeepSpeed's own modules")
     r.lines += [f"step = {call}" for call in steps]
 
 
