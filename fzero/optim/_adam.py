@@ -106,14 +106,9 @@ def adam(
 
 
 def _adam(
-    lr: Number | Schedule,
-    b1: Number | Schedule,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    decoupled: bool,
+    lr: Number | Schedule, b1: Number | Schedule, b2: Number, eps: Number, weight_decay: Number, decoupled: bool,
     amsgrad: bool,
-) -> GradientTransformation:
+) -> GradientTransformation:  # fmt: skip
     unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
     need_bool(amsgrad, who, "amsgrad")

@@ -117,15 +117,9 @@ def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
 
 
 def _adjusted(
-    interval: int,
-    minimum: float,
-    hysteresis: int,
-    consecutive: bool,
-    begin: int,
-    state: ScaleState,
-    params: object,
-    applied: bool,
-) -> ScaleState:
+    interval: int, minimum: float, hysteresis: int, consecutive: bool, begin: int,
+    state: ScaleState, params: object, applied: bool,
+) -> ScaleState:  # fmt: skip
     """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
     scale, finite, tolerated = state
     if not applied and tolerated + 1 < hysteresis:

@@ -172,7 +172,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("bf16.enabled", "yes", {}, R, "expected true or false"),
     (f"bf16.{MASTERS}", True, {f"{ZERO}.stage": 1}, H, "grad=torch.bfloat16, moment=torch.float32"),
     (f"bf16.{MASTERS}", True, {}, R, "stages 1, 2 and 3"),
-    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, "fz.Policy.bf16_states()"),
+    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, BF16.replace("float32", "bfloat16")),
     ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1}, R, f"needs {MASTERS}"),
     ("bf16.check_grad_overflow", True, {}, H, ""),
     ("bf16.check_grad_overflow", False, {}, R, "always skipped. Leave it out"),
@@ -455,7 +455,7 @@ TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "everything in bf16": ({**SIZES, "bf16": {"enabled": True, MASTERS: True, "bf16_optimizer_states": True}, "torch_autocast":
         {"enabled": True, "dtype": "bfloat16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999],
         "eps": 1e-8, "weight_decay": 0.01}}, "zero_optimization": {"stage": 3, **BUCKETS, "stage3_param_persistence_threshold": 0}},
-        ["policy = fz.Policy.bf16_states()", "fz.autocast(step, torch.bfloat16)", "fz.adamw(0.0001, weight_decay=0.01)"]),
+        ["policy = " + BF16.replace("float32", "bfloat16"), "fz.autocast(step, torch.bfloat16)", "fz.adamw(0.0001, weight_decay=0.01)"]),
     "an old one by hand": ({"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2, "cpu_offload":
         True, "allgather_bucket_size": 5e8}, "optimizer": {"type": "Adam", "params": {"lr": 0.02, "adam_w_mode": False,
         "weight_decay": 3e-7}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02,

@@ -10,7 +10,7 @@ _OVERLAP = "transfers run beside the computation"
 _LAYOUT = "fzero lays leaves out by itself, in one buffer for each unit"
 _SAVES = "saves are as they are called, and load on any number of ranks"
 _PINNED = "memory that GPUs read is pinned"
-_NO_CHOICE = "fzero has no such choice"
+_NO_CHOICE = "fzero has no such choice. Leave it out"
 _DISK = "fz.Disk sizes its transfers"
 _PLAN = "fz.plan(step, params, inputs=batch) tells it"
 _NONE = "fzero has no such feature. Leave it out"
@@ -105,16 +105,10 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "data_types.buffer_dtype": ((), "buffers are your function's. Convert them before fz.functional"),
     "data_types.keep_in_fp32_modules": (("auto", []), "write fz.Policy.by_path({'*norm*': fz.Policy(), '*': ...})"),
     "pipeline.stages": (("auto", 1), "make a step of each: fz.pipeline([step_a, step_b], fz.schedules.gpipe(2, 8))"),
-    **{
-        f"optimizer.params.{key}": (values, "fzero has no such choice. Leave it out")
-        for values, keys in (
-            ((True,), "bias_correction fp32_optimizer_states"),
-            ((False,), "eps_inside_sqrt per_head_muon"),
-            ((), "max_coeff min_coeff"),
-        )
-        for key in keys.split()
-    },
     "optimizer.params.max_grad_norm": ((0,), "DeepSpeed refuses it too. Write gradient_clipping"),
+    **{f"optimizer.params.{key}": ((True,), _NO_CHOICE) for key in ("bias_correction", "fp32_optimizer_states")},
+    **{f"optimizer.params.{key}": ((False,), _NO_CHOICE) for key in ("eps_inside_sqrt", "per_head_muon")},
+    **{f"optimizer.params.{key}": ((), _NO_CHOICE) for key in ("max_coeff", "min_coeff")},
 }
 # read by the translation: block -> keys
 _READ = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,8 +11,8 @@ from fzero.compat.deepspeed.keys import ONLY, OPTIMIZERS, OTHERS
 from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
 
-_NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr")
-_FLAGS = ("adam_w_mode", "torch_adam", "amsgrad")
+_KINDS: dict[str, str] = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"), "a number")
+_KINDS |= {**dict.fromkeys(("adam_w_mode", "torch_adam", "amsgrad"), "true or false"), "betas": "two numbers"}
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
 _TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
 _NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
@@ -44,10 +45,9 @@ def _made(r: Reading) -> str:
         return _of_torch(r, kind)
     _need_known(r, "optimizer", OPTIMIZERS[kind])
     p = {key: _param(r, key, default) for key, default in OPTIMIZERS[kind].items()}
-    own = kind != "muon" and p.get("torch_adam") and "weight_decay" not in r.under("optimizer.params")
-    if own and _decoupled(kind, p):
+    made = kind if kind in ("lamb", "lion", "muon") else "adamw" if kind == "adamw" or p["adam_w_mode"] else "adam"
+    if made == "adamw" and p["torch_adam"] and "weight_decay" not in r.under("optimizer.params"):
         p["weight_decay"] = 0.01  # torch's own default
-    made = kind if kind in ("lamb", "lion", "muon") else "adamw" if _decoupled(kind, p) else "adam"
     r.honour("optimizer.type", f"fz.{made}" + ", as published: nothing bounds its ratio" * (made == "lamb"))
     for key in r.under("optimizer.params"):
         path = f"optimizer.params.{key}"
@@ -62,13 +62,8 @@ def _made(r: Reading) -> str:
     return f"fz.partition({{{_NO_MATRICES!r}: {adam}, '*': {muon}}})"
 
 
-def _decoupled(kind: str, p: Mapping[str, object]) -> bool:
-    return kind != "adam" or p["adam_w_mode"] is True
-
-
 def _param(r: Reading, key: str, default: object) -> object:
-    kind = "a number" if key in _NUMBERS else "two numbers" if key == "betas" else "a value"
-    return r.take(f"optimizer.params.{key}", default, "true or false" if key in _FLAGS else kind, open=True)
+    return r.take(f"optimizer.params.{key}", default, _KINDS.get(key, "a value"), open=True)
 
 
 def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
@@ -90,6 +85,7 @@ def _of_torch(r: Reading, kind: str) -> str:
         near = "" if kind in OTHERS else nearest(kind, [*OPTIMIZERS, *_TORCHS])
         r.refuse("optimizer.type", f"fzero has no such optimizer{near}")
         return "None"
+    _need_known(r, "optimizer", inspect.signature(getattr(torch.optim, name)).parameters)
     rest = {key: _param(r, key, None) for key in r.under("optimizer.params") if key != "lr"}
     rest = {key: tuple(x) if isinstance(x, list) else x for key, x in rest.items() if x not in (None, 0, False)}
     own = name == "SGD" and {*rest} <= {"momentum", "weight_decay", "nesterov"}
@@ -138,5 +134,4 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
 def _need_known(r: Reading, block: str, known: Iterable[str]) -> None:
     for key in r.under(f"{block}.params"):
         if key not in known and f"{block}.params.{key}" not in ONLY:
-            said = f"{r.values[f'{block}.type']} has no such parameter{nearest(key, known)}"
-            r.refuse(f"{block}.params.{key}", said)
+            r.refuse(f"{block}.params.{key}", f"its {block} has no such parameter{nearest(key, known)}")

@@ -37,10 +37,7 @@ class Name(str):
         return str(self)
 
 
-def number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
+number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
 # a kind in words -> a value as one, or None where it is none
 KINDS = {
     "an int": lambda x: int(x) if number(x) and math.isfinite(x) and x == int(x) else None,  # JSON's 5e8 is a float
@@ -56,11 +53,7 @@ KINDS = {
 class Reading:
     """One configuration, what became of its keys so far, and the code that is made of it.
 
-    Args:
-        tree: the configuration.
-        autos: values for "auto".
-        ranks: how many there are.
-        names: whether an "auto" without a value becomes an argument, a name in the code, where it may.
+    With `names`, an "auto" without a value becomes an argument, a name in the code, where it may.
     """
 
     def __init__(self, tree: Mapping[str, object], autos: Mapping[str, object], ranks: int, names: bool) -> None:
@@ -78,6 +71,7 @@ class Reading:
         if not self.has("optimizer") and "optimizer" not in autos:  # Hugging Face's Trainer then makes one
             own = {name: AUTO for name in ("lr", "betas", "eps", "weight_decay") if name == "lr" or name in autos}
             self._flatten("optimizer.", {"type": "AdamW", "params": own})
+            self.honour("optimizer.type", "fz.adamw: there is no optimizer, and Hugging Face's Trainer makes this one")
         for name, value in autos.items():
             self._fill(name, value)
         for path in self.values:
@@ -91,14 +85,9 @@ class Reading:
     # ---- what a translation asks
 
     def take(
-        self,
-        path: str,
-        default: object = None,
-        kind: str = "a value",
-        least: float = -math.inf,
-        among: Sequence[object] = (),
-        open: bool = False,
-    ) -> object:
+        self, path: str, default: object = None, kind: str = "a value", least: float = -math.inf,
+        among: Sequence[object] = (), open: bool = False,
+    ) -> object:  # fmt: skip
         """A value of a kind; the default where there is none, or a refusal; a name where it may be one (`open`)."""
         value = self.values.get(path)
         if value is None or (isinstance(value, Name) and open):
@@ -127,7 +116,7 @@ class Reading:
     def enabled(self, block: str) -> bool | Name:
         """Whether a block is there and does not say that it is off."""
         value = self.take(f"{block}.enabled", self.has(block), "true or false", open=True)
-        return value if isinstance(value, Name) else value is True
+        return value if isinstance(value, Name) else bool(value)
 
     def has(self, block: str) -> bool:
         return self.values.get(block) is not None or bool(self.under(block))

@@ -11,7 +11,6 @@ from fzero.compat.deepspeed.keys import ZERO
 from fzero.compat.deepspeed.reading import AUTO, Name, Reading
 
 _DTYPE = "one of 'bf16', 'fp16', 'fp32'"
-_STAGES = "DeepSpeed has it at stages 1, 2 and 3"
 
 
 def devices(r: Reading) -> None:
@@ -128,26 +127,22 @@ def _policy(r: Reading, block: str, low: torch.dtype | None) -> str:
     narrow = {key: low is not None and r.flag(key) for key in (masters, states)}
     for key in (masters, states):
         if narrow[key] and not r.integer(f"{ZERO}.stage", 0):
-            r.refuse(key, _STAGES)
+            r.refuse(key, "DeepSpeed has it at stages 1, 2 and 3")
         r.honour(key, f"fz.Policy: {low if narrow[key] else torch.float32}")
     if narrow[states] and not narrow[masters]:
         r.refuse(states, "it needs bf16_master_weights_and_grads")
-    said: dict[str, object] = {}
-    wide = torch.float32
+    said, wide = dict[str, object](), torch.float32
     if low is not None:
         kept = low if narrow[masters] or wide not in (sent, sums) else wide
-        said = {"param": low if narrow[masters] else wide, "grad": kept, "moment": low if narrow[states] else wide}
-        said["compute"] = low
-    low_sums = [kind for kind in (sent, sums) if kind not in (None, wide)]
-    if low_sums and wide not in (sent, sums) and (sums is not None or sent != low):
-        said["reduce"] = low_sums[0]
+        said |= {"param": low if narrow[masters] else wide, "grad": kept}
+        said |= {"moment": low if narrow[states] else wide, "compute": low}
+    if (sent or sums) and wide not in (sent, sums) and (sums or sent != low):
+        said["reduce"] = sent or sums
     if r.flag(f"{ZERO}.zero_quantized_weights"):
         said["gather"] = "8-bit"
         r.honour(f"{ZERO}.zero_quantized_weights", "fz.Policy(gather='8-bit')")
         if r.integer(f"{ZERO}.stage", 0) != 3:
             r.refuse(f"{ZERO}.zero_quantized_weights", "DeepSpeed has it at stage 3 only")
-    if said == dict.fromkeys(("param", "grad", "moment", "compute"), torch.bfloat16):
-        return "fz.Policy.bf16_states()"
     return f"fz.Policy({', '.join([f'{name}={value!r}' for name, value in said.items()])})"
 
 
@@ -191,10 +186,9 @@ def memory(r: Reading) -> None:
     block = "activation_checkpointing"
     cut, host = r.flag(f"{block}.partition_activations"), r.flag(f"{block}.cpu_checkpointing")
     calls = ["fz.remat(step)"] * (cut or host) + ["fz.offload(step, activations='host')"] * host
-    for key, said in (("partition_activations", cut), ("cpu_checkpointing", host)):
-        r.honour(f"{block}.{key}", " and ".join(calls) if said else "off")
-    steps += calls
-    r.lines += [f"step = {call}" for call in steps]
+    for key in ["partition_activations"] * cut + ["cpu_checkpointing"] * host:
+        r.honour(f"{block}.{key}", " and ".join(calls))
+    r.lines += [f"step = {call}" for call in [*steps, *calls]]
 
 
 def _plan(r: Reading) -> str:
