@@ -29,14 +29,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.1,
         "optimizer": ADAM,
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-2, "warmup_num_steps": 4, "total_num_steps": 9}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-2, "warmup_num_steps": 4,
+            "total_num_steps": 9}},
     },
     "sgd": {
         "train_batch_size": MICRO * RANKS * 2,
         "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_type": "linear"}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9,
+            "warmup_type": "linear"}},
     },
     "adagrad": {
         **BASE,
@@ -55,14 +57,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
             },
         },
     },
-    "sum": {**BASE, "gradient_allreduce_op": "sum", "gradient_clipping": 0.5, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}},
+    "sum": {**BASE, "gradient_allreduce_op": "sum", "gradient_clipping": 0.5, "optimizer": {"type": "SGD",
+        "params": {"lr": 0.05}}},
     "unmanaged": {
         **BASE,
         "gradient_accumulation_steps": 2,
         "managed_gradient_accumulation": False,
         "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
     },
-    "bf16": {**BASE, "bf16": {"enabled": True}, "optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+    "bf16": {**BASE, "bf16": {"enabled": True}, "optimizer": ADAM, "scheduler": {"type": "WarmupLR",
+        "params": {"warmup_num_steps": 5}}},
 }  # fmt: skip
 STAGES = {"adamw": (0, 1, 2, 3), "sgd": (1, 2, 3), "sum": (1, 2), "bf16": (1, 2, 3)}
 CASES = [(name, stage) for name in CONFIGS for stage in STAGES.get(name, (1,))]

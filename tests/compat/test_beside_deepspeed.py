@@ -1,4 +1,4 @@
-"""fz.compat.from_deepspeed against DeepSpeed itself, where it is installed: losses of ten steps, and a run taken over."""
+"""fz.compat.from_deepspeed against DeepSpeed itself, where it is installed: losses, and a run that is taken over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import fzero as fz
 
 if "DEEPSPEED_LOSSES" not in os.environ and importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
-
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -98,7 +99,8 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("gradient_allreduce_op", "sum", {}, H, ""),
     ("gradient_allreduce_op", "sum", {f"{ZERO}.stage": 3}, R, "no sum at stage 3"),
     ("gradient_allreduce_op", "max", {}, R, "one of 'mean', 'sum'"),
-    ("communication_data_type", "fp32", {"bf16.enabled": True}, H, BF16.replace("grad=torch.bfloat16", "grad=torch.float32")),
+    ("communication_data_type", "fp32", {"bf16.enabled": True}, H, BF16.replace("grad=torch.bfloat16",
+        "grad=torch.float32")),
     ("communication_data_type", "bf16", {}, H, "fz.Policy(reduce=torch.bfloat16)"),
     ("communication_data_type", "int8", {}, R, "one of 'bf16', 'fp16', 'fp32'"),
     ("seq_parallel_communication_data_type", "fp32", {}, M, ""),
@@ -113,9 +115,11 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("optimizer.type", "LION", {}, H, "fz.lion(0.001, weight_decay=0.0)"),
     ("optimizer.type", "Lamb", {}, H, "fz.lamb(0.001, eps=1e-08, weight_decay=0.0)"),
     ("optimizer.type", "SGD", {"optimizer.params.momentum": 0.9}, H, "fz.sgd(0.001, momentum=0.9)"),
-    ("optimizer.type", "SGD", {"optimizer.params.dampening": 0.5}, H, "fz.from_torch(torch.optim.SGD, 0.001, dampening=0.5)"),
+    ("optimizer.type", "SGD", {"optimizer.params.dampening": 0.5}, H,
+        "fz.from_torch(torch.optim.SGD, 0.001, dampening=0.5)"),
     ("optimizer.type", "Adagrad", {}, H, "fz.from_torch(torch.optim.Adagrad, 0.001)"),
-    ("optimizer.type", "RMSprop", {"optimizer.params.alpha": 0.9}, H, "fz.from_torch(torch.optim.RMSprop, 0.001, alpha=0.9)"),
+    ("optimizer.type", "RMSprop", {"optimizer.params.alpha": 0.9}, H,
+        "fz.from_torch(torch.optim.RMSprop, 0.001, alpha=0.9)"),
     ("optimizer.type", "Muon", {"optimizer.params.muon_lr": 0.1, "optimizer.params.weight_decay": 0.2}, H,
      "fz.partition({'*[eE]mbed*|*lm_head*|*[nN]orm*|*bias': fz.adamw(0.001, b2=0.95, eps=1e-10, weight_decay=0.2), "
      "'*': fz.muon(0.1, momentum=0.95, weight_decay=0.2)})"),
@@ -123,6 +127,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("optimizer.type", "AdmaW", {}, R, "The nearest one is 'adamw'"),
     ("optimizer.params.lr", 0.1, {}, H, "fz.adamw(0.1, "),
     ("optimizer.params.lr", "0.1", {}, R, "expected a number"),
+    ("optimizer.params.weight_decay", -0.1, {}, R, "expected a number of at least 0"),
     ("optimizer.params.betas", [0.8, 0.95], {}, H, "b1=0.8, b2=0.95"),
     ("optimizer.params.betas", [0.8], {}, R, "expected two numbers"),
     ("optimizer.params.eps", 1e-6, {}, H, "eps=1e-06"),
@@ -133,20 +138,25 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("optimizer.params.amsgrad", True, {}, H, "amsgrad=True"),
     *[(f"optimizer.params.{key}", True, {}, M, "") for key in ("set_grad_none", "foreach", "fused", "capturable")],
     *[(f"optimizer.params.{key}", True, {}, H, "") for key in ("bias_correction", "fp32_optimizer_states")],
-    *[(f"optimizer.params.{key}", False, {}, R, "Leave it out") for key in ("bias_correction", "fp32_optimizer_states")],
+    *[(f"optimizer.params.{key}", False, {}, R, "Leave it out") for key in ("bias_correction",
+        "fp32_optimizer_states")],
     ("optimizer.params.max_grad_norm", 1.0, {}, R, "Write gradient_clipping"),
     ("optimizer.params.min_coeff", 1.0, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.max_coeff", 1.0, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.eps_inside_sqrt", True, {"optimizer.type": "Lamb"}, R, "no such choice"),
     ("optimizer.params.weight_deacy", 0.1, {}, R, "The nearest one is 'weight_decay'"),
-    *[(f"optimizer.params.{key}", 0.5, {"optimizer.type": "Muon"}, H, "0.5") for key in ("muon_lr", "adam_lr", "momentum")],
+    *[(f"optimizer.params.{key}", 0.5, {"optimizer.type": "Muon"}, H, "0.5") for key in ("muon_lr", "adam_lr",
+        "momentum")],
     ("optimizer.params.ns_method", "standard", {"optimizer.type": "Muon"}, M, ""),
     ("optimizer.params.per_head_muon", True, {"optimizer.type": "Muon"}, R, "no such choice"),
-    *[("scheduler.type", name, {f"scheduler.params.{key}": 5 for key, own in PARAMS[name].items() if own not in PARAMS["WarmupLR"].values()
-       and not isinstance(own, (bool, float, str)) and own is not None and key != "decay_step_size"}, H, f"deepspeed_schedule({name!r}")
+    *[("scheduler.type", name, {f"scheduler.params.{key}": 5 for key,
+        own in PARAMS[name].items() if own not in PARAMS["WarmupLR"].values()
+       and not isinstance(own, (bool, float, str)) and own is not None and key != "decay_step_size"}, H,
+           f"deepspeed_schedule({name!r}")
       for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest")],
     ("scheduler.type", "WarmupPolyLR", {}, R, "one of 'WarmupLR', "),
-    ("scheduler.type", "OneCycle", {"scheduler.params.cycle_min_lr": 0.1, "scheduler.params.cycle_max_lr": 0.2}, H, "momentum=True"),
+    ("scheduler.type", "OneCycle", {"scheduler.params.cycle_min_lr": 0.1, "scheduler.params.cycle_max_lr": 0.2}, H,
+        "momentum=True"),
     ("scheduler.params.warmup_type", "linear", {"scheduler.type": "WarmupLR"}, H, "warmup_type='linear'"),
     ("scheduler.params.warmup_type", "poly", {"scheduler.type": "WarmupLR"}, R, "one of 'log', 'linear'"),
     ("scheduler.params.warmup_steps", 5, {"scheduler.type": "WarmupLR"}, R, "The nearest one is 'warmup_num_steps'"),
@@ -172,7 +182,8 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("bf16.enabled", "yes", {}, R, "expected true or false"),
     (f"bf16.{MASTERS}", True, {f"{ZERO}.stage": 1}, H, "grad=torch.bfloat16, moment=torch.float32"),
     (f"bf16.{MASTERS}", True, {}, R, "stages 1, 2 and 3"),
-    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, BF16.replace("float32", "bfloat16")),
+    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, BF16.replace("float32",
+        "bfloat16")),
     ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1}, R, f"needs {MASTERS}"),
     ("bf16.check_grad_overflow", True, {}, H, ""),
     ("bf16.check_grad_overflow", False, {}, R, "always skipped. Leave it out"),
@@ -184,20 +195,26 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     (f"{ZERO}.stage", 4, {}, R, "one of 0, 1, 2, 3"),
     (ZERO, True, {}, H, "fz.shard_zero1(step)"),
     (ZERO, False, {}, H, ""),
-    (f"{ZERO}.offload_optimizer.device", "cpu", {f"{ZERO}.stage": 1}, H, "fz.offload(step, params='host', moments='host')"),
+    (f"{ZERO}.offload_optimizer.device", "cpu", {f"{ZERO}.stage": 1}, H,
+        "fz.offload(step, params='host', moments='host')"),
     (f"{ZERO}.offload_optimizer.device", "none", {f"{ZERO}.stage": 1}, H, ""),
     (f"{ZERO}.offload_optimizer.device", "cpu", {}, M, ""),
     (f"{ZERO}.offload_optimizer.device", "nvme", {f"{ZERO}.stage": 3}, R, "needs nvme_path"),
     (f"{ZERO}.offload_optimizer.device", "gpu", {f"{ZERO}.stage": 3}, R, "one of 'none', 'cpu', 'nvme'"),
     (f"{ZERO}.offload_optimizer.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "nvme"}, H,
      "fz.offload(step, params=fz.Disk('DISK'), moments=fz.Disk('DISK'))"),
-    (f"{ZERO}.offload_optimizer.ratio", 1.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H, "fz.offload("),
-    (f"{ZERO}.offload_optimizer.ratio", 0.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H, "fz.shard_zero3(step)"),
-    (f"{ZERO}.offload_optimizer.ratio", 0.5, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, M, "fz.offload("),
+    (f"{ZERO}.offload_optimizer.ratio", 1.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H,
+        "fz.offload("),
+    (f"{ZERO}.offload_optimizer.ratio", 0.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H,
+        "fz.shard_zero3(step)"),
+    (f"{ZERO}.offload_optimizer.ratio", 0.5, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, M,
+        "fz.offload("),
     (f"{ZERO}.offload_param.device", "cpu", {f"{ZERO}.stage": 3}, H, "fz.offload(step, params='host')"),
     (f"{ZERO}.offload_param.device", "cpu", {f"{ZERO}.stage": 2}, M, ""),
-    (f"{ZERO}.offload_param.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_param.device": "nvme"}, H, "params=fz.Disk('DISK'))"),
-    (f"{ZERO}.offload_param.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_param.device": "cpu"}, M, "params='host')"),
+    (f"{ZERO}.offload_param.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_param.device": "nvme"}, H,
+        "params=fz.Disk('DISK'))"),
+    (f"{ZERO}.offload_param.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_param.device": "cpu"}, M,
+        "params='host')"),
     (f"{ZERO}.cpu_offload", True, {f"{ZERO}.stage": 2}, H, "moments='host'"),
     (f"{ZERO}.cpu_offload_param", True, {f"{ZERO}.stage": 3}, H, "fz.offload(step, params='host')"),
     (f"{ZERO}.stage3_gather_16bit_weights_on_model_save", True, {f"{ZERO}.stage": 3}, H, ""),
@@ -234,8 +251,10 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("steps_per_print", 10, {}, H, ""),
     ("steps_per_print", math.inf, {}, M, ""),
     ("bfloat16.enabled", True, {}, H, BF16),
-    *[(key, value, OFF.get(key.partition(".")[0], {}), M, "") for key in HINTS for value in (1, "auto", {"enabled": True})],
-    *[(key, value, {}, R, re.escape(why[:20])) for key, why in REFUSED.items() for value in (True, {"enabled": True}, {"x": 1})],
+    *[(key, value, OFF.get(key.partition(".")[0], {}), M, "") for key in HINTS for value in (1, "auto",
+        {"enabled": True})],
+    *[(key, value, {}, R, re.escape(why[:20])) for key, why in REFUSED.items() for value in (True, {"enabled": True},
+        {"x": 1})],
     *[(key, value, {}, M, "") for key in REFUSED for value in (False, {"enabled": False, "x": 1})],
     ("graident_clipping", 1.0, {}, R, "nearest one is 'gradient_clipping'"),
     (f"{ZERO}.stege", 1, {}, R, f"nearest one is '{ZERO}.stage'"),
@@ -257,7 +276,10 @@ def test_the_verdict_on_a_key(
         verdict, value = H, 9
     keys = {**more, key: value}
     if verdict == R:
-        with pytest.raises(ValueError, match=rf"(?s)from_deepspeed: \d of the keys.*{key}.*{what if key in REFUSED else re.escape(what)}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"(?s)from_deepspeed: \d of the keys.*{key}.*{what if key in REFUSED else re.escape(what)}",
+        ):
             made_of(keys)
         return
     made = made_of(keys)
@@ -277,7 +299,7 @@ def test_every_known_key_is_there() -> None:
                         *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own]}  # fmt: skip
     for name in prefixed:
         assert row_of(made_of({name: 1 if "gather" not in name else True}), name).verdict in (H, M)
-    with pytest.raises(ValueError, match="max_live_parameters: got 1; it is there as .*max_live_parameters too"):
+    with pytest.raises(ValueError, match=r"max_live_parameters: got 1; it is there as .*max_live_parameters too"):
         made_of({f"{ZERO}.stage3_max_live_parameters": 1, f"{ZERO}.max_live_parameters": 1})
 
 
@@ -290,7 +312,9 @@ def test_defaults_that_have_changed() -> None:
 
 def test_all_refusals_are_in_one_error() -> None:
     with pytest.raises(ValueError) as info:
-        made_of({"zenflow": 1, f"{ZERO}.zenflow.topk_ratio": 0.1, "fp16.hysteresis": 0, "moe.experts": 4, "autotuning": {}})
+        made_of(
+            {"zenflow": 1, f"{ZERO}.zenflow.topk_ratio": 0.1, "fp16.hysteresis": 0, "moe.experts": 4, "autotuning": {}}
+        )
     lines = str(info.value).splitlines()
     assert "5 of the keys" in lines[0] and len(lines) == 6
     for key in ("zenflow", f"{ZERO}.zenflow.topk_ratio", "fp16.hysteresis", "moe.experts", "autotuning"):
@@ -307,13 +331,15 @@ def test_all_refusals_are_in_one_error() -> None:
         ({"gradient_allreduce_op": "sum", f"{ZERO}.stage": 2}, 4, ["fz.chain(fz.sgd(-4.0), fz.adamw("]),
         ({"sequence_parallel_size": 2, f"{ZERO}.stage": 3, "train_batch_size": 4, "data_parallel_size": 2}, 4,
          ["(2, 2), mesh_dim_names=('dp', 'sp'))", "fz.shard_zero3(step, mesh=mesh, axis=('dp', 'sp'))"]),
-        ({"sequence_parallel_size": 2, "seq_parallel_communication_data_type": "bf16"}, 2, ["fz.Policy(reduce=torch.bfloat16)"]),
+        ({"sequence_parallel_size": 2, "seq_parallel_communication_data_type": "bf16"}, 2,
+            ["fz.Policy(reduce=torch.bfloat16)"]),
         ({"tensor_parallel.autotp_size": 2, f"{ZERO}.stage": 1, "tensor_parallel.partition_config.layer_specs": [
             {"patterns": [r".*\.[qk]_proj\.weight$", r"^up$"], "partition_type": "column"},
             {"patterns": [r"down"], "partition_type": "row"}]}, 4,
          ["fz.shard_zero1(step, mesh=mesh)",
           "fz.shard_tensor(step, {'*.[qk]_proj.weight': 'column', 'up': 'column', 'down': 'row'}, mesh=mesh)"]),
-        ({"tensor_parallel.autotp_size": 2, "tensor_parallel.preset_model": "llama"}, 2, ["fz.shard_tensor(step, 'auto', mesh=mesh)"]),
+        ({"tensor_parallel.autotp_size": 2, "tensor_parallel.preset_model": "llama"}, 2,
+            ["fz.shard_tensor(step, 'auto', mesh=mesh)"]),
         ({f"{ZERO}.mics_shard_size": 2, f"{ZERO}.stage": 3}, 4,
          ["(2, 2), mesh_dim_names=('replicate', 'shard'))", "mesh=mesh, axis='shard', replicate='replicate')"]),
         ({f"{ZERO}.zero_hpz_partition_size": 2, f"{ZERO}.stage": 3}, 2, ["fz.shard_zero3(step)"]),
@@ -368,16 +394,17 @@ def test_auto() -> None:
     made = made_of(both, lr=0.1, fp16_enabled=False, bf16_enabled=True, gradient_clipping=0.5, warmup_num_steps=3)
     assert row_of(made, "optimizer.params.lr")[1:3] == (0.1, H) and row_of(made, "bf16.enabled").value is True
     assert row_of(made, "warmup_num_steps")[1:3] == (3, M)
-    for autos, match in (
+    calls: list[tuple[dict[str, Any], str]] = [
         ({"enabled": True}, r"enabled= stands for several keys. Write fp16_enabled= or bf16_enabled="),
         ({"lrr": 0.1}, r"lrr: got 0.1; no key has this name. The nearest one is 'lr'"),
-        ({}, r"(?s)5 of the keys|4 of the keys.*'auto' has no value. Give fp16_enabled=..."),
+        ({}, r"(?s)4 of the keys.*'auto' has no value. Give fp16_enabled=..."),
         ({"lr": "fast"}, r"optimizer.params.lr: got 'fast'; expected a number"),
         ({"train_micro_batch_size_per_gpu": 4}, r"it is not 'auto', and got train_micro_batch_size_per_gpu=4 too"),
-    ):
+    ]
+    for autos, match in calls:
         with pytest.raises(ValueError, match=match):
             made_of(both, **autos)
-    assert "stage(" not in made_of({}, train_micro_batch_size_per_gpu=2).code  # the same is no contradiction
+    assert made_of({}, train_micro_batch_size_per_gpu=2).code == made_of({}).code  # the same is no contradiction
     with pytest.raises(ValueError, match=r"torch_autocast.dtype: got None; say 'bfloat16' or 'float16'"):
         made_of({"torch_autocast.enabled": True})
     with pytest.raises(ValueError, match=f"{ZERO}.stage: got 'auto'; 'auto' has no value. Give stage="):
@@ -411,59 +438,91 @@ def test_a_rate_that_is_a_schedule_and_an_optimizer_of_ones_own() -> None:
 # ---- templates, of the kinds of accelerate, LLaMA-Factory and axolotl
 
 A = "auto"
-SIZES = {"train_batch_size": A, "train_micro_batch_size_per_gpu": A, "gradient_accumulation_steps": A, "gradient_clipping": A}
+SIZES = {
+    "train_batch_size": A,
+    "train_micro_batch_size_per_gpu": A,
+    "gradient_accumulation_steps": A,
+    "gradient_clipping": A,
+}
 LOSS = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 EITHER = {"fp16": {"enabled": A, **LOSS}, "bf16": {"enabled": A}}
 TRAINERS = {"type": "AdamW", "params": {"lr": A, "betas": A, "eps": A, "weight_decay": A}}
-DECAY = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": A, "warmup_max_lr": A, "warmup_num_steps": A, "total_num_steps": A}}
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": A, "warmup_max_lr": A, "warmup_num_steps": A, "total_num_steps": A},
+}
 BUCKETS = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": A}
 LIVE = {"stage3_prefetch_bucket_size": A, "stage3_param_persistence_threshold": A, "sub_group_size": 1e9}
 LONG = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 SAVED = {"stage3_gather_16bit_weights_on_model_save": True}
 CPU = {"device": "cpu", "pin_memory": True}
 TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "accelerate stage 1": ({"fp16": {"enabled": True, **LOSS}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES, "zero_optimization":
-        {"stage": 1, "reduce_scatter": True, **BUCKETS}, "steps_per_print": math.inf}, ["fz.shard_zero1(step)", SCALE, f"policy = {FP16}"]),
-    "accelerate stage 2": ({"fp16": {"enabled": True, **LOSS}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES, "zero_optimization":
-        {"stage": 2, "offload_optimizer": CPU, "allgather_partitions": True, "allgather_bucket_size": 2e8, "reduce_scatter": True, **BUCKETS},
+    "accelerate stage 1": ({"fp16": {"enabled": True, **LOSS}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES,
+        "zero_optimization":
+        {"stage": 1, "reduce_scatter": True, **BUCKETS}, "steps_per_print": math.inf}, ["fz.shard_zero1(step)", SCALE,
+            f"policy = {FP16}"]),
+    "accelerate stage 2": ({"fp16": {"enabled": True, **LOSS}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES,
+        "zero_optimization":
+        {"stage": 2, "offload_optimizer": CPU, "allgather_partitions": True, "allgather_bucket_size": 2e8,
+            "reduce_scatter": True, **BUCKETS},
         "wall_clock_breakdown": False, "steps_per_print": 2000},
-        ["fz.shard_zero2(step)", "params='host', moments='host'", "deepspeed_schedule('WarmupDecayLR', warmup_min_lr=0, "
+        ["fz.shard_zero2(step)", "params='host', moments='host'",
+            "deepspeed_schedule('WarmupDecayLR', warmup_min_lr=0, "
          "warmup_max_lr=0.01, warmup_num_steps=2, total_num_steps=20)"]),
-    "accelerate stage 3": ({"bf16": {"enabled": True}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES, "zero_optimization":
+    "accelerate stage 3": ({"bf16": {"enabled": True}, "optimizer": TRAINERS, "scheduler": DECAY, **SIZES,
+        "zero_optimization":
         {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **BUCKETS, **LIVE, **LONG, **SAVED}},
         ["fz.shard_zero3(step)", f"policy = {BF16}", "fz.clip_by_global_norm(0.7)", "fz.accumulate(step, 2)"]),
-    "accelerate stage 3 on a disk": ({"bf16": {"enabled": True}, "optimizer": TRAINERS, **SIZES, "zero_optimization": {"stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "DISK", "buffer_count": 4, "fast_init": False}, "offload_param":
-        {"device": "nvme", "nvme_path": "DISK", "max_in_cpu": 1e9, **{}}, **BUCKETS}, "aio": {"block_size": 262144, "queue_depth": 32}},
+    "accelerate stage 3 on a disk": ({"bf16": {"enabled": True}, "optimizer": TRAINERS, **SIZES,
+        "zero_optimization": {"stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "DISK", "buffer_count": 4, "fast_init": False},
+            "offload_param":
+        {"device": "nvme", "nvme_path": "DISK", "max_in_cpu": 1e9, **{}}, **BUCKETS}, "aio": {"block_size": 262144,
+            "queue_depth": 32}},
         ["fz.Disk('DISK')"]),
-    "LLaMA-Factory stage 0": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER, "zero_optimization": {"stage": 0,
+    "LLaMA-Factory stage 0": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER,
+        "zero_optimization": {"stage": 0,
         "allgather_partitions": True, "allgather_bucket_size": 5e8, "round_robin_gradients": True, **BUCKETS}},
         ["fz.adamw(0.01, b2=0.95, weight_decay=0.1)", "fz.shard_zero1(step)", f"policy = {BF16}"]),
-    "LLaMA-Factory stage 2": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER, "zero_optimization": {"stage": 2,
-        "allgather_partitions": True, "overlap_comm": False, "reduce_scatter": True}, "comms_config": {}, "monitor_config": {}},
+    "LLaMA-Factory stage 2": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER,
+        "zero_optimization": {"stage": 2,
+        "allgather_partitions": True, "overlap_comm": False, "reduce_scatter": True}, "comms_config": {},
+            "monitor_config": {}},
         ["fz.shard_zero2(step)"]),
-    "LLaMA-Factory stage 3 offloaded": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER, "zero_optimization": {"stage": 3,
+    "LLaMA-Factory stage 3 offloaded": ({**SIZES, "zero_allow_untested_optimizer": True, **EITHER,
+        "zero_optimization": {"stage": 3,
         "offload_optimizer": CPU, "offload_param": CPU, **BUCKETS, **LIVE, **LONG, **SAVED}},
         ["fz.shard_zero3(step)", "fz.offload(step, params='host', moments='host')"]),
-    "axolotl stage 1": ({"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": A}, "fp16": {"enabled": A,
+    "axolotl stage 1": ({"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": A},
+        "fp16": {"enabled": A,
         "auto_cast": False, **LOSS}, **SIZES, "wall_clock_breakdown": False}, ["fz.shard_zero1(step)"]),
-    "axolotl stage 3 in bf16": ({"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "zero_optimization":
+    "axolotl stage 3 in bf16": ({"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+        "zero_optimization":
         {"stage": 3, **BUCKETS, "sub_group_size": 0, "max_live_parameters": 0, "max_reuse_distance": 0,
-         "gather_16bit_weights_on_model_save": True}, "bf16": {"enabled": True}, **SIZES}, ["fz.shard_zero3(step)", f"policy = {BF16}"]),
-    "axolotl stage 3 with everything on the host": ({"zero_optimization": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU,
-        **BUCKETS}, "bf16": {"enabled": A}, "fp16": {"enabled": A}, **SIZES, "optimizer": TRAINERS}, ["fz.shard_zero3(step)", "'host'"]),
-    "everything in bf16": ({**SIZES, "bf16": {"enabled": True, MASTERS: True, "bf16_optimizer_states": True}, "torch_autocast":
-        {"enabled": True, "dtype": "bfloat16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999],
-        "eps": 1e-8, "weight_decay": 0.01}}, "zero_optimization": {"stage": 3, **BUCKETS, "stage3_param_persistence_threshold": 0}},
-        ["policy = " + BF16.replace("float32", "bfloat16"), "fz.autocast(step, torch.bfloat16)", "fz.adamw(0.0001, weight_decay=0.01)"]),
-    "an old one by hand": ({"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2, "cpu_offload":
+         "gather_16bit_weights_on_model_save": True}, "bf16": {"enabled": True}, **SIZES}, ["fz.shard_zero3(step)",
+             f"policy = {BF16}"]),
+    "axolotl stage 3 with everything on the host": ({"zero_optimization": {"stage": 3, "offload_optimizer": CPU,
+        "offload_param": CPU,
+        **BUCKETS}, "bf16": {"enabled": A}, "fp16": {"enabled": A}, **SIZES, "optimizer": TRAINERS},
+            ["fz.shard_zero3(step)", "'host'"]),
+    "everything in bf16": ({**SIZES, "bf16": {"enabled": True, MASTERS: True, "bf16_optimizer_states": True},
+        "torch_autocast":
+        {"enabled": True, "dtype": "bfloat16"}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9,
+            0.999],
+        "eps": 1e-8, "weight_decay": 0.01}}, "zero_optimization": {"stage": 3, **BUCKETS,
+            "stage3_param_persistence_threshold": 0}},
+        ["policy = " + BF16.replace("float32", "bfloat16"), "fz.autocast(step, torch.bfloat16)",
+            "fz.adamw(0.0001, weight_decay=0.01)"]),
+    "an old one by hand": ({"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2,
+        "cpu_offload":
         True, "allgather_bucket_size": 5e8}, "optimizer": {"type": "Adam", "params": {"lr": 0.02, "adam_w_mode": False,
         "weight_decay": 3e-7}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02,
         "warmup_num_steps": 5}}, "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
         "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "old"}, "steps_per_print": 5},
         ["fz.adam(schedule, weight_decay=3e-07)", "fz.remat(step)", "activations='host'", "fz.accumulate(step, 2)"]),
 }  # fmt: skip
-TRAINER = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "gradient_clipping": 0.7, "warmup_num_steps": 2,
+TRAINER = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "gradient_clipping": 0.7,
+    "warmup_num_steps": 2,
            "total_num_steps": 20, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}  # fmt: skip
 
 
@@ -509,19 +568,25 @@ def test_a_template(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     keys = {row.key for row in made.report}
     assert all(any(key == top or key.startswith(f"{top}.") for key in keys) for top in config)
     assert not any(torch.equal(trained[path], leaf) for path, leaf in params().items())
-    assert [line.split()[1] for line in str(made).splitlines()[1 : len(made.report) + 1]] == [row.key for row in made.report]
+    assert [line.split()[1] for line in str(made).splitlines()[1 : len(made.report) + 1]] == [
+        row.key for row in made.report
+    ]
 
 
 def test_a_table_of_logs() -> None:
     made = made_of({"tensorboard.output_path": "logs", "csv_monitor.job_name": "x", "steps_per_print": 7})
     assert made.loop == {"tensorboard": "logs/DeepSpeedJobName", "log": "x.csv", "every": 7}
-    assert str(made).endswith("fz.loop(step, state, batches, tensorboard='logs/DeepSpeedJobName', log='x.csv', every=7):")
+    assert str(made).endswith(
+        "fz.loop(step, state, batches, tensorboard='logs/DeepSpeedJobName', log='x.csv', every=7):"
+    )
 
 
 # ---- numbers
 
 
-def plain(config: dict[str, Any], make: Any, rates: list[float], steps: int = 4, clip: float = math.inf) -> dict[str, torch.Tensor]:
+def plain(
+    config: dict[str, Any], make: Any, rates: list[float], steps: int = 4, clip: float = math.inf
+) -> dict[str, torch.Tensor]:
     """The same by torch alone, on the examples of all ranks at once."""
     leaves = {path: leaf.clone().requires_grad_() for path, leaf in params().items()}
     own = make(leaves.values())
@@ -554,6 +619,53 @@ def test_it_is_what_torch_does(stage: int) -> None:
     assert_trees_close(run_ranks(rank_main, 2)[0], want, rtol=1e-5, atol=1e-6)
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(torch.tanh(self.q_proj(x)))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tensor_parallel.autotp_size": 2, f"{ZERO}.stage": 1, "tensor_parallel.partition_config.layer_specs": [
+            {"patterns": [r".*q_proj\.weight$", r".*q_proj\.bias$"]},
+            {"patterns": [r".*o_proj\.weight$"], "partition_type": "row"}]},
+        {"sequence_parallel_size": 2, f"{ZERO}.stage": 3},
+        {f"{ZERO}.mics_shard_size": 2, f"{ZERO}.stage": 3},
+    ],
+)  # fmt: skip
+def test_no_mesh_changes_a_number(keys: dict[str, Any]) -> None:
+    apply, params = fz.functional(Net())
+
+    def rank_main(rank: int, keys: dict[str, Any]) -> Any:
+        loss = lambda p, x, y: (apply(p, x) - y).square().mean()
+        step = fz.compat.from_deepspeed(config_with(keys), loss).step
+        state = step.init(params)
+        for number in range(3):
+            state, _ = step(state, *batch(number))
+        return dict(fz.gather(state.params))
+
+    want = rank_main(0, {})
+    for found in run_ranks(functools.partial(rank_main, keys=keys), 4):
+        assert_trees_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_that_are_cast_and_a_step_that_is_pickled() -> None:
+    made = made_of({"fp16.auto_cast": True, "scheduler.type": "WarmupLR"})
+    seen: list[torch.dtype] = []
+    probe = fz.compat.cast_inputs(lambda p, x, n, own: seen.extend([x.dtype, n.dtype, own["y"].dtype]), torch.float16)
+    probe(None, torch.ones(1), torch.ones(1, dtype=torch.int64), {"y": torch.ones(1)})
+    assert seen == [torch.float16, torch.int64, torch.float16]
+    again = pickle.loads(pickle.dumps(made.step))
+    assert str(again) == str(made.step)
+    states = [step(step.init(params()), *batch(0))[0] for step in (made.step, again)]
+    assert_trees_equal(*[dict(fz.gather(state.params)) for state in states])
+
+
 @pytest.mark.parametrize("name", ["zero3-fp32-2", "zero2-bf16-3", "sgd-2", "lion-1"])
 def test_a_run_of_deepspeed_goes_on_in_two_calls(name: str) -> None:
     """Its configuration, and its checkpoint; the optimizer was the script's own, as it may be in DeepSpeed."""
@@ -584,7 +696,8 @@ def test_a_run_of_deepspeed_goes_on_in_two_calls(name: str) -> None:
         ("OneCycle", {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2, "cycle_second_step_size": 4,
                       "decay_step_size": 2, "decay_lr_rate": 1.0},
          [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 0.5]),
-        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_first_stair_count": 2},
+        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4,
+            "cycle_first_stair_count": 2},
          [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0, 0.0]),
         ("LRRangeTest", {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2}, [1.0, 1.5, 2.0, 2.5]),
         ("LRRangeTest", {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_staircase": True},
@@ -598,7 +711,13 @@ def test_schedules(kind: str, params: dict[str, Any], rates: list[float]) -> Non
 
 
 def test_a_cycle_of_momentum() -> None:
-    own = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2, "decay_step_size": 1, "decay_mom_rate": 0.1}
+    own = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 0.2,
+        "cycle_first_step_size": 2,
+        "decay_step_size": 1,
+        "decay_mom_rate": 0.1,
+    }
     momentum = fz.compat.deepspeed_schedule("OneCycle", momentum=True, **own)  # type: ignore[arg-type]
     assert [momentum(count) for count in range(7)] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.1, 0.9 * 1.2])
 
@@ -629,7 +748,8 @@ def test_arguments_of_a_wrong_kind(call: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("{", "got no JSON"), ("[1]", "got list, expected an object"), ('{"a": 1, "a": 2}', "'a' twice")]
+    ("text", "match"),
+    [("{", "got no JSON"), ("[1]", "got list, expected an object"), ('{"a": 1, "a": 2}', "'a' twice")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "ds_config.json").write_text(text)
@@ -642,10 +762,13 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, match: str) -> None:
 # ---- the command
 
 
-def printed(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, str, str]:
+def printed(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], *given: str
+) -> tuple[int, str, str]:
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     done = command.main([str(tmp_path / "ds_config.json"), *given])
-    return done, *capsys.readouterr()
+    said = capsys.readouterr()
+    return done, said.out, said.err
 
 
 def test_the_command_makes_arguments_of_autos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -679,7 +802,16 @@ def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_command_runs_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(BASE))
-    run = [sys.executable, "-W", "error", "-m", "fzero.compat.deepspeed", str(tmp_path / "ds_config.json"), "--ranks", "8"]
+    run = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "fzero.compat.deepspeed",
+        str(tmp_path / "ds_config.json"),
+        "--ranks",
+        "8",
+    ]
     root = str(Path(fz.__file__).parents[1])
     done = subprocess.run(run, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root})
     assert not done.stderr and "step = fz.shard_zero1(step)" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -63,7 +64,8 @@ def _made(r: Reading) -> str:
 
 
 def _param(r: Reading, key: str, default: object) -> object:
-    return r.take(f"optimizer.params.{key}", default, _KINDS.get(key, "a value"), open=True)
+    kind = _KINDS.get(key, "a value")
+    return r.take(f"optimizer.params.{key}", default, kind, 0 if kind == "a number" else -math.inf, open=True)
 
 
 def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
