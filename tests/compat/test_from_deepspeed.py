@@ -418,7 +418,7 @@ def test_a_rate_that_is_a_schedule_and_an_optimizer_of_ones_own() -> None:
 
     made = made_of({"optimizer.params.lr": "auto"}, lr=lr)
     assert "fz.adamw(lr, " in made.code
-    state, metrics = made.step(made.step.init(params()), *batch(0))
+    state, _ = made.step(made.step.init(params()), *batch(0))
     assert made.step(state, *batch(0))[1]["lr"] == 0.05
     none = {"optimizer": None}
     assert "fz.adamw(lr, b2=0.95, weight_decay=0.1)" in made_of(none, lr=lr, betas=(0.9, 0.95), weight_decay=0.1).code
