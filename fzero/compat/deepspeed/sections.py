@@ -228,8 +228,8 @@ def _offloads(r: Reading, stage: int) -> list[str]:
         return []
     place, moments = next(iter(places.values())), f"{ZERO}.offload_optimizer" in places
     call = f"fz.offload(step, params={place}{f', moments={place}' * moments})"  # params lie where masters do
-    for block in places:
-        r.honour(f"{block}.device", call)
+    for key in [f"{block}.{key}" for block in places for key in r.under(block)]:
+        r.honour(key, call)
     return [call]
 
 
