@@ -22,13 +22,16 @@ if "DEEPSPEED_LOSSES" not in os.environ and importlib.util.find_spec("deepspeed"
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all of DeepSpeed's runs
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed has written; DEEPSPEED_LOSSES names a folder of another environment's."""
     if kept := os.environ.get("DEEPSPEED_LOSSES"):
         return Path(kept)
     out = tmp_path_factory.mktemp("deepspeed")
-    subprocess.run([sys.executable, theirs.__file__, str(out)], check=True, capture_output=True, timeout=280)
+    subprocess.run([sys.executable, theirs.__file__, str(out)], check=True, capture_output=True, timeout=800)
     return out
 
 
