@@ -16,7 +16,7 @@ from fzero.base.arguments import need_bool, with_betas
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, is_some, known, mixed, need_hypers
+from fzero.optim.base import Elementwise, at, is_some, known, mixed, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -40,7 +40,7 @@ class AmsgradState(NamedTuple):
 @with_betas
 def adamw(
     lr: Number | Schedule,
-    b1: Number = 0.9,
+    b1: Number | Schedule = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     weight_decay: Number = 0.01,
@@ -57,7 +57,7 @@ def adamw(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1: decay rate of the first moment, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1), or a schedule of it.
         b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled. It is multiplied by the learning rate.
@@ -76,7 +76,7 @@ def adamw(
 @with_betas
 def adam(
     lr: Number | Schedule,
-    b1: Number = 0.9,
+    b1: Number | Schedule = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-8,
     weight_decay: Number = 0.0,
@@ -92,7 +92,7 @@ def adam(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1: decay rate of the first moment, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1), or a schedule of it.
         b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: multiplied by the param and added to the gradient.
@@ -106,8 +106,9 @@ def adam(
 
 
 def _adam(
-    lr: Number | Schedule, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool, amsgrad: bool
-) -> GradientTransformation:
+    lr: Number | Schedule, b1: Number | Schedule, b2: Number, eps: Number, weight_decay: Number, decoupled: bool,
+    amsgrad: bool,
+) -> GradientTransformation:  # fmt: skip
     unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
     need_bool(amsgrad, who, "amsgrad")
@@ -132,7 +133,7 @@ def _adam(
 
 @dataclass(frozen=True)
 class _Adam:
-    b1: Number
+    b1: Number | Schedule
     b2: Number
     eps: Number
     weight_decay: Number
@@ -141,7 +142,7 @@ class _Adam:
     def direction(
         self, now: Number, count: int, grads: object, mu: object, nu: object, *largest: object
     ) -> tuple[object, ...]:
-        b1, b2, eps = self.b1, self.b2, self.eps
+        b1, b2, eps = at(self.b1, count), self.b2, self.eps
 
         def second(v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
             if isinstance(b2, torch.Tensor):
@@ -168,14 +169,14 @@ class _Adam:
         *largest: torch.Tensor,
     ) -> None:
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        b1, b2, decay, eps = map(known, (self.b1, self.b2, self.weight_decay, self.eps))
+        b1, b2, decay, eps = map(known, (at(self.b1, count), self.b2, self.weight_decay, self.eps))
         fused(
             [p], [g], [m], [v], [*largest], [torch.tensor(float(count), device=p.device)], lr=now, beta1=b1,
             beta2=b2, weight_decay=decay, eps=eps, amsgrad=bool(largest), maximize=False,
         )  # fmt: skip
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
-        b1, b2, decay, eps = map(known, (self.b1, self.b2, self.weight_decay, self.eps))
+        b1, b2, decay, eps = map(known, (at(self.b1, count), self.b2, self.weight_decay, self.eps))
         decay, root = 1 - now * decay if self.decoupled else decay, (1 - b2**count) ** 0.5
         return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root
 

@@ -17,7 +17,11 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 @with_betas
 def lamb(
-    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0
+    lr: Number | Schedule,
+    b1: Number | Schedule = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
 ) -> GradientTransformation:
     """LAMB: Adam's direction, scaled leaf by leaf to the norm of the params. For large batches.
 
@@ -29,7 +33,7 @@ def lamb(
 
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far.
-        b1: decay rate of the first moment, in [0, 1).
+        b1: decay rate of the first moment, in [0, 1), or a schedule of it.
         b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: multiplied by the param and added to the direction before its norm is taken.

@@ -10,7 +10,7 @@ from fzero.base import pytree
 from fzero.base.arguments import with_betas
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, known, mixed, need_hypers
+from fzero.optim.base import Elementwise, at, known, mixed, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -23,7 +23,7 @@ class LionState(NamedTuple):
 
 @with_betas
 def lion(
-    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 0.0
+    lr: Number | Schedule, b1: Number | Schedule = 0.9, b2: Number = 0.99, weight_decay: Number = 0.0
 ) -> GradientTransformation:
     """Lion: the sign of a momentum. It stores one moment, where Adam stores two.
 
@@ -36,7 +36,7 @@ def lion(
     Args:
         lr: learning rate, or a schedule: a function of the number of updates applied so far. Start with about a tenth
             of AdamW's.
-        b1: weight of the momentum in the direction, in [0, 1].
+        b1: weight of the momentum in the direction, in [0, 1], or a schedule of it.
         b2: decay rate of the momentum, in [0, 1].
         weight_decay: decoupled. It is multiplied by the learning rate.
 
@@ -57,17 +57,17 @@ def lion(
 
 @dataclass(frozen=True)
 class _Lion:
-    b1: Number
+    b1: Number | Schedule
     b2: Number
     weight_decay: Number
 
     def direction(self, now: Number, count: int, grads: object, mu: object) -> tuple[object, object]:
-        b1, b2 = self.b1, self.b2
+        b1, b2 = at(self.b1, count), self.b2
         updates = pytree.map(lambda m, g: -now * mixed(m, g, b1).sign(), mu, grads)
         return updates, pytree.map(lambda m, g: mixed(m, g, b2), mu, grads)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
-        b1, b2, decay = map(known, (self.b1, self.b2, self.weight_decay))
+        b1, b2, decay = map(known, (at(self.b1, count), self.b2, self.weight_decay))
         return b1, 1 - b1, b2, 1 - b2, 1 - now * decay, now
 
 

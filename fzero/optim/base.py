@@ -26,7 +26,7 @@ from fzero.state.moments import apart, copied, zeros_like
 from fzero.state.replicated_to_sharded import cuts, to_sharded
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
-from fzero.table.needs import need_rate, need_scalar, numbers_in
+from fzero.table.needs import is_component, need_rate, need_scalar, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 Tree = TypeVar("Tree")
@@ -42,9 +42,11 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
-    """Refuses a hyper-parameter of a wrong kind, or out of the range that is given with it."""
+def need_hypers(who: str, **hypers: tuple[Number | Schedule, str]) -> None:
+    """Refuses a hyper-parameter of a wrong kind, or out of the range that is given with it; b1 may be a schedule."""
     for argument, (value, expected) in hypers.items():
+        if argument == "b1" and callable(value) and not is_component(value):
+            continue
         need_scalar(value, who, argument, f"{expected}, or a 0-d floating tensor")
         wrong = [x for x in numbers_in(value) if not _RANGES[expected](x)]
         if wrong:
@@ -59,6 +61,11 @@ def rate(lr: Number | Schedule, count: int) -> Number:
     if not isinstance(now, float) or now != now:
         need_rate(now, "the optimizer", -math.inf)  # a schedule may make anything, and end a little below 0
     return float(now)
+
+
+def at(number: Number | Schedule, count: int) -> Number:
+    """A number, or what a schedule of it gives for the update of this count, which is 1 for the first one."""
+    return rate(number, count - 1) if callable(number) else number
 
 
 def known(number: Number) -> float:

@@ -7,7 +7,7 @@ import math
 import operator
 from typing import NamedTuple
 
-from fzero.base.arguments import named, need_int, need_number
+from fzero.base.arguments import named, need_bool, need_int, need_number
 from fzero.table.spec import Extra, S, need_step
 
 
@@ -32,6 +32,8 @@ def loss_scale(
     interval: int = 2000,
     minimum: float = 1.0,
     hysteresis: int = 1,
+    consecutive: bool = False,
+    late: bool = False,
 ) -> S:
     """Scales the loss for float16: every cotangent is multiplied by a scale inside the pullback.
 
@@ -49,7 +51,11 @@ def loss_scale(
         minimum: the dynamic scale never falls below this.
         hysteresis: the dynamic scale halves from the `hysteresis`-th update on that is not finite. Earlier ones are
             only skipped. They need not come in a row: the count begins again once the scale has grown. DeepSpeed's
-            default is 2, with `consecutive_hysteresis=False`.
+            default is 2.
+        consecutive: count only those in a row: the count begins again after an update that is finite. DeepSpeed's
+            `consecutive_hysteresis`.
+        late: the first growth, at the start and behind an update that is not finite, takes one finite update more, as
+            in DeepSpeed.
 
     Returns:
         A new step.
@@ -71,6 +77,8 @@ def loss_scale(
     need_number(minimum, "loss_scale", "minimum")
     need_int(interval, "loss_scale", "interval", "a number of updates")
     need_int(hysteresis, "loss_scale", "hysteresis", "a number of updates", 1)
+    need_bool(consecutive, "loss_scale", "consecutive")
+    need_bool(late, "loss_scale", "late")
     dynamic = isinstance(scale, str) and scale == "dynamic"
     if dynamic and not (initial >= minimum > 0 and interval >= 1):
         raise ValueError(
@@ -80,15 +88,19 @@ def loss_scale(
     if not dynamic and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf):
         raise ValueError(f"loss_scale: got scale={named(scale)}, expected 'dynamic' or a positive number.")
 
-    first = ScaleState(initial if dynamic else float(scale))
+    begin = -1 if dynamic and late else 0
+    first = ScaleState(initial if dynamic else float(scale), begin)
+    counts = interval, minimum, hysteresis, consecutive, begin
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
     options += f", hysteresis={hysteresis}" if dynamic and hysteresis > 1 else ""
+    options += ", consecutive=True" if dynamic and consecutive else ""
+    options += ", late=True" if dynamic and late else ""
     return step.with_state(
         Extra(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, interval, minimum, hysteresis) if dynamic else _kept,
+            update=functools.partial(_adjusted, *counts) if dynamic else _kept,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
@@ -105,14 +117,15 @@ def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
 
 
 def _adjusted(
-    interval: int, minimum: float, hysteresis: int, state: ScaleState, params: object, applied: bool
-) -> ScaleState:
+    interval: int, minimum: float, hysteresis: int, consecutive: bool, begin: int,
+    state: ScaleState, params: object, applied: bool,
+) -> ScaleState:  # fmt: skip
     """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
     scale, finite, tolerated = state
     if not applied and tolerated + 1 < hysteresis:
-        return ScaleState(scale, 0, tolerated + 1)
+        return ScaleState(scale, begin, tolerated + 1)
     if not applied:
-        return ScaleState(max(minimum, scale / 2.0), 0, tolerated)
+        return ScaleState(max(minimum, scale / 2.0), begin, tolerated)
     if finite + 1 >= interval:
         return ScaleState(scale * 2.0)
-    return ScaleState(scale, finite + 1, tolerated)
+    return ScaleState(scale, finite + 1, 0 if consecutive else tolerated)

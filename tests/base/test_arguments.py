@@ -91,7 +91,8 @@ def of_adam(make: Callable[..., Any]) -> dict[str, tuple[Call, set[str]]]:
     """The numbers of an optimizer of Adam's kind."""
     return {
         "lr": (make, RATE),
-        **{name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float"}) for name in ("b1", "b2")},
+        "b1": (lambda v: make(0.1, b1=v), {"a 0-d tensor", "a float", "a function"}),
+        "b2": (lambda v: make(0.1, b2=v), {"a 0-d tensor", "a float"}),
         **{
             name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float", "an int"})
             for name in ("eps", "weight_decay")
@@ -285,7 +286,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     },
     "lion": {
         "lr": (lambda v: fz.lion(v), RATE),
-        "b1": (lambda v: fz.lion(0.1, b1=v), {"a 0-d tensor", "a float"}),
+        "b1": (lambda v: fz.lion(0.1, b1=v), {"a 0-d tensor", "a float", "a function"}),
         "b2": (lambda v: fz.lion(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.lion(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
     },
@@ -379,6 +380,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
         "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
         "hysteresis": (lambda v: fz.loss_scale(STEP, hysteresis=v), {"an int"}),
+        "consecutive": (lambda v: fz.loss_scale(STEP, consecutive=v), {"a bool"}),
+        "late": (lambda v: fz.loss_scale(STEP, late=v), {"a bool"}),
     },
     "lookahead": {
         "step": (lambda v: fz.lookahead(v), {"a step"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,35 +24,38 @@ def test_a_dynamic_scale_grows_and_backs_off() -> None:
     assert scales == [(8, 8, False), (8, 16, False), (16, 16, False), (16, 8, True), (8, 8, False)]
 
 
-def as_in_deepspeed(finite: list[bool], scale: float, interval: int, minimum: float, hysteresis: int) -> list[float]:
-    """The scales after updates, by the words of DeepSpeed's DynamicLossScaler (`consecutive_hysteresis=False`)."""
-    left, run, out = hysteresis, 0, []
-    for each in finite:
-        run = run + 1 if each else 0
-        if not each and left == 1:
-            scale = max(scale / 2, minimum)
-        elif not each:
-            left -= 1
-        elif run % interval == 0:
-            left, scale = hysteresis, scale * 2
+def as_in_deepspeed(
+    finite: list[bool], scale: float, window: int, minimum: float, hysteresis: int, consecutive: bool
+) -> list[float]:
+    """The scales after updates, as DeepSpeed's DynamicLossScaler counts."""
+    left, last, out = hysteresis, -1, []
+    for number, each in enumerate(finite):
+        if not each:
+            scale, left, last = (max(scale / 2, minimum), 1, number) if left == 1 else (scale, left - 1, number)
+        else:
+            left, stable = hysteresis if consecutive else left, number - last - 1
+            if stable > 0 and stable % window == 0:
+                left, scale = hysteresis, scale * 2
         out.append(scale)
     return out
 
 
+@pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 @pytest.mark.parametrize("hysteresis", [1, 2, 4])
-def test_hysteresis_is_that_of_deepspeed(interval: int, hysteresis: int) -> None:
+def test_hysteresis_is_that_of_deepspeed(interval: int, hysteresis: int, consecutive: bool) -> None:
     draw = random.Random(10 * interval + hysteresis)
     finite = [draw.random() < 0.6 for _ in range(60)]
     cut = draw.randrange(60)
-    step = fz.loss_scale(LINEAR, initial=8.0, interval=interval, minimum=2.0, hysteresis=hysteresis)
+    options: Any = {"hysteresis": hysteresis, "consecutive": consecutive, "late": True}
+    step = fz.loss_scale(LINEAR, initial=8.0, interval=interval, minimum=2.0, **options)
     state, scales = step.init({"w": torch.ones(2)}), []
     for number, each in enumerate(finite):
         state = fz.convert(state, fz.donate(step)) if number == cut else state
         state, metrics = step(state, torch.full((2,), 1.0 if each else float("inf")))
         scales.append(state.extra["loss_scale"].scale)
         assert bool(metrics["skipped"]) is not each
-    assert scales == as_in_deepspeed(finite, 8.0, interval, 2.0, hysteresis)
+    assert scales == as_in_deepspeed(finite, 8.0, interval, 2.0, hysteresis, consecutive)
 
 
 LINEAR = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
