@@ -164,6 +164,13 @@ def _fsdp2(module: Transformer, setup: Setup, mesh: dist.DeviceMesh | None = Non
     return module
 
 
+def _fsdp2_compiled(module: Transformer, setup: Setup) -> nn.Module:
+    """torch's own recipe: each block compiled, then sharded."""
+    for block in module.blocks:
+        block.compile()
+    return _fsdp2(module, setup)
+
+
 def deepspeed_engine(
     module: nn.Module,
     stage: int,
@@ -222,6 +229,9 @@ CONTENDERS: dict[str, Callable[[Setup], Run]] = {
     "fzero ZeRO-2, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero2(step))),
     "fzero ZeRO-3, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero3(step))),
     "fzero ZeRO-3, compiled": fzero_step(lambda step: fz.compile(fz.shard_zero3(step))),
+    "fzero ZeRO-3, jit": fzero_step(lambda step: fz.jit(fz.shard_zero3(step))),
+    "fzero, jit": fzero_step(fz.jit),
+    "FSDP2, compiled": _torch_step(_fsdp2_compiled, autocast=False),
     "FSDP2, two axes": _torch_step(_hsdp, autocast=False),
     "fzero ZeRO-3, two axes": lambda setup: fzero_step(
         lambda step: fz.shard_zero3(step, _two_axes(setup), replicate="replicas")

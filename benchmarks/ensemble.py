@@ -10,7 +10,9 @@ learning rate of its own; AdamW, float32. One line per contender:
     runs, torch      the same by hand: functional_call, torch.func.grad and torch.optim.AdamW (fused) for each member
     vmap, fzero      torch.vmap(step)(stacked, x, y)
     vmap, rates      the step made of the member's rate inside of what is mapped
+    vmap, jit        fz.jit(torch.vmap(step))(stacked, x, y)
     vmap, by hand    torch.vmap of torch.func.grad_and_value, and AdamW on stacked tensors
+    vmap, compiled   the same, its gradients under torch.compile
 
 with milliseconds of one update of all members, the median of the rounds, and that over "runs, fzero" and over "vmap, by
 hand", the medians of the ratios within each round. In every round each contender takes `--steps` steps, in an order
@@ -54,7 +56,8 @@ class Fzero:
         self.loss = lambda p, x, y: squared(apply(p, x), y)
         self.step = fz.train_step(self.loss, fz.adamw(RATE))
         self.states = [self.step.init(fz.functional(each)[1]) for each in modules]
-        self.run = {"runs": self.one_by_one, "vmap": self.mapped, "rates": self.with_rates}[how]
+        self.fast = fz.jit(torch.vmap(self.step))
+        self.run = {"runs": self.one_by_one, "vmap": self.mapped, "jit": self.jitted, "rates": self.with_rates}[how]
         self.stacked: Any = None if how == "runs" else fz.stack(self.states)
         self.rates = torch.full((len(modules),), RATE)
 
@@ -63,6 +66,9 @@ class Fzero:
 
     def mapped(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.stacked, _ = torch.vmap(self.step)(self.stacked, x, y)
+
+    def jitted(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.stacked, _ = self.fast(self.stacked, x, y)
 
     def with_rates(self, x: torch.Tensor, y: torch.Tensor) -> None:
         def one(rate: torch.Tensor, *given: Any) -> Any:
@@ -82,16 +88,21 @@ class ByHand:
         self.module, self.how = modules[0], how
         own = [{name: p.detach().clone() for name, p in each.named_parameters()} for each in modules]
         self.own = own if how == "runs" else [{name: torch.stack([p[name] for p in own]) for name in own[0]}]
+        self.grad: Any = torch.func.grad_and_value(self.loss)
+        if how != "runs":
+            self.grad = torch.vmap(self.grad)
+        if how == "compiled":
+            self.grad = torch.compile(self.grad)
         self.optimizers = [torch.optim.AdamW(p.values(), lr=RATE, fused=True) for p in self.own]
 
     def loss(self, p: Params, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return squared(torch.func.functional_call(self.module, p, (x,)), y)
 
     def run(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        grad = torch.func.grad_and_value(self.loss)
+        grad = self.grad
         given = zip(self.own, x, y, strict=True) if self.how == "runs" else [(self.own[0], x, y)]
         for optimizer, each in zip(self.optimizers, given, strict=True):
-            grads, _ = (grad if self.how == "runs" else torch.vmap(grad))(*each)
+            grads, _ = grad(*each)
             # the norm of each member, which a step reports and tests
             flat = [g.flatten(0 if self.how == "runs" else 1) for g in grads.values()]
             norm = torch.stack([torch.linalg.vector_norm(g, dim=-1) for g in flat]).square().sum(0).sqrt()
@@ -113,7 +124,9 @@ CONTENDERS = {
     "runs, torch": lambda modules: ByHand(modules, "runs"),
     "vmap, fzero": lambda modules: Fzero(modules, "vmap"),
     "vmap, rates": lambda modules: Fzero(modules, "rates"),
+    "vmap, jit": lambda modules: Fzero(modules, "jit"),
     "vmap, by hand": lambda modules: ByHand(modules, "vmap"),
+    "vmap, compiled": lambda modules: ByHand(modules, "compiled"),
 }
 
 

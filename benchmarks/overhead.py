@@ -7,7 +7,8 @@ One rank, float32, SGD, so that the update weighs little. Three comparisons, all
 - an unsharded step beside the same written by hand with functional_call and torch.func.vjp (loss and gradient norm
   reported, a gradient that is not finite refused);
 - ZeRO-3 on a world of one, whose unit nodes run, beside the step by hand: what each unit adds;
-- FSDP2 on a world of one beside the plain module: what each of its units adds.
+- FSDP2 on a world of one beside the plain module: what each of its units adds;
+- both of ours as graphs (`fz.jit`), which are compiled once, in the time that is printed.
 
 It also prints how many Python frames a steady unit's call and pullback enter, and in how many files, and how many a
 step of ZeRO-3 enters more for one more unit: its handles, its gradient's norm and its update too.
@@ -137,6 +138,8 @@ def main() -> None:
             "fzero, ZeRO-2": fzero(module(), fz.shard_zero2),
             "fzero, ZeRO-3": fzero(module(), fz.shard_zero3),
             "fzero, ZeRO-3, remat": fzero(module(), lambda step: fz.remat(fz.shard_zero3(step))),
+            "fzero, unsharded, jit": fzero(module(), fz.jit),
+            "fzero, ZeRO-3, jit": fzero(module(), lambda step: fz.jit(fz.shard_zero3(step))),
             "module": autograd(module(), False),
             "FSDP2": autograd(module(), True),
         }
@@ -148,6 +151,8 @@ def main() -> None:
             for name, run in contenders.items():
                 start = time.perf_counter()
                 losses.append(run(data[:, :-1], data[:, 1:]))
+                if not count and name.endswith("jit"):
+                    print(f"{name}: first call, with its compilation, {time.perf_counter() - start:.1f} s", flush=True)
                 if count >= args.warmup:
                     times[name].append(time.perf_counter() - start)
             assert max(losses) - min(losses) < 1e-4 * losses[0], dict(zip(contenders, losses, strict=True))
@@ -167,10 +172,13 @@ def main() -> None:
         pairs = zip(times[name], times[other] if other else [0.0] * args.steps, strict=True)
         return 1e3 * statistics.median(a - b for a, b in pairs)
 
-    ratio = statistics.median(a / b for a, b in zip(times["fzero, unsharded"], times["by hand"], strict=True))
+    def of_hand(name: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[name], times["by hand"], strict=True))
+
     ours = median_ms("fzero, ZeRO-3", "by hand") / args.blocks
     theirs = median_ms("FSDP2", "module") / args.blocks
-    adds = {"fzero, unsharded": (ratio,), "fzero, ZeRO-3": (None, ours), "FSDP2": (None, theirs)}
+    adds: dict[str, tuple[float | None, ...]] = {name: (of_hand(name),) for name in times if name.startswith("fzero")}
+    adds |= {"fzero, ZeRO-3": (of_hand("fzero, ZeRO-3"), ours), "FSDP2": (None, theirs)}
     table = results.Table("median ms", "of by hand", "a unit adds, ms")
     for name in contenders:
         table.row(name, median_ms(name), *adds.get(name, ()))
