@@ -129,11 +129,11 @@ class Jit:
         It is the first one on all ranks at once, also where later ones are given other shapes: messages come in one
         order.
         """
-        need_traceable(step, state)
         axis = state.params.axis
         key = verb, step.fn, state.layout, _rows(step), axis.identity, axis.rank
         if key in self._begun:
             return None
+        need_traceable(step, state)
         out = own()
         self._begun.add(key)
         return out

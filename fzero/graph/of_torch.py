@@ -82,7 +82,8 @@ def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
     end = next(iter(module.graph.find_nodes(op="output")))
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
     with config.patch(fallback_random=True, emulate_precision_casts=True), torch.no_grad():
-        return compile_fx_inner(module, list(given))
+        made = compile_fx_inner(module, list(given))
+    return getattr(made, "current_callable", None) or made
 
 
 def without_pointers() -> AbstractContextManager[object]:
