@@ -93,7 +93,7 @@ def made(
     Args:
         wanted: the places of the inputs that are differentiated; None for a forward alone.
     """
-    traversal = traversal_of(step, state, seed, derived=wanted is not None)[0]
+    traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
     flat, spec = pytree.flatten(tuple(inputs))
     table = inductor.table() if backend == "inductor" else {}
     for inline in (False, True):
