@@ -249,7 +249,7 @@ class GraphRun(Outcome):
 
     def drop(self) -> None:
         """Forgets what the forward saved, and the state."""
-        self._held = self.state = self._traversal = None
+        self._held = self.state = self._traversal = self._calls = None  # type: ignore[assignment]
 
 
 def forward_only(
