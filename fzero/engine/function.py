@@ -50,6 +50,7 @@ def traversal_of(
     fused: bool = False,
     derived: bool = True,
     mask: Mask | None = None,
+    runs: bool = True,
 ) -> tuple[Traversal, dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
     """Makes what one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
@@ -58,11 +59,12 @@ def traversal_of(
         fused: params may be overwritten once their cotangents are there.
         derived: whether it will be pulled back.
         mask: whether it then adds anything to gradients.
+        runs: False where it is traced only: other ranks may not trace, so this is none of the numbered runs.
     """
     params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
     # in ZeRO-1 and 2 one rank alone may run forward
-    numbered = derived or table.gathers or bool(params.stale)
+    numbered = runs and (derived or table.gathers or bool(params.stale))
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
     for key in params.groups:
         row = params.layout.groups[key].row

@@ -94,7 +94,8 @@ def compiled(
         return name
 
     def call(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        name = known.setdefault(id(target), f"f{len(known)}_{getattr(target, '__name__', '').replace('.', '_')}")
+        said = getattr(target, "__name__", "").replace(".", "_")  # "<lambda>" is no name in code
+        name = known.setdefault(id(target), f"f{len(known)}_{said if said.isidentifier() else ''}")
         scope[name] = target
         given = [*map(constant, args), *[f"{k}={constant(v)}" for k, v in kwargs.items()]]
         return f"{name}({', '.join(given)})"

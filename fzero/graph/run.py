@@ -108,7 +108,7 @@ def made(
     Args:
         wanted: the places of the inputs that are differentiated; None for a forward alone.
     """
-    traversal = traversal_of(step, state, seed, derived=wanted is not None)[0]
+    traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
     flat, spec = pytree.flatten(tuple(inputs))
     table = inductor.table() if backend == "inductor" else {}
     for inline in (False, True):
@@ -185,12 +185,13 @@ class GraphRun(Outcome):
         traversal.schedule.keeps = alone
         self._traversal = traversal
         seeds = Seeds(*seed)
-        self._calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
+        calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
+        self._calls: _Calls | None = calls
         given = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
         own = list(given)
-        drawing = self._calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
+        drawing = calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
         with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
-            out = program.forward(given, self._calls)
+            out = program.forward(given, calls)
         self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in _of(traced, len(own))]
         self.returned = call.returned[0]
         self.outputs, self.aux = call.split(out)
@@ -223,6 +224,7 @@ class GraphRun(Outcome):
                     self.drop()
                 return pulled
             assert self.state is not None and self._held is not None and self._traversal is not None
+            assert self._calls is not None
             traversal, traced, params = self._traversal, self._program.call.traced, self.state.params
             found: dict[Key, Buffer] = {}
 
@@ -281,7 +283,7 @@ class GraphRun(Outcome):
 
     def drop(self) -> None:
         """Forgets what the forward saved, and the state."""
-        self._held = self.state = self._traversal = None
+        self._held = self.state = self._traversal = self._calls = None
 
 
 def forward_only(
