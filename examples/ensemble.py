@@ -5,6 +5,7 @@ optimizer is made with. Then each model is trained alone, which takes longer and
 two cores:
 
     python examples/ensemble.py
+    python examples/ensemble.py --jit
     python examples/ensemble.py --rates 32 --seeds 1 --steps 1000
 
 The models tell the arms of two spirals from each other, in float64. At the end there is a picture of the losses.
@@ -86,9 +87,10 @@ def main(args: argparse.Namespace) -> int:
     starts = [step_of(0.0).init(random_params(args.width, args.seed + i % args.seeds)) for i in range(count)]
 
     update_all = torch.vmap(update, in_dims=(0, 0, None, None))
+    update_all = fz.jit(update_all) if args.jit else update_all
     look_at_all = torch.vmap(look, in_dims=(0, 0, None, None))
     stacked = fz.stack(starts)
-    update_all(lrs, stacked, *batches[0])  # what torch does once, it has done
+    update_all(lrs, stacked, *batches[0])  # what torch does once, it has done; and a graph is compiled
     step_of(0.0)(starts[0], *batches[0])
 
     interval = 0.5 if sys.stderr.isatty() else 10
@@ -170,6 +172,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("noise", 0.03, "standard deviation of a point around its arm"),
         ("steps", 300, "updates of each model"),
         ("eval-every", 20, "updates between two looks at the held-out points"),
+    )
+    parser.add_argument(
+        "--jit", action=argparse.BooleanOptionalAction, default=False, help="run all updates as one compiled graph"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data and of the first model of a learning rate")
     parser.add_argument("--out", type=Path, default=Path("out/ensemble"), help="folder for the picture")

@@ -91,6 +91,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if args.dtype == "bf16":
         step = fz.autocast(step, torch.bfloat16)
     step = SHARD[args.stage](step)
+    step = fz.jit(step) if args.jit else step
     step = step if args.rollback else fz.donate(step)  # a state to go back to is not overwritten
     say(f"\n{fz.plan(step, params, world_size=ranks)}")
     per_rank, alone = state_mib(step, params, ranks), state_mib(step, params, 1)
@@ -320,6 +321,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=False,
         help=f"where a batch raises the loss, go back to the state before it; the last {GIVES_UP} are held",
+    )
+    parser.add_argument(
+        "--jit", action=argparse.BooleanOptionalAction, default=False, help="run the step as one compiled graph"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for what is kept")
