@@ -77,9 +77,9 @@ def test_the_same_bits_as_on_threads(
     assert (tmp_path / "multimodal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def attend(q: Any, k: Any, v: Any, documents: list[int], causal: bool = False) -> torch.Tensor:
+def attend(q: Any, k: Any, v: Any, documents: list[int], is_causal: bool = False) -> torch.Tensor:
     assert documents == [0, q.shape[2]]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
 
 def plain_losses(example: Any, args: argparse.Namespace) -> list[float]:

@@ -78,6 +78,11 @@ def as_grads(layout: Layout, sums: Mapping[Key, Buffer]) -> Sums:
 
 def scale_of(step: Spec, state: TrainState) -> float:
     """The factor of cotangents inside the pullback."""
+    if jitting.get() is not None and any(extra.scale for extra in step.extras):
+        raise ValueError(
+            "jit: got a function that calls a step with fz.loss_scale, whose scale a function's graph would not see "
+            "change. Take fz.jit(step), or leave fz.loss_scale out."
+        )
     return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.fx import Node
 
 from fzero.base.refusals import is_ours, place_of
+from fzero.comm.backend import COLLECTIVES
+from fzero.comm.divergence import silent
+from fzero.graph import of_torch
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
+COMMUNICATES = (
+    "jit: the function exchanges values between ranks (fz.parallel, torch.distributed, a synchronised batch norm), "
+    "which graphs do not take yet. Leave jit out."
+)
+CHECKPOINTS = (
+    "jit: the function uses torch.utils.checkpoint or saved-tensor hooks, which run in the pullback and are no part of "
+    "a graph. Take fz.remat(step), which recomputes units, or leave jit out."
+)
 _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
 @contextlib.contextmanager
-def naming() -> Iterator[None]:
-    """Around a trace."""
+def tracing() -> Iterator[None]:
+    """Around a trace: what is no part of a graph is refused, and what cannot be traced is named."""
     try:
-        yield
+        with one_at_a_time, of_torch.without_pointers(), silent(), torch.autograd.graph.disable_saved_tensors_hooks(
+            CHECKPOINTS
+        ):
+            yield
     except Exception as error:
         name = type(error).__name__
         if name in _VALUES:
@@ -28,12 +45,28 @@ def naming() -> Iterator[None]:
             )
             raise ValueError(
                 f"jit: the function{place_of(error)} {what} ({operator}), and a graph has none. Write torch.where(...) "
-                "in the place of a branch or a mask, torch.cond for two functions, and leave .item() and float(...) "
-                "out; a number that shapes depend on is a static argument (static_argnums=)."
+                "in the place of a branch or a mask, and leave .item() and float(...) out; a number that shapes depend "
+                "on is a static argument (static_argnums=)."
             ) from error
+        if CHECKPOINTS in str(error):
+            raise ValueError(CHECKPOINTS) from error
+        if is_ours(error) and type(error) is NotImplementedError:
+            raise ValueError(COMMUNICATES) from error
         if is_ours(error):
             raise
         raise ValueError(
             f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
             "have no values and no memory. Leave that line to torch's operators, or out of the function."
         ) from error
+
+
+def need_plain(nodes: Iterable[Node]) -> None:
+    """Refuses operators that mean something else in a graph."""
+    for node in nodes:
+        if getattr(node.target, "namespace", None) in COLLECTIVES:
+            raise ValueError(COMMUNICATES)
+        if any(isinstance(x, torch.Generator) for x in (*node.args, *node.kwargs.values())):
+            raise ValueError(
+                f"jit: the function draws from a generator of its own ({node.target}), which a graph would go on with "
+                "from call to call. Draw from torch's default one, or give the numbers as an input."
+            )

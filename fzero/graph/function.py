@@ -12,10 +12,9 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated, jitting, proves
 from fzero.graph import inductor, of_torch, operators, program
-from fzero.graph.alike import Identity
 from fzero.graph.bodies import Bodies
-from fzero.graph.errors import naming, one_at_a_time
-from fzero.graph.opened import Opened, is_hashable, is_state
+from fzero.graph.errors import need_plain, tracing
+from fzero.graph.opened import Opened, is_state, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
@@ -48,11 +47,13 @@ class Function:
         if self._plain or private.transforms() or in_differentiated() or private.dispatch_modes():
             return self.fn(*args, **kwargs)
         given, key = self._given(args, kwargs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
+            return self.fn(*args, **kwargs)  # plain autograd goes through it
         known = self._programs.get(key)
-        if known is None:
+        if known is None or not known[1].seen:
             out = self.fn(*args, **kwargs)
             try:
-                self._add(key, given)
+                (known or self._add(key, given))[1].see(out)
             except Exception as error:
                 if not self.fallback:
                     raise
@@ -83,7 +84,7 @@ class Function:
         given.fixed = fixed  # type: ignore[attr-defined]
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        own = tuple((i, x if is_hashable(x) else Identity(x)) for i, x in fixed.items())
+        own = tuple((i, value_of(x)) for i, x in fixed.items())
         return given, (given.form, metas, own, ambient)
 
     def _add(self, key: object, given: Opened) -> tuple[program.Run, Opened, Traced]:
@@ -110,7 +111,7 @@ class Function:
         run: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: flat(*tensors)
         table = inductor.table() if self.backend == "inductor" else {}
         for inline in (False, True):
-            with one_at_a_time, naming(), of_torch.without_pointers(), (mode := of_torch.fake_mode()):
+            with tracing(), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]
                 bodies = Bodies(mode, table, inline)
                 with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
@@ -120,6 +121,8 @@ class Function:
                         continue
             break
         every = [traced.forward, *[each for region in bodies.regions for each in (region.forward, region.pullback)]]
+        for module in every:
+            need_plain(module.graph.nodes)
         drawing = next((node for module in every for node in module.graph.nodes if draws(node)), None)
         if drawing is not None:
             raise ValueError(
@@ -127,5 +130,10 @@ class Function:
                 "yet. Give the noise as an input, or take fz.jit(step), whose graphs draw what the step draws."
             )
         program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):
+            raise ValueError(
+                "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "
+                "would not give. Give it as an input, or detach() it."
+            )
         self._programs[key] = made = program_of, results[0], traced
         return made

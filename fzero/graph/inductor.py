@@ -23,7 +23,7 @@ def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawin
     """
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     if drawing or not any(n.op == "call_function" for n in module.graph.nodes):
-        return program.compiled(module, constants=constants)
+        return program.compiled(in_pieces(module), constants=constants)
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:

@@ -14,13 +14,21 @@ from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.run import Run
 from fzero.engine.weighing import counted
-from fzero.graph.errors import naming, one_at_a_time
+from fzero.graph.errors import tracing
+from fzero.graph.opened import as_number, value_of
 from fzero.graph.run import GraphRun, Program, forward_only, made
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
 from fzero.table.counting import Mask
 from fzero.table.spec import Spec
+
+
+def as_tensor(x: Any) -> Any:
+    """A number of Python as a tensor; a tensor whose values are written out."""
+    if isinstance(x, torch.Tensor):
+        return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    return as_number(x) if type(x) in (int, float) else x
 
 
 class Jit:
@@ -52,27 +60,21 @@ class Jit:
     def traces(self) -> int:
         return len(self._programs)
 
-    def _key(self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]) -> object:
+    def _key(self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]) -> tuple[object, ...]:
         flat, spec = pytree.flatten(tuple(inputs))
         forms = tuple(
-            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else value_of(x)
             for x in flat
         )
         device = state.params.device.type
         ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
         return verb, step.fn, state.layout, _rows(step), spec, forms, tuple(wanted), ambient, state.params.axis.ranks
 
-    def numbers(self, inputs: Sequence[object]) -> tuple[object, ...]:
-        """Inputs with Python's numbers as tensors, but for static ones."""
-
-        def traced(x: Any) -> Any:
-            if type(x) is float:
-                return torch.tensor(x, dtype=torch.float64, device="cpu")
-            return torch.tensor(x, device="cpu") if type(x) is int else x
-
-        return tuple(
-            x if i in self.static else pytree.map_leaves(traced, x) for i, x in enumerate(inputs)
-        )
+    def numbers(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
+        """Inputs with Python's numbers as tensors, but for static ones and what is carried."""
+        first = int(step.carries)
+        still = {*range(first), *[i + first for i in self.static]}
+        return tuple(x if i in still else pytree.map_leaves(as_tensor, x) for i, x in enumerate(inputs))
 
     def run(
         self,
@@ -93,10 +95,13 @@ class Jit:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         if self._plain or _surrounded():
             return own()
-        given = self.numbers(inputs)
-        wanted = wanted_of(given, argnums)
-        out = self._first("vjp", step, state, own)
-        program = self._program("vjp", step, state, given, wanted, seed)
+        given = self.numbers(step, inputs)
+        wanted = wanted_of(inputs, argnums)
+        key = self._key("vjp", step, state, given, wanted)
+        out = self._first(key, step, state, own)
+        program = self._program(key, step, state, given, wanted, seed)
+        if out is not None and program is not None:
+            program.need_dtypes(out.meta)
         if out is not None or program is None:
             return out or own()
         return GraphRun(
@@ -116,21 +121,22 @@ class Jit:
         """Outputs and aux."""
         if self._plain or _surrounded():
             return own()
-        given = self.numbers(inputs)
-        out = self._first("forward", step, state, own)
-        program = self._program("forward", step, state, given, None, seed)
+        given = self.numbers(step, inputs)
+        key = self._key("forward", step, state, given, ())
+        out = self._first(key, step, state, own)
+        program = self._program(key, step, state, given, None, seed)
         if out is not None or program is None:
             return out or own()
         return forward_only(program, step, state, given, seed, mask)
 
-    def _first(self, verb: str, step: Spec, state: TrainState, own: Callable[[], Any]) -> Any:
-        """What a verb's first call returns; None in later ones.
+    def _first(self, key: tuple[object, ...], step: Spec, state: TrainState, own: Callable[[], Any]) -> Any:
+        """What the first call under a signature returns; None in later ones.
 
-        It is the first one on all ranks at once, also where later ones are given other shapes: messages come in one
-        order.
+        On several ranks it is the first call of a verb, which all make at once, whatever shapes each is given:
+        messages come in one order.
         """
         axis = state.params.axis
-        key = verb, step.fn, state.layout, _rows(step), axis.identity, axis.rank
+        key = key if axis.ranks == 1 else (*key[:4], axis.identity, axis.rank)
         if key in self._begun:
             return None
         need_traceable(step, state)
@@ -140,7 +146,7 @@ class Jit:
 
     def _program(
         self,
-        verb: str,
+        key: object,
         step: Spec,
         state: TrainState,
         inputs: Sequence[object],
@@ -148,12 +154,11 @@ class Jit:
         seed: tuple[int, ...],
     ) -> Program | None:
         """The program of a call; None where it cannot be traced, and need not."""
-        key = self._key(verb, step, state, inputs, wanted or ())
         known = self._programs.get(key)
         if known is not None:
             return known
         try:
-            with one_at_a_time, naming():
+            with tracing():
                 known = self._programs.get(key) or made(step, state, inputs, wanted, seed, self.backend)
         except Exception as error:
             if not self.fallback:
@@ -190,9 +195,9 @@ class Jit:
     def _ahead(self, step: Spec, state: TrainState, inputs: Sequence[object]) -> Program | None:
         need_traceable(step, state)
         parts, _ = counted(step.microbatches, state, here(tuple(inputs)))
-        given = self.numbers(Carry(step, state).given(next(iter(parts))))
+        given = self.numbers(step, Carry(step, state).given(next(iter(parts))))
         seed = (state.seed, state.step, state.params.axis.data_rank, 0, 0)
-        return self._program("vjp", step, state, given, wanted_of(given, ()), seed)
+        return self._program(self._key("vjp", step, state, given, ()), step, state, given, [], seed)
 
 
 MANY = 10

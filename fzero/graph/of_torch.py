@@ -70,6 +70,23 @@ def inductor_decompositions() -> Table:
     return select_decomp_table()
 
 
+def _bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
+    """As the operator in place, which fills in the order of memory."""
+    return torch.empty_like(x).bernoulli_(p)
+
+
+_bernoulli.tags = torch.ops.aten.bernoulli.p.tags  # type: ignore[attr-defined]
+_bernoulli._schema = torch.ops.aten.bernoulli.p._schema  # type: ignore[attr-defined]
+
+
+def draw_in_place(graph: torch.fx.Graph) -> None:
+    """Has what was drawn in place, as by dropout, be drawn in that order again."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+        source = node.args[0]
+        if isinstance(source, torch.fx.Node) and source.target is torch.ops.aten.empty_like.default:
+            node.target = _bernoulli
+
+
 def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
     """A graph compiled by Inductor: `run(list) -> outputs`, which empties the list.
 
@@ -81,7 +98,8 @@ def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
 
     end = next(iter(module.graph.find_nodes(op="output")))
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
-    with config.patch(fallback_random=True, emulate_precision_casts=True), torch.no_grad():
+    own = {"fallback_random": True, "emulate_precision_casts": True, "compile_threads": 1}  # others may not end in ranks
+    with config.patch(own), torch.no_grad():
         made = compile_fx_inner(module, list(given))
     return getattr(made, "current_callable", None) or made
 

@@ -47,6 +47,16 @@ class Program:
         self.pullback = _with_constants(compiled(self.pullback_graph, regions), traced)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
 
+    def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
+        """Refuses outputs of other dtypes than a run without a graph has."""
+        for i, (_, dtype, _) in zip(self.call.traced.real, meta, strict=True):
+            got = self.call.traced.values[i].dtype
+            if got != dtype:
+                raise ValueError(
+                    f"jit: output {i} has {got} in the graph, and {dtype} without: a number of Python among the inputs "
+                    "is a 0-d tensor of float64 or int64 there. Give it as a tensor of the dtype that you mean, or as "
+                    "a static argument (static_argnums=)."
+                )
 
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
@@ -114,7 +124,7 @@ def made(
     for inline in (False, True):
         mode = of_torch.fake_mode()
         tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
-        with contextlib.suppress(Inline), of_torch.without_pointers(), tracer:
+        with contextlib.suppress(Inline), tracer:
             return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
     raise AssertionError
 

@@ -114,6 +114,7 @@ def trace(
 
     module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
     graph = module.graph
+    of_torch.draw_in_place(graph)
     constants = _lifted(module)
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]

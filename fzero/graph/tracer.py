@@ -20,6 +20,7 @@ from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
 from fzero.graph.alike import form_of
+from fzero.graph.errors import need_plain
 from fzero.graph.trace import Traced, is_real, like, result_of, trace
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
@@ -117,10 +118,11 @@ class Tracer(Traversal):
     def full(self, key: Key) -> torch.Tensor:
         """The full buffer of a group, for one use."""
         group = self.keys.index(key)
-        full = operators.GATHER(group)
-        if self.derived and not self.layout.groups[key].row.frozen:
-            full = full.detach().requires_grad_()
-            self.fulls.append((group, full))
+        with private.below_transforms():  # whoever differentiates the function goes on through it at its own level
+            full = operators.GATHER(group)
+            if self.derived and not self.layout.groups[key].row.frozen:
+                full = full.detach().requires_grad_()
+                self.fulls.append((group, full))
         return full
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
@@ -201,7 +203,9 @@ class Tracer(Traversal):
         ]
         metas = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
         sizes = [group.split_sizes for group in groups]
-        rest = (*map(tuple, (forms, metas, sizes, wanted)), op._spec, signature.casts, signature.remat, signature.grad)
+        device = self.device
+        casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, signature.remat, signature.grad
         key = (form_of(op._eager), *rest)
         known = self._traced.get(key)
         if known is not None:
@@ -332,6 +336,13 @@ def traced_call(
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
         traced = trace(run, given, numbers, tracer.decompositions)
+    for each in (traced, *[region.traced for region in tracer.regions]):
+        need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
+    if tracer.inlined and any(traced.draws):
+        raise ValueError(
+            "jit: the function differentiates a unit itself and draws random numbers, which would be others in a graph. "
+            "Leave jit out."
+        )
     groups = [group for group, _ in tracer.fulls]
     (splits, counts, _) = returned
     return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, groups)

@@ -41,7 +41,7 @@ def item(x: torch.Tensor) -> torch.Tensor:
 
 
 def floated(x: torch.Tensor) -> torch.Tensor:
-    return x * float(x.max())
+    return x * float(x.detach().max())
 
 
 def listed(x: torch.Tensor) -> torch.Tensor:
