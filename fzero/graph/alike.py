@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ def _of_module(module: nn.Module) -> Hashable:
     attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN and not _is_hooks(name)]
     buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
     children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
-    forward = own.get("forward")
+    forward: Any = own.get("forward")
     while hasattr(forward, "__wrapped__"):  # the unit's own, around that of its class
         forward = forward.__wrapped__
     usual = forward is None or getattr(forward, "__func__", None) is type(module).forward
@@ -73,3 +74,26 @@ def _of_module(module: nn.Module) -> Hashable:
 
 def _is_hooks(name: str) -> bool:
     return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+def closed_over(fn: object, depth: int = 3) -> Hashable:
+    """What a function closes over now: another value, or another tensor, is traced anew."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", fn)
+    cells = fn.__closure__ if isinstance(fn, types.FunctionType) else None
+    if not cells:
+        return ()
+    out: list[Hashable] = []
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue
+        if isinstance(value, _VALUES):
+            out.append((type(value), repr(value) if isinstance(value, float) else value))
+        else:
+            out.append(Identity(value))
+            if depth and isinstance(value, (types.FunctionType, functools.partial)):
+                out.append(closed_over(value, depth - 1))
+    return tuple(out)

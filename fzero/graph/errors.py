@@ -13,6 +13,7 @@ from fzero.base.refusals import is_ours, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.comm.divergence import silent
 from fzero.graph import of_torch
+from fzero.graph.trace import OWN_GENERATOR
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
@@ -66,7 +67,9 @@ def need_plain(nodes: Iterable[Node]) -> None:
         if getattr(node.target, "namespace", None) in COLLECTIVES:
             raise ValueError(COMMUNICATES)
         if any(isinstance(x, torch.Generator) for x in (*node.args, *node.kwargs.values())):
+            raise ValueError(OWN_GENERATOR)
+        if "mkldnn_rnn" in str(node.target):
             raise ValueError(
-                f"jit: the function draws from a generator of its own ({node.target}), which a graph would go on with "
-                "from call to call. Draw from torch's default one, or give the numbers as an input."
+                "jit: the function runs an RNN of torch.nn by oneDNN, which no graph takes. Turn that off around it: "
+                "with torch.backends.mkldnn.flags(enabled=False): ..."
             )

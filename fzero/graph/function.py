@@ -12,6 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated, jitting, proves
 from fzero.graph import inductor, of_torch, operators, program
+from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.opened import Opened, is_state, value_of
@@ -20,7 +21,7 @@ from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
 
-MANY = 10
+MANY, KEPT = 10, 64  # traces that are said; those that are kept
 
 
 class Function:
@@ -33,15 +34,12 @@ class Function:
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
         self._programs: dict[object, tuple[program.Run, Opened, Traced]] = {}
+        self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[object, ...]:
         return Function, (self.fn, self.backend, self.fallback, self.static)
-
-    @property
-    def traces(self) -> int:
-        return len(self._programs)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._plain or private.transforms() or in_differentiated() or private.dispatch_modes():
@@ -85,7 +83,7 @@ class Function:
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (given.form, metas, own, ambient)
+        return given, (given.form, metas, own, ambient, closed_over(self.fn))
 
     def _add(self, key: object, given: Opened) -> tuple[program.Run, Opened, Traced]:
         for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), is_state)[0] if is_state(x)]:
@@ -135,5 +133,8 @@ class Function:
                 "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "
                 "would not give. Give it as an input, or detach() it."
             )
+        self.traces += 1
+        if len(self._programs) >= KEPT:
+            del self._programs[next(iter(self._programs))]
         self._programs[key] = made = program_of, results[0], traced
         return made

@@ -14,6 +14,7 @@ from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.run import Run
 from fzero.engine.weighing import counted
+from fzero.graph.alike import closed_over
 from fzero.graph.errors import tracing
 from fzero.graph.opened import as_number, value_of
 from fzero.graph.run import GraphRun, Program, forward_only, made
@@ -42,6 +43,7 @@ class Jit:
         self.backend, self.static, self.fallback = backend, tuple(static), fallback
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, Program] = {}
+        self.traces = 0
         self._begun: set[object] = set()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -56,11 +58,9 @@ class Jit:
     def __repr__(self) -> str:
         return self.backend
 
-    @property
-    def traces(self) -> int:
-        return len(self._programs)
-
-    def _key(self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]) -> tuple[object, ...]:
+    def _key(
+        self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]
+    ) -> tuple[object, ...]:
         flat, spec = pytree.flatten(tuple(inputs))
         forms = tuple(
             (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else value_of(x)
@@ -68,7 +68,8 @@ class Jit:
         )
         device = state.params.device.type
         ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        return verb, step.fn, state.layout, _rows(step), spec, forms, tuple(wanted), ambient, state.params.axis.ranks
+        own = forms, tuple(wanted), ambient, state.params.axis.ranks, closed_over(step.fn)
+        return verb, step.fn, state.layout, _rows(step), spec, *own
 
     def numbers(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
         """Inputs with Python's numbers as tensors, but for static ones and what is carried."""
@@ -105,7 +106,7 @@ class Jit:
         if out is not None or program is None:
             return out or own()
         return GraphRun(
-            program, step, state, given, argnums, seed, scale, unreduced, alone, partial, mask, again
+            program, step, state, given, wanted, seed, scale, unreduced, alone, partial, mask, again
         )
 
     def forward(
@@ -167,12 +168,15 @@ class Jit:
             warnings.warn(f"jit: {step.name} runs without a graph: {error}", stacklevel=2)
             return None
         self._programs[key] = known
+        if len(self._programs) > KEPT:
+            del self._programs[next(iter(self._programs))]
+        self.traces += 1
         self._tell(inputs)
         return known
 
     def _tell(self, inputs: Sequence[object]) -> None:
         """Says once that a step was traced for the tenth time."""
-        if len(self._programs) == MANY:
+        if self.traces == MANY:
             shapes = [tuple(x.shape) for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
             warnings.warn(
                 f"jit: traced for the {MANY}th time, now for inputs of shapes {shapes}. Each set of shapes, dtypes and "
@@ -200,7 +204,7 @@ class Jit:
         return self._program(self._key("vjp", step, state, given, ()), step, state, given, [], seed)
 
 
-MANY = 10
+MANY, KEPT = 10, 64  # traces that are said; those that are kept
 
 
 def _rows(step: Spec) -> tuple[object, ...]:

@@ -98,7 +98,8 @@ def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
 
     end = next(iter(module.graph.find_nodes(op="output")))
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))
-    own = {"fallback_random": True, "emulate_precision_casts": True, "compile_threads": 1}  # others may not end in ranks
+    # in this thread: a pool of its own has not ended in processes of ranks
+    own = {"fallback_random": True, "emulate_precision_casts": True, "compile_threads": 1}
     with config.patch(own), torch.no_grad():
         made = compile_fx_inner(module, list(given))
     return getattr(made, "current_callable", None) or made

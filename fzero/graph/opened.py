@@ -113,8 +113,8 @@ def _need_plain_counts(state: TrainState) -> None:
     nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
     if any(isinstance(x, pytree.Count) and (x.missed or x.paused) for x in nodes):
         raise ValueError(
-            "jit: got a function of a state whose leaves have been frozen for a while and count their own updates, which "
-            "a function's graph does not take. Take fz.jit(step)."
+            "jit: got a function of a state whose leaves have been frozen for a while and count their own updates, "
+            "which a function's graph does not take. Take fz.jit(step)."
         )
 
 

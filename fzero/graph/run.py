@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,8 @@ class GraphRun(Outcome):
     """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
 
     Args:
-        argnums, seed, scale, unreduced, alone, partial, mask: as in `Run`.
+        wanted: the places of the flat inputs that are differentiated.
+        seed, scale, unreduced, alone, partial, mask: as in `Run`.
         again: makes a `Run` of the same.
     """
 
@@ -175,7 +176,7 @@ class GraphRun(Outcome):
         step: Spec,
         state: TrainState,
         inputs: Sequence[object],
-        argnums: Collection[int] | None,
+        wanted: list[int],
         seed: tuple[int, ...],
         scale: float,
         unreduced: bool,
@@ -184,7 +185,8 @@ class GraphRun(Outcome):
         mask: Mask,
         again: Callable[[], Run],
     ) -> None:
-        super().__init__(state, inputs, argnums, scale, mask)
+        super().__init__(state, inputs, (), scale, mask)
+        self.wanted = wanted
         self._program, self._partial, self._again = program, partial, again
         self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
         self._pulling = threading.RLock()

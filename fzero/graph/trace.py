@@ -12,6 +12,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import of_torch, operators
 
+OWN_GENERATOR = (
+    "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
+    "torch's default one, or give the numbers as an input."
+)
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
 Traceable = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -95,7 +99,8 @@ def trace(
             outs: Any = fn(every)
             kinds[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
             kept = [x for x, own in zip(outs, kinds, strict=True) if own]
-            return tuple(kept), [x for x, own in zip(outs, kinds, strict=True) if not own]
+            others = [x for x, own in zip(outs, kinds, strict=True) if not own]
+            return tuple(kept) or (torch.zeros((), device="cpu"),), others
 
         result: Any = torch.func.vjp(moving, *[given[i] for i in floats], has_aux=True)
         kept, pull, others = result
@@ -109,6 +114,7 @@ def trace(
             return outs
         own_of = dict(zip(real, tangents, strict=True))
         moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(kinds) if own]
+        moved = moved or [torch.zeros_like(kept[0])]
         grads = dict(zip(floats, pull(tuple(moved)), strict=True))
         return [*outs, *tangents, *[grads[i] for i in wanted]]
 
@@ -135,6 +141,8 @@ def _lifted(module: GraphModule) -> list[torch.Tensor]:
         name = str(node.target)
         if name not in by_name:
             value = getattr(module, name)
+            if isinstance(value, torch.Generator):
+                raise ValueError(OWN_GENERATOR)
             with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
                 made = graph.placeholder(f"constant_{len(constants)}")
             made.meta = {"val": node.meta.get("val", value)}

@@ -340,8 +340,8 @@ def traced_call(
         need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
     if tracer.inlined and any(traced.draws):
         raise ValueError(
-            "jit: the function differentiates a unit itself and draws random numbers, which would be others in a graph. "
-            "Leave jit out."
+            "jit: the function differentiates a unit itself and draws random numbers, which would be others in a "
+            "graph. Leave jit out."
         )
     groups = [group for group, _ in tracer.fulls]
     (splits, counts, _) = returned
