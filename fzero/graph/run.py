@@ -296,6 +296,11 @@ class GraphRun(Outcome):
     def drop(self) -> None:
         """Forgets what the forward saved, and the state."""
         self._held = self.state = self._traversal = self._calls = None
+        self._zeros, self._guarded, self._again = {}, [], _gone
+
+
+def _gone() -> Run:
+    raise AssertionError("a run that was used up")
 
 
 def forward_only(
