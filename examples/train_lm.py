@@ -91,7 +91,6 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if args.dtype == "bf16":
         step = fz.autocast(step, torch.bfloat16)
     step = SHARD[args.stage](step)
-    step = fz.jit(step) if args.jit else step
     step = step if args.rollback else fz.donate(step)  # a state to go back to is not overwritten
     say(f"\n{fz.plan(step, params, world_size=ranks)}")
     per_rank, alone = state_mib(step, params, ranks), state_mib(step, params, 1)
@@ -132,7 +131,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         return {"held out": held_out_curve[-1][1]}
 
     run = fz.loop(
-        step,
+        fz.jit(step) if args.jit else step,  # texts of other lengths, as below, would each be compiled
         state,
         next_batch,
         total=args.steps,
