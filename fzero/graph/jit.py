@@ -160,14 +160,16 @@ class Jit:
             return known
         try:
             with tracing():
-                known = self._programs.get(key) or made(step, state, inputs, wanted, seed, self.backend)
+                known = self._programs.get(key)
+                if known is not None:  # another rank's thread was first
+                    return known
+                known = self._programs[key] = made(step, state, inputs, wanted, seed, self.backend)
         except Exception as error:
             if not self.fallback:
                 raise
             self._plain = True
             warnings.warn(f"jit: {step.name} runs without a graph: {error}", stacklevel=2)
             return None
-        self._programs[key] = known
         if len(self._programs) > KEPT:
             del self._programs[next(iter(self._programs))]
         self.traces += 1

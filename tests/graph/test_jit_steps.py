@@ -1,0 +1,258 @@
+"""Steps of fz.jit that go wrong where a graph sees less than a run: the numbers of the step without it, or an error."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import fzero as fz
+from fzero.testing import assert_trees_equal, run_ranks
+
+F64 = torch.float64
+jit = functools.partial(fz.jit, backend="graph")
+unit = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+PARAMS = {"blocks": [{"w": drawn(4, 4, seed=i) / 2} for i in range(3)], "s": drawn(4)}
+
+
+def compare(fn: Any, params: Any = PARAMS, calls: int = 4, inputs: Any = lambda i: (drawn(3, 4, seed=i),)) -> fz.Step:
+    """Some updates with and without a graph: the same bits."""
+    step = fz.train_step(fn, fz.adamw(1e-2))
+    fast, states = jit(step), [step.init(params), step.init(params)]
+    for i in range(calls):
+        (states[0], want), (states[1], got) = step(states[0], *inputs(i)), fast(states[1], *inputs(i))
+        assert_trees_equal({**want}, {**got})
+        assert_trees_equal(fz.gather(states[0].params), fz.gather(states[1].params))
+    return fast
+
+
+def through(body: Any) -> Any:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = body(q, x)
+        return (x * p["s"]).square().mean()
+
+    return fn
+
+
+def test_dropout_of_a_transposed_tensor() -> None:
+    compare(through(lambda q, x: F.dropout(unit(q, x).t(), 0.3).t()))
+    compare(through(fz.unit(lambda q, x: F.dropout((x @ q["w"]).t(), 0.3).t())))
+
+
+def test_modules_of_one_class_that_compute_differently() -> None:
+    class Block(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.linear, self.factor = nn.Linear(4, 4, dtype=F64), factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.factor * torch.tanh(self.linear(x))
+
+    blocks = [Block(1.0), Block(1.0), Block(0.5)]
+    for each in blocks:
+        nn.init.normal_(each.linear.weight, generator=torch.Generator().manual_seed(0))
+    forward = blocks[1].forward
+    blocks[1].forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    apply, params = fz.functional(nn.Sequential(*blocks))
+    compare(lambda p, x: apply(p, x).square().mean(), params)
+
+
+def test_autocast_around_one_of_two_units() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x = unit(p["blocks"][0], x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = unit(p["blocks"][1], x)
+        return x.float().square().mean()
+
+    params = {"blocks": [{"w": q["w"].float()} for q in PARAMS["blocks"][:2]]}  # type: ignore[index]
+    compare(fn, params, inputs=lambda i: (drawn(3, 4, seed=i).float(),))
+
+
+def test_a_closed_over_tensor_that_is_another_one_later() -> None:
+    scales = drawn(2).unbind()
+    scale = scales[0]
+
+    def inputs(i: int) -> tuple[torch.Tensor]:
+        nonlocal scale
+        scale = scales[i // 2]
+        return (drawn(3, 4),)
+
+    assert compare(lambda p, x: (unit(p["blocks"][0], x) * scale * p["s"]).mean(), inputs=inputs).traces == 2
+
+
+def test_the_function_differentiates_a_unit_by_its_input() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.func.grad(lambda z: unit(p["blocks"][0], z).sum())(x)
+        (outer,) = torch.autograd.grad(unit(p["blocks"][1], x * p["s"]).sum(), p["s"], create_graph=True)
+        return inner.square().mean() + outer.square().mean()
+
+    compare(fn)
+
+
+def test_numbers_of_python() -> None:
+    fast = compare(lambda p, x, a: (unit(p["blocks"][0], x) * a).mean(), inputs=lambda i: (drawn(3, 4), 0.5 + i))
+    assert fast.traces == 1
+    state = fast.init(PARAMS)
+    for _ in range(2):
+        _, pullback = fast.vjp(state, drawn(3, 4), 0.5)
+        _, cotangents = pullback(torch.ones((), dtype=F64))
+        assert cotangents[1] is None
+    scaled = jit(fz.train_step(lambda p, x, a: (x @ p["w"]).mean() * a, fz.sgd(0.1)))
+    with pytest.raises(ValueError, match="a number of Python among the inputs"):
+        scaled(scaled.init({"w": torch.ones(4)}), torch.ones(3, 4), 0.5)
+
+
+def test_halves_and_writes_between() -> None:
+    fast = jit(fz.train_step(through(unit), fz.sgd(0.1)))
+    state, x = fast.init(PARAMS), drawn(3, 4)
+    want = fast.vjp(state, x)[1](torch.ones((), dtype=F64))
+    for _ in range(2):
+        pullback = fast.vjp(state, x)[1]
+        cotangents = pullback.inputs(torch.ones((), dtype=F64))
+        assert_trees_equal(fz.gather(pullback.params()), fz.gather(want[0]))
+        assert_trees_equal(cotangents, want[1])
+    _, pullback = fast.vjp(state, x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(torch.ones((), dtype=F64))
+
+
+def test_a_used_pullback_holds_nothing() -> None:
+    fast = jit(fz.train_step(through(unit), fz.sgd(0.1)))
+    for _ in range(2):
+        state, x = fast.init(PARAMS), drawn(3, 4)
+        _, pullback = fast.vjp(state, x)
+        held = [weakref.ref(x), *[weakref.ref(each) for each in pytree.tree_leaves(state.params)]]
+        pullback(torch.ones((), dtype=F64))
+        del state, x
+        gc.collect()
+        assert not any(each() is not None for each in held)
+
+
+def own_generator(p: Any, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+    return unit(p["blocks"][0], x + noise).mean()
+
+
+def checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    out: Any = checkpoint(lambda v: torch.tanh(v * p["s"]), unit(p["blocks"][0], x), use_reentrant=False)
+    return out.mean()  # type: ignore[no-any-return]
+
+
+def exchanging(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return fz.parallel.sum(unit(p["blocks"][0], x), fz.parallel.axis(None, "dp")).mean()
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (own_generator, "generator of its own"),
+        (checkpointed, "checkpoint"),
+        (lambda p, x: nn.functional.embedding(x.abs().long() % 4, p["s"][:, None]).mean() * float(x.sum().detach()), "value"),
+    ],
+)
+def test_refused(fn: Any, match: str) -> None:
+    step = jit(fz.train_step(fn, fz.sgd(0.1)))
+    with pytest.raises(ValueError, match=match):
+        step(step.init(PARAMS), drawn(3, 4))
+
+
+def test_exchanges_between_ranks_are_refused() -> None:
+    def main(rank: int) -> None:
+        step = jit(fz.shard_zero2(fz.train_step(exchanging, fz.sgd(0.1))))
+        with pytest.raises(ValueError, match="exchanges values between ranks"):
+            step(step.init(PARAMS), drawn(3, 4, seed=rank))
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_ranks_with_batches_of_their_own_lengths(backend: Any) -> None:
+    for got, want in run_ranks(_uneven, 2, backend=backend):
+        assert_trees_equal(got, want)
+
+
+def _uneven(rank: int) -> Any:
+    out = []
+    for transform in (jit, lambda step: step):
+        step = transform(fz.shard_zero3(fz.train_step(through(unit), fz.adamw(1e-2))))
+        state = step.init(PARAMS)
+        for i, rows in enumerate([(3, 3), (3, 2), (2, 3), (1, 3)]):
+            state, _ = step(state, drawn(rows[rank], 4, seed=10 * i + rank))
+        out.append(fz.gather(state.params))
+    return out
+
+
+def offloaded(step: fz.Step) -> fz.Step:
+    return fz.offload(step, moments="host")
+
+
+def compiled(step: fz.Step) -> fz.Step:
+    return fz.compile(step)
+
+
+@pytest.mark.parametrize("transform", [offloaded, compiled, lambda step: fz.offload(step, activations="host")])
+def test_what_no_graph_takes_is_named(transform: Any) -> None:
+    step = jit(transform(fz.train_step(through(unit), fz.adamw(1e-2))))
+    with pytest.raises(ValueError, match=r"jit: got leaf '.*' with"):
+        step(step.init(PARAMS), drawn(3, 4))
+
+
+def test_other_users_of_a_step_refuse_it() -> None:
+    step = jit(fz.train_step(through(unit), fz.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"step\.vjp"), fz.tape(step, step.init(PARAMS)):
+        pass
+    with pytest.raises(AttributeError, match=r"fz\.jit"):
+        _ = fz.train_step(through(unit), fz.sgd(0.1)).traces
+
+
+def test_the_tenth_trace_is_said() -> None:
+    step = jit(fz.train_step(through(unit), fz.sgd(0.1)))
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match="traced for the 10th time"):
+        for rows in range(1, 11):
+            state, _ = step(state, drawn(rows, 4))
+    assert step.traces == 10
+
+
+def test_a_graph_is_read_and_made_ahead() -> None:
+    step = jit(fz.shard_zero3(fz.train_step(through(unit), fz.sgd(0.1))))
+
+    def main(rank: int) -> None:
+        state = step.init(PARAMS)
+        graph = step.lower(state, drawn(3, 4)).graph(state, drawn(3, 4))
+        names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "fzero" in str(node.target)]
+        assert isinstance(graph, torch.fx.GraphModule)
+        assert names.count("region") == names.count("pull") == 3 and names.count("reduce") == 4
+        assert names.count("gather") == 7  # the root's stays, each unit's comes again for its pullback
+        assert step.traces == 1
+
+    run_ranks(main, 2)
+
+
+def test_alike_units_are_traced_once() -> None:
+    entered = itertools.count()
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        next(entered)
+        return torch.tanh(x @ q["w"])
+
+    step = jit(fz.train_step(through(fz.unit(body)), fz.sgd(0.1)))
+    step.lower(step.init(PARAMS), drawn(3, 4))
+    assert next(entered) == 2  # the first one's input has no gradient
