@@ -90,7 +90,7 @@ def array(x: torch.Tensor) -> torch.Tensor:
 
 
 def mathematical(x: torch.Tensor) -> torch.Tensor:
-    return x * math.sqrt(x.square().sum())
+    return x * math.sqrt(x.detach().square().sum())
 
 
 def ranged(x: torch.Tensor) -> torch.Tensor:

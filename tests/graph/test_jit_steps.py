@@ -164,7 +164,7 @@ def exchanging(p: Any, x: torch.Tensor) -> torch.Tensor:
     [
         (own_generator, "generator of its own"),
         (checkpointed, "checkpoint"),
-        (lambda p, x: nn.functional.embedding(x.abs().long() % 4, p["s"][:, None]).mean() * float(x.sum().detach()), "value"),
+        (lambda p, x: unit(p["blocks"][0], x).mean() * float(x.sum().detach()), "value"),
     ],
 )
 def test_refused(fn: Any, match: str) -> None:
