@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,9 +64,9 @@ def _of_module(module: nn.Module) -> Hashable:
     attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN and not _is_hooks(name)]
     buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
     children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
-    forward: Any = own.get("forward")
-    while hasattr(forward, "__wrapped__"):  # the unit's own, around that of its class
-        forward = forward.__wrapped__
+    forward: object = own.get("forward")
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:  # the unit's own, around that of its class
+        forward = inner
     usual = forward is None or getattr(forward, "__func__", None) is type(module).forward
     return type(module), usual or Identity(forward), tuple(module._parameters), *attributes, *buffers, *children
 
