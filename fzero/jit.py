@@ -16,9 +16,7 @@ BACKENDS = "inductor", "graph"
 
 
 @overload
-def jit(
-    step: S, backend: str | None = None, fallback: bool = False, static_argnums: int | Sequence[int] = ()
-) -> S: ...
+def jit(step: S, backend: str | None = None, fallback: bool = False, static_argnums: int | Sequence[int] = ()) -> S: ...
 @overload
 def jit(
     step: Callable[..., Any],
@@ -26,9 +24,7 @@ def jit(
     fallback: bool = False,
     static_argnums: int | Sequence[int] = (),
 ) -> Function: ...
-def jit(
-    step: Any, backend: str | None = None, fallback: bool = False, static_argnums: int | Sequence[int] = ()
-) -> Any:
+def jit(step: Any, backend: str | None = None, fallback: bool = False, static_argnums: int | Sequence[int] = ()) -> Any:
     """Traces a step, or a function of states and tensors, and runs it as one graph, as JAX's `jit` does.
 
     **A step** stays a step: other transforms go around it, in any order, with the same numbers, and it takes the states

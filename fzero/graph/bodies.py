@@ -107,9 +107,7 @@ class _Called(torch.autograd.Function):
         return tuple(operators.call(number, operands))
 
     @staticmethod
-    def setup_context(
-        ctx: private.Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]
-    ) -> None:
+    def setup_context(ctx: private.Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.number, ctx.traced, ctx.wanted, *operands = inputs
         traced: Traced = ctx.traced
         ctx.count = len(operands)

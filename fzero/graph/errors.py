@@ -31,8 +31,11 @@ _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "Guard
 def tracing() -> Iterator[None]:
     """Around a trace: what is no part of a graph is refused, and what cannot be traced is named."""
     try:
-        with one_at_a_time, of_torch.without_pointers(), silent(), torch.autograd.graph.disable_saved_tensors_hooks(
-            CHECKPOINTS
+        with (
+            one_at_a_time,
+            of_torch.without_pointers(),
+            silent(),
+            torch.autograd.graph.disable_saved_tensors_hooks(CHECKPOINTS),
         ):
             yield
     except Exception as error:

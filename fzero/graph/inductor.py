@@ -65,8 +65,7 @@ def in_pieces(module: GraphModule) -> GraphModule:
     worth = {n for n, count in counts.items() if count >= LEAST}
     if not worth:
         return module
-    out = _fused(module, numbers, worth)
-    return out
+    return _fused(module, numbers, worth)
 
 
 def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> GraphModule:
@@ -90,7 +89,6 @@ def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> 
         inside = set(own)
         inputs = list(dict.fromkeys(x for n in own for x in n.all_input_nodes if x not in inside))
         outputs = [n for n in own if any(user not in inside for user in n.users)]
-        again = [n for n in outputs if is_view(n)]  # looks at what goes in or out are made outside
         piece = _piece(module, inputs, own, outputs)
         name = f"piece_{number}"
         modules[name] = compiled(piece)
@@ -98,7 +96,6 @@ def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> 
         for i, n in enumerate(outputs):
             made[n] = graph.call_function(operator.getitem, (called, i))
             made[n].meta = dict(n.meta)
-        del again
     out = GraphModule(torch.nn.Module(), Graph())
     for name, run in modules.items():
         setattr(out, name, run)
@@ -106,9 +103,7 @@ def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> 
     return out
 
 
-def _piece(
-    module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]
-) -> GraphModule:
+def _piece(module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
     graph, made = Graph(), dict[Node, Node]()
     for node in inputs:
         made[node] = graph.placeholder(node.name)

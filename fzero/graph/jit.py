@@ -105,9 +105,7 @@ class Jit:
             program.need_dtypes(out.meta)
         if out is not None or program is None:
             return out or own()
-        return GraphRun(
-            program, step, state, given, wanted, seed, scale, unreduced, alone, partial, mask, again
-        )
+        return GraphRun(program, step, state, given, wanted, seed, scale, unreduced, alone, partial, mask, again)
 
     def forward(
         self,

@@ -34,8 +34,10 @@ class Opened:
             scaled = isinstance(node, Sharded) and node.scale != 1.0
             if isinstance(node, pytree.Count) or scaled:
                 what = "grads with a loss scale" if scaled else "an optimizer's count outside of its state"
-                raise ValueError(f"jit: got or returns {what}, which a function's graph would not see change. Give or "
-                "return the state.")
+                raise ValueError(
+                    f"jit: got or returns {what}, which a function's graph would not see change. Give or "
+                    "return the state."
+                )
         self.tensors: list[torch.Tensor] = []
         self.counts: set[int] = set()  # places
         self.seen = False

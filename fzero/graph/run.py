@@ -320,5 +320,3 @@ def forward_only(
 
 def _of(traced: Traced, count: int) -> list[int]:
     return [place for place in traced.saved if -1 - place < count]
-
-
