@@ -24,6 +24,7 @@ from fzero.engine.pending import Ends, Pending
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import unwritten
 from fzero.state.placing import settle
+from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -216,14 +217,7 @@ class Run(Outcome):
     ) -> Delivery:
         """What adds cotangents of params up, into `found` where nobody else receives them."""
         assert self.state is not None
-        params = self.state.params
-
-        def keep(key: Key, shard: torch.Tensor) -> None:
-            found[key] = settle(params, key, "grads", shard)
-
-        receive = receive or keep
-        own = (traversal.schedule, traversal.layout, receive, self.unreduced, self.partial)
-        return Delivery(*own)
+        return delivery_of(traversal, self.state.params, found, receive, self.unreduced, self.partial)
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
@@ -296,6 +290,22 @@ class Run(Outcome):
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
+
+
+def delivery_of(
+    traversal: Traversal,
+    params: Sharded,
+    found: dict[Key, Buffer],
+    receive: Callable[[Key, torch.Tensor], object] | None,
+    unreduced: Mapping[Key, torch.Tensor],
+    partial: bool,
+) -> Delivery:
+    """What adds cotangents of params up, into `found` where nobody else receives them."""
+
+    def keep(key: Key, shard: torch.Tensor) -> None:
+        found[key] = settle(params, key, "grads", shard)
+
+    return Delivery(traversal.schedule, traversal.layout, receive or keep, unreduced, partial)
 
 
 Guarded = Sequence[tuple[weakref.ref[torch.Tensor], int]]

@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
-from fzero.base.context import during, in_differentiated, jitting, proves
+from fzero.base import pytree
+from fzero.base.context import during, jitting, proves
 from fzero.graph import inductor, of_torch, operators, program
 from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
+from fzero.graph.jit import KEPT, surrounded
 from fzero.graph.opened import Opened, is_state, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
-
-MANY, KEPT = 10, 64  # traces that are said; those that are kept
 
 
 class Function:
@@ -42,7 +41,7 @@ class Function:
         return Function, (self.fn, self.backend, self.fallback, self.static)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self._plain or private.transforms() or in_differentiated() or private.dispatch_modes():
+        if self._plain or surrounded():
             return self.fn(*args, **kwargs)
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import of_torch, operators, program
 from fzero.graph.program import Run
-from fzero.graph.trace import draws, is_view
+from fzero.graph.trace import draws, extracted, is_view
 
 _made: dict[str, Run] = {}
 
@@ -89,7 +89,7 @@ def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> 
         inside = set(own)
         inputs = list(dict.fromkeys(x for n in own for x in n.all_input_nodes if x not in inside))
         outputs = [n for n in own if any(user not in inside for user in n.users)]
-        piece = _piece(module, inputs, own, outputs)
+        piece = extracted(module, inputs, own, outputs)
         name = f"piece_{number}"
         modules[name] = compiled(piece)
         called = graph.call_module(name, tuple(made[x] for x in inputs))
@@ -101,14 +101,3 @@ def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> 
         setattr(out, name, run)
     out.graph = graph
     return out
-
-
-def _piece(module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
-    graph, made = Graph(), dict[Node, Node]()
-    for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = dict(node.meta)
-    for node in nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output([made[n] for n in outputs])
-    return GraphModule(module, graph)

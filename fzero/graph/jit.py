@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated
+from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.run import Run
@@ -94,7 +95,7 @@ class Jit:
         again: Callable[[], Run],
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
-        if self._plain or _surrounded():
+        if self._plain or surrounded():
             return own()
         given = self.numbers(step, inputs)
         wanted = wanted_of(inputs, argnums)
@@ -118,7 +119,7 @@ class Jit:
         mask: Mask | None,
     ) -> tuple[object, object]:
         """Outputs and aux."""
-        if self._plain or _surrounded():
+        if self._plain or surrounded():
             return own()
         given = self.numbers(step, inputs)
         key = self._key("forward", step, state, given, ())
@@ -200,8 +201,8 @@ class Jit:
         need_traceable(step, state)
         parts, _ = counted(step.microbatches, state, here(tuple(inputs)))
         given = self.numbers(step, Carry(step, state).given(next(iter(parts))))
-        seed = (state.seed, state.step, state.params.axis.data_rank, 0, 0)
-        return self._program(self._key("vjp", step, state, given, ()), step, state, given, [], seed)
+        key = self._key("vjp", step, state, given, ())
+        return self._program(key, step, state, given, [], seed_of(state, 0, 0))
 
 
 MANY, KEPT = 10, 64  # traces that are said; those that are kept
@@ -211,7 +212,8 @@ def _rows(step: Spec) -> tuple[object, ...]:
     return step.rules, step.has_aux, step.carries, step.microbatches.means
 
 
-def _surrounded() -> bool:
+def surrounded() -> bool:
+    """Tells whether something goes on through operators here, or looks at them, which would not see a graph."""
     return private.transforms() or in_differentiated() or private.dispatch_modes()
 
 

@@ -15,13 +15,12 @@ from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half
-from fzero.engine.run import Run, guarded, need_unwritten
+from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import inductor, of_torch, program
 from fzero.graph.program import Calls, compiled, joined, scheduled
 from fzero.graph.trace import Traced
 from fzero.graph.tracer import Call, Inline, Tracer, traced_call
-from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -192,18 +191,12 @@ class GraphRun(Outcome):
         self._pulling = threading.RLock()
         flat, _ = pytree.flatten(tuple(inputs))
         call, traced = program.call, program.call.traced
-        self._traversal: Traversal | None
         traversal, *_ = traversal_of(step, state, seed, unreduced, mask=mask)
         traversal.schedule.keeps = alone
-        self._traversal = traversal
-        seeds = Seeds(*seed)
-        calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
+        self._traversal: Traversal | None = traversal
+        own = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
+        calls, out = _forward(program, traversal, seed, own)
         self._calls: _Calls | None = calls
-        given = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
-        own = list(given)
-        drawing = calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
-        with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
-            out = program.forward(given, calls)
         self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in _of(traced, len(own))]
         self.returned = call.returned[0]
         self.outputs, self.aux = call.split(out)
@@ -240,15 +233,11 @@ class GraphRun(Outcome):
             traversal, traced, params = self._traversal, self._program.call.traced, self.state.params
             found: dict[Key, Buffer] = {}
 
-            def keep(key: Key, shard: torch.Tensor) -> None:
-                found[key] = settle(params, key, "grads", shard)
-
             cotangents = [c.contiguous() for c in self.scaled(cotangent)]
             traversal.schedule.used.update(dict.fromkeys(traversal.uses, 0))
             for group in self._program.uses:
                 traversal.schedule.note_use((self._program.call.keys[group],))
-            own = Delivery(traversal.schedule, traversal.layout, receive or keep, self.unreduced, self._partial)
-            own.into = {}
+            own = delivery_of(traversal, params, found, receive, self.unreduced, self._partial)
             self._calls.delivery, self._calls.masked = own, self.mask.masked
             held = [*self._held, *cotangents]
             if not retain_graph:
@@ -307,15 +296,20 @@ def forward_only(
     program: Program, step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...], mask: Mask | None
 ) -> tuple[object, object]:
     """Outputs and aux of a run that nothing pulls back."""
-    call, traced = program.call, program.call.traced
     traversal, *_ = traversal_of(step, state, seed, derived=False, mask=mask)
-    seeds = Seeds(*seed)
-    calls = _Calls(traversal, call.keys, [seeds.next() for _ in range(call.seeds)])
     given = [x.detach() for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]
-    drawing = calls.seeded(0) if traced.draws[0] else contextlib.nullcontext()
+    return program.call.split(_forward(program, traversal, seed, given)[1])
+
+
+def _forward(
+    program: Program, traversal: Traversal, seed: tuple[int, ...], given: Sequence[torch.Tensor]
+) -> tuple[_Calls, list[torch.Tensor]]:
+    """The messages and the outputs of a forward."""
+    seeds = Seeds(*seed)
+    calls = _Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
+    drawing = calls.seeded(0) if program.call.traced.draws[0] else contextlib.nullcontext()
     with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
-        out = program.forward(given, calls)
-    return call.split(out)
+        return calls, program.forward([*given], calls)
 
 
 def _of(traced: Traced, count: int) -> list[int]:

@@ -268,8 +268,8 @@ def _parted(
     held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
     kept = [n for n in held if n.op != "placeholder" and n not in out_of]
-    fw = _extracted(module, placeholders, forward, [*outs, *kept])
-    bw = _extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
+    fw = extracted(module, placeholders, forward, [*outs, *kept])
+    bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
     numbers = {**out_of, **{node: i for i, node in enumerate(kept, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
@@ -304,7 +304,7 @@ def _ancestors(of: Sequence[Node] | set[Node], stop: set[Node] = frozenset()) ->
     return out
 
 
-def _extracted(
+def extracted(
     module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[object]
 ) -> GraphModule:
     """A graph of its own of some nodes."""

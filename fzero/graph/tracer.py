@@ -12,7 +12,7 @@ from fzero.base import collecting, private, pytree
 from fzero.base.carriers import changing, flatten_first
 from fzero.base.context import during, proves
 from fzero.comm.axis import Axis
-from fzero.engine.called import CalledOp
+from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Leaving, Same, Slot
@@ -174,7 +174,7 @@ class Tracer(Traversal):
                 if signature.collects:
                     result, taken = result
                     collecting.put(taken)
-                return _changed(result, carriers)
+                return put_together(result, carriers) if carriers else result
             operands = [*fulls, *tensors]
             wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
             traced = self._known(op, operands, wanted, len(fulls))
@@ -236,12 +236,6 @@ class Tracer(Traversal):
         with self.mode, of_torch.untraced():
             given = [like(x) for x in operands]
             return trace(run, given, wanted, self.decompositions, recompute, range(count))
-
-
-def _changed(result: Any, carriers: Sequence[object]) -> object:
-    from fzero.engine.called import put_together
-
-    return put_together(result, carriers) if carriers else result
 
 
 class _Views(torch.autograd.Function):
@@ -327,9 +321,8 @@ def traced_call(
         put = [*real, *rest, *aux, *[x for own in collected.values() for x in own]]
         memories = {storage_of(x) for x in (*given, *[full for _, full in tracer.fulls])}
         put = [x.clone() if storage_of(x) in memories else x for x in put]
-        sizes = len(real), len(rest), len(aux)
         outputs.leaves, others.leaves = [], []
-        returned[:] = [(outputs, others), counts, sizes]
+        returned[:] = [(outputs, others), counts]
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
     with tracer.mode, during(operators.tracing, tracer):
@@ -344,7 +337,7 @@ def traced_call(
             "graph. Leave jit out."
         )
     groups = [group for group, _ in tracer.fulls]
-    (splits, counts, _) = returned
+    splits, counts = returned
     return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, groups)
 
 
