@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple, overload
 
@@ -131,7 +132,7 @@ def leaves_of(tree: Sharded, pattern: str, dtype: torch.dtype | None = None) -> 
     wanted = {slot.leaf for key in tree.groups for slot in groups[key].slots if matches(pattern, slot.path)}
     keys = [key for key in tree.groups if any(slot.leaf in wanted for slot in groups[key].slots)]
     coming = _start(tree, keys[0], dtype) if keys else None
-    for key, after in zip(keys, [*keys[1:], None], strict=True):
+    for key, after in itertools.zip_longest(keys, keys[1:]):
         assert coming is not None
         views, coming = groups[key].views(coming()), None
         for slot in [slot for slot in groups[key].slots if slot.leaf in wanted]:

@@ -72,6 +72,19 @@ def test_leaves_that_are_cut_over_a_tensor_axis(stage: int) -> None:
     run_ranks(rank_main, 4)
 
 
+def test_a_tree_of_no_leaves() -> None:
+    """The grads where everything is frozen."""
+
+    def rank_main(rank: int) -> None:
+        loss, params = scenarios.tiny_lm(dtype=torch.float32)
+        step = fz.freeze(fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1))), "*")
+        _, pullback = step.vjp(step.init(params), *scenarios.token_batches(2)[rank])
+        grads, *_ = pullback(torch.tensor(1.0))
+        assert fz.gather(grads, "*") == {} == taken(grads)
+
+    run_ranks(rank_main, 2)
+
+
 def test_names_are_those_of_the_models_files(tmp_path: Any) -> None:
     """A plain module loads them as they come."""
     from safetensors.torch import load_file
