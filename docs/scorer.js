@@ -1,6 +1,6 @@
-/* How the site's search finds pages and orders them. Sphinx takes pages that have all words of a query, and orders them by
- * one of the words. Here each word counts, a rare one and one of a heading more, so that a whole question finds the pages
- * that answer it. */
+/* How the site's search finds pages and orders them. Sphinx takes pages that have all words of a query, and orders them
+ * by one of the words. Here each word counts, a rare one and one of a heading more, so that a whole question finds the
+ * pages that answer it. */
 
 /* The words of a query that are searched for, the files that have each, and each file's weight. */
 const weighed = (query) => {
