@@ -1,7 +1,7 @@
 """Looks at the built pages as readers do: `make docs-check`, after `make docs`.
 
 Every internal link and anchor exists. In a headless Chromium no page writes an error to the console, none is wider than
-a phone's screen, and the search finds a name. Prints what is wrong, and ends with 1 then.
+a phone's screen, and the search finds what is asked. Prints what is wrong, and ends with 1 then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import urllib.parse
 
 HTML = pathlib.Path(__file__).parent / "_build" / "html"
 PHONE = 390  # pixels
+SEARCHES = {  # what is asked -> a page among the first five
+    "shard_zero3": "#fzero.shard_zero3",
+    "fp8": "#term-FP8",
+    "CUDA out of memory": "guides/running",
+    "How do I keep norms in float32?": "guides/low-precision",
+    "How do I resume on four ranks instead of two?": "guides/checkpoints",
+    "Which stage do I need for 7B on 4 x 24 GiB?": "guides/zero",
+}
 
 
 class _Page(html.parser.HTMLParser):
@@ -74,11 +82,14 @@ def seen(paths: list[pathlib.Path]) -> list[str]:
             wide = max(page.evaluate(widths))
             if wide > PHONE:
                 said.append(f"{where}: {wide} pixels wide on a screen of {PHONE}")
-        where = "search.html"
-        page.goto(f"{base}search.html?q=shard_zero3")
-        page.wait_for_timeout(2000)
-        if not page.locator("#search-results li").count():
-            said.append("search.html: finds nothing for shard_zero3")
+        for query, answer in SEARCHES.items():
+            where = f"search.html?q={urllib.parse.quote(query)}"
+            page.goto(base + where, wait_until="networkidle")
+            links = page.locator("#search-results ul.search > li > a")
+            links.first.or_(page.locator(".search-summary", has_text="did not match")).wait_for()
+            first = [links.nth(i).get_attribute("href") or "" for i in range(min(links.count(), 5))]
+            if not any(answer in link for link in first):
+                said.append(f"search.html: {query!r} does not find {answer}, but {first}")
         browser.close()
     server.shutdown()
     return said

@@ -41,7 +41,6 @@ nb_merge_streams = True
 
 # ---- the API: every public name under `fzero`, whatever module defines it
 
-default_role = "code"  # single backticks in docstrings
 toc_object_entries = False  # every name has a heading already
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -58,6 +58,9 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     reference = [name for page in (DOCS / "api").glob("*.md") for name in API.findall(page.read_text())]
     assert len(reference) == len(set(reference))
     assert public == {name for name in reference if "." not in name}
+    parts = {name for name in fz.__all__ if isinstance(getattr(fz, name), types.ModuleType)}
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    assert parts == set(re.findall(r'<span id="fzero\.(\w+)">', text))
 
 
 def test_every_public_name_is_in_a_guide() -> None:
