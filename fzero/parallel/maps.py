@@ -18,6 +18,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
+from fzero.base.context import in_function
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
@@ -66,11 +67,15 @@ def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
 def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     """Sums a tensor over the ranks of an axis, in rank order. The result is the same on all ranks.
 
-    16-bit floats are added in float32. The pullback sends nothing.
+    16-bit floats are added in float32. The pullback sends nothing in a step, and two numbers outside of one, which tell
+    whether the ranks' cotangents are the same. If each rank computes a loss of its own, write `copy(sum(x, ax), ax)`.
 
     Args:
         x: of the same shape on all ranks.
         ax: an axis, from `fz.parallel.axis`.
+
+    Raises:
+        ValueError: in the pullback outside of a step, cotangents differ. It is raised on every rank.
 
     Example:
         >>> fz.testing.run_ranks(
@@ -81,7 +86,7 @@ def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     _need_tensor(x, "sum")
     need_axis(ax, "sum")
     total = functools.partial(_total, ax)
-    return _map("sum", x, ax, total, total if is_averaged(ax) else _same)
+    return _map("sum", x, ax, total, total if is_averaged(ax) else _held("sum", ax, _same))
 
 
 def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False) -> torch.Tensor:
@@ -96,7 +101,8 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
             outside of a step if each rank computes a loss of its own with it, as with gathered negatives.
 
     Raises:
-        ValueError: shapes do not fit. It is raised on every rank.
+        ValueError: shapes do not fit; or, in the pullback outside of a step, cotangents differ. It is raised on every
+            rank.
 
     Example:
         >>> def rank_main(rank):
@@ -110,7 +116,7 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
     there, back = _joined, _scattered if own or is_averaged(ax) else _cut
     name = GATHER_OWN if own else "gather"
     there, back = [functools.partial(each, ax, dim, sizes) for each in (there, back)]
-    return _map(name, x, ax, there, back, joins=dim)
+    return _map(name, x, ax, there, back if own or is_averaged(ax) else _held("gather", ax, back), joins=dim)
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -236,6 +242,28 @@ def _map(
 
 
 leave_out(__name__, "_map")
+
+
+def _held(who: str, ax: Axis, back: Map) -> Map:
+    """A transpose that takes the same cotangent on all ranks, which nothing has proven outside of a step."""
+    outside = not in_function.get() and running.get() is None
+    return functools.partial(_held_back, who, ax, back) if outside else back
+
+
+def _held_back(who: str, ax: Axis, back: Map, x: torch.Tensor) -> torch.Tensor:
+    if ax.size > 1 and not ax.fake and not private.is_fake(x):
+        flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
+        places = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device)
+        told = torch.stack([torch.dot(flat, places.cos()), flat.abs().sum()]).cpu()
+        told = torch.tensor(pieces.told(ax, told.view(torch.int64).tolist(), f"parallel.{who} cotangents"))
+        at, most = told.view(torch.float64).T
+        if (at - at[0]).abs().max() > 1e-3 * most.max():
+            other = "gather(x, ax, dim, own=True)" if who == "gather" else "copy(fz.parallel.sum(x, ax), ax)"
+            raise ValueError(
+                f"parallel.{who}: outside of a step, ranks of axis {ax.name!r} gave its result different cotangents, "
+                f"as if each had a loss of its own; expected the same on all. Write fz.parallel.{other}."
+            )
+    return back(x)
 
 
 # ---- what is sent, on plain tensors, whose further dims at the end are mapped over

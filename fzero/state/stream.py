@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import torch
 
 from fzero.base import pages, private
-from fzero.base.arguments import named, need_int, wrong
+from fzero.base.arguments import named, need_int, renamed, wrong
 from fzero.base.follow import any_follows
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
@@ -37,6 +37,7 @@ def stream(
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]: ...
 
 
+@renamed(dst="to")
 def stream(
     tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]:

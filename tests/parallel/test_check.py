@@ -126,9 +126,13 @@ def test_what_is_refused_is_wrong(case: Case) -> None:
     for kind, (number, name, _) in [(kind, each) for kind in ("left_out", "twice") for each in changing(case)]:
         if kind == "twice" and name in ("gather", "split"):
             continue  # shapes do not fit
-        answers = fz.testing.run_ranks(
-            functools.partial(grads_on, case, functools.partial(Maps, **{kind: number})), ranks, checked=False
-        )
+        try:
+            answers = fz.testing.run_ranks(
+                functools.partial(grads_on, case, functools.partial(Maps, **{kind: number})), ranks, checked=False
+            )
+        except fz.testing.RankError as error:  # a pullback has seen it
+            assert "gave its result different cotangents" in str(error)
+            continue
         if case.fn.__name__ == "vocabulary" and name == "gather":
             continue  # a constant that cancels
         assert not same(case, answers), (kind, name, number)
