@@ -83,10 +83,15 @@ def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
         ... )
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
+    return summed(x, ax, _held)
+
+
+def summed(x: torch.Tensor, ax: Axis, around: Callable[[str, Axis, Map], Map] | None = None) -> torch.Tensor:
+    """The sum of who knows that cotangents are the same; otherwise `around` its pullback."""
     _need_tensor(x, "sum")
     need_axis(ax, "sum")
     total = functools.partial(_total, ax)
-    return _map("sum", x, ax, total, total if is_averaged(ax) else _held("sum", ax, _same))
+    return _map("sum", x, ax, total, total if is_averaged(ax) else around("sum", ax, _same) if around else _same)
 
 
 def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False) -> torch.Tensor:
@@ -110,13 +115,22 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
         >>> fz.testing.run_ranks(rank_main, 2)
         [[0, 1, 1], [0, 1, 1]]
     """
+    return gathered(x, ax, dim, sizes, own, _held)
+
+
+def gathered(
+    x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False,
+    around: Callable[[str, Axis, Map], Map] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The tensors of who knows that cotangents are the same; otherwise `around` its pullback."""
     dim = _need_dim(x, ax, dim, "gather")
     sizes = _own_sizes(x, ax, dim, sizes, "gather")
     own = own and not is_averaged(ax)  # where it is so anyway
     there, back = _joined, _scattered if own or is_averaged(ax) else _cut
     name = GATHER_OWN if own else "gather"
     there, back = [functools.partial(each, ax, dim, sizes) for each in (there, back)]
-    return _map(name, x, ax, there, back if own or is_averaged(ax) else _held("gather", ax, back), joins=dim)
+    back = around("gather", ax, back) if around and not own and not is_averaged(ax) else back
+    return _map(name, x, ax, there, back, joins=dim)
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -254,10 +268,9 @@ def _held_back(who: str, ax: Axis, back: Map, x: torch.Tensor) -> torch.Tensor:
     if ax.size > 1 and not ax.fake and not private.is_fake(x):
         flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
         places = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device)
-        told = torch.stack([torch.dot(flat, places.cos()), flat.abs().sum()]).cpu()
-        told = torch.tensor(pieces.told(ax, told.view(torch.int64).tolist(), f"parallel.{who} cotangents"))
-        at, most = told.view(torch.float64).T
-        if (at - at[0]).abs().max() > 1e-3 * most.max():
+        own = torch.stack([torch.dot(flat, places.cos()), flat.abs().sum()]).cpu().view(torch.int64).tolist()
+        told = torch.tensor(pieces.told(ax, own, f"parallel.{who} cotangents"), device="cpu").view(torch.float64)
+        if (told[:, 0] - told[0, 0]).abs().max() > 1e-3 * told[:, 1].max():
             other = "gather(x, ax, dim, own=True)" if who == "gather" else "copy(fz.parallel.sum(x, ax), ax)"
             raise ValueError(
                 f"parallel.{who}: outside of a step, ranks of axis {ax.name!r} gave its result different cotangents, "
