@@ -22,6 +22,7 @@ from fzero.base.context import in_function
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
+from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
 from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
@@ -260,7 +261,7 @@ leave_out(__name__, "_map")
 
 def _held(who: str, ax: Axis, back: Map) -> Map:
     """A transpose that takes the same cotangent on all ranks, which nothing has proven outside of a step."""
-    outside = not in_function.get() and running.get() is None
+    outside = not in_function.get() and running.get() is None and playing.get() is None  # which says it by itself
     return functools.partial(_held_back, who, ax, back) if outside else back
 
 
