@@ -112,7 +112,7 @@ def with_betas(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def by_new_names(who: str, given: Mapping[str, T], **newer: str) -> dict[str, T]:
-    """Arguments by the names that they have now; `newer` says them for those that they had before, until 1.0."""
+    """Arguments by the names that they have here; `newer` says them for other ones: of torch, optax, or until 1.0."""
     out = dict(given)
     for old, new in newer.items():
         if old in out:
@@ -123,7 +123,7 @@ def by_new_names(who: str, given: Mapping[str, T], **newer: str) -> dict[str, T]
 
 
 def renamed(**newer: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets a function take arguments by their older names, too."""
+    """Lets a function take arguments by other names, too: the older ones until 1.0, or those of torch and optax."""
 
     def around(make: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(make)

@@ -111,6 +111,7 @@ class Export:
                 there.remove(name)
         return there
 
+    @torch.no_grad()
     def write(self) -> None:
         """The first rank writes the leaves that all take out of their slices."""
         for path, leaf in stream(self._tree, self._dtype):

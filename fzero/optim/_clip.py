@@ -7,7 +7,7 @@ import functools
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import as_float64
+from fzero.base.arguments import as_float64, renamed
 from fzero.base.follow import follows, root
 from fzero.optim._norms import multiplied, norms_of
 from fzero.optim._whole import whole
@@ -152,6 +152,7 @@ def _by_row(x: torch.Tensor) -> torch.Tensor:
     return root(x.square().sum(dims, keepdim=True) if dims is not None else x.square().sum())
 
 
+@renamed(clip_value="max_value", max_delta="max_value")
 def clip_by_value(max_value: Number) -> GradientTransformation:
     """Clamps every element of the gradients to [-max_value, max_value].
 

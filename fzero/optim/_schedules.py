@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from fzero.base.arguments import need_int
+from fzero.base.arguments import need_int, renamed
 from fzero.table.needs import need_scalar
 from fzero.table.optimizer import Number, Schedule
 
@@ -31,6 +31,7 @@ def _constant(lr: Number, count: int) -> Number:
     return lr
 
 
+@renamed(init_value="start", end_value="end", transition_steps="steps")
 def linear(start: Number, end: Number, steps: int) -> Schedule:
     """A schedule that goes from `start` to `end` on a straight line, and stays there.
 
@@ -56,10 +57,11 @@ def _linear(start: Number, end: Number, steps: int, count: int) -> Number:
     return end if count >= steps else start + (end - start) * count / steps
 
 
+@renamed(peak_value="peak", warmup_steps="warmup", decay_steps="total", end_value="end")
 def warmup_cosine(peak: Number, warmup: int, total: int, end: Number = 0.0) -> Schedule:
     """A schedule with linear warm-up to `peak`, then a half cosine down to `end`.
 
-    The first update already has the rate `peak / warmup`, not zero.
+    The first update already has the rate `peak / warmup`, not zero. optax's names of the arguments work too.
 
     Source: Loshchilov & Hutter, SGDR, 2017 (arXiv 1608.03983).
 

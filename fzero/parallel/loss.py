@@ -14,8 +14,7 @@ from fzero.base.pytree import is_real
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.axis import is_averaged, need_axis
-from fzero.parallel.maps import _own_sizes, gather
-from fzero.parallel.maps import sum as summed
+from fzero.parallel.maps import _own_sizes, gathered, summed
 
 CHUNK = 1 << 20  # logits that are computed with at once
 REDUCTIONS = ("none", "sum", "mean")
@@ -168,7 +167,7 @@ def joined_loss(
     reduction: str,
 ) -> torch.Tensor:
     """The loss of what all ranks contribute."""
-    ranks = gather(parts[None], ax, 0, [1] * ax.size) if ax is not None else parts[None]
+    ranks = gathered(parts[None], ax, 0, [1] * ax.size) if ax is not None else parts[None]
     tops = ranks[:, 0].detach()
     top = tops.amax(0)
     normalizer = top + (ranks[:, 1] * (tops - top).exp()).sum(0).log()

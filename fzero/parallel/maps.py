@@ -18,9 +18,11 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
+from fzero.base.context import in_function
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
+from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
 from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
@@ -66,11 +68,15 @@ def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
 def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     """Sums a tensor over the ranks of an axis, in rank order. The result is the same on all ranks.
 
-    16-bit floats are added in float32. The pullback sends nothing.
+    16-bit floats are added in float32. The pullback sends nothing in a step, and two numbers outside of one, which tell
+    whether the ranks' cotangents are the same. If each rank computes a loss of its own, write `copy(sum(x, ax), ax)`.
 
     Args:
         x: of the same shape on all ranks.
         ax: an axis, from `fz.parallel.axis`.
+
+    Raises:
+        ValueError: in the pullback outside of a step, cotangents differ. It is raised on every rank.
 
     Example:
         >>> fz.testing.run_ranks(
@@ -78,10 +84,15 @@ def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
         ... )
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
+    return summed(x, ax, _held)
+
+
+def summed(x: torch.Tensor, ax: Axis, around: Callable[[str, Axis, Map], Map] | None = None) -> torch.Tensor:
+    """The sum of who knows that cotangents are the same; otherwise `around` its pullback."""
     _need_tensor(x, "sum")
     need_axis(ax, "sum")
     total = functools.partial(_total, ax)
-    return _map("sum", x, ax, total, total if is_averaged(ax) else _same)
+    return _map("sum", x, ax, total, total if is_averaged(ax) else around("sum", ax, _same) if around else _same)
 
 
 def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False) -> torch.Tensor:
@@ -96,7 +107,8 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
             outside of a step if each rank computes a loss of its own with it, as with gathered negatives.
 
     Raises:
-        ValueError: shapes do not fit. It is raised on every rank.
+        ValueError: shapes do not fit; or, in the pullback outside of a step, cotangents differ. It is raised on every
+            rank.
 
     Example:
         >>> def rank_main(rank):
@@ -104,12 +116,21 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
         >>> fz.testing.run_ranks(rank_main, 2)
         [[0, 1, 1], [0, 1, 1]]
     """
+    return gathered(x, ax, dim, sizes, own, _held)
+
+
+def gathered(
+    x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False,
+    around: Callable[[str, Axis, Map], Map] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The tensors of who knows that cotangents are the same; otherwise `around` its pullback."""
     dim = _need_dim(x, ax, dim, "gather")
     sizes = _own_sizes(x, ax, dim, sizes, "gather")
     own = own and not is_averaged(ax)  # where it is so anyway
     there, back = _joined, _scattered if own or is_averaged(ax) else _cut
     name = GATHER_OWN if own else "gather"
     there, back = [functools.partial(each, ax, dim, sizes) for each in (there, back)]
+    back = around("gather", ax, back) if around and not own and not is_averaged(ax) else back
     return _map(name, x, ax, there, back, joins=dim)
 
 
@@ -236,6 +257,27 @@ def _map(
 
 
 leave_out(__name__, "_map")
+
+
+def _held(who: str, ax: Axis, back: Map) -> Map:
+    """A transpose that takes the same cotangent on all ranks, which nothing has proven outside of a step."""
+    outside = not in_function.get() and running.get() is None and playing.get() is None  # which says it by itself
+    return functools.partial(_held_back, who, ax, back) if outside else back
+
+
+def _held_back(who: str, ax: Axis, back: Map, x: torch.Tensor) -> torch.Tensor:
+    if ax.size > 1 and not ax.fake and not private.is_fake(x):
+        flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
+        places = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device)
+        own = torch.stack([torch.dot(flat, places.cos()), flat.abs().sum()]).cpu().view(torch.int64).tolist()
+        told = torch.tensor(pieces.told(ax, own, f"parallel.{who} cotangents"), device="cpu").view(torch.float64)
+        if (told[:, 0] - told[0, 0]).abs().max() > 1e-3 * told[:, 1].max():
+            other = "gather(x, ax, dim, own=True)" if who == "gather" else "copy(fz.parallel.sum(x, ax), ax)"
+            raise ValueError(
+                f"parallel.{who}: outside of a step, ranks of axis {ax.name!r} gave its result different cotangents, "
+                f"as if each had a loss of its own; expected the same on all. Write fz.parallel.{other}."
+            )
+    return back(x)
 
 
 # ---- what is sent, on plain tensors, whose further dims at the end are mapped over

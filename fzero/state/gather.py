@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import as_float64, named, need_str
+from fzero.base.arguments import as_float64, named, need_str, renamed
 from fzero.base.follow import root
 from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
@@ -29,6 +29,7 @@ def gather(tree: Sharded, pattern: str, to: None = None) -> dict[str, torch.Tens
 def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any: ...
 
 
+@renamed(dst="to")
 def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:
     """Full tensors from the slices of all ranks: what `full_tensor()` is to DTensor. All ranks call it.
 
@@ -42,7 +43,7 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> A
             Other tensors in it are copied.
         pattern: fnmatch over dotted paths, alternatives separated by `|`: gathers only the leaves that match.
         to: the rank, as in `torch.distributed.get_rank()`, that gets the result. The others take part, and get None.
-            None: all ranks get it.
+            None: all ranks get it. `dst`, torch's name, works too.
 
     Returns:
         New tensors of each leaf's full shape, in the structure that `init` was given, or as `{path: full leaf}` with

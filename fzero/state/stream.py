@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import torch
 
 from fzero.base import pages, private
-from fzero.base.arguments import named, need_int, wrong
+from fzero.base.arguments import named, need_int, renamed, wrong
 from fzero.base.follow import any_follows
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
@@ -37,6 +37,7 @@ def stream(
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]: ...
 
 
+@renamed(dst="to")
 def stream(
     tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]:
@@ -60,7 +61,8 @@ def stream(
         An iterator of pairs: a leaf's dotted path, which is the name that `fz.save_safetensors` gives it, and the leaf.
 
     Raises:
-        TypeError: `tree` is no sharded tree, or an argument is of a wrong kind.
+        TypeError: `tree` is no sharded tree, autograd or a transform of `torch.func` follows it, or an argument is of a
+            wrong kind.
         ValueError: the pattern matches no leaf, `to` is none of the ranks, or the ranks differ in their arguments.
             It is raised on every rank.
         RuntimeError: in the loop, on every rank, if a step has overwritten the state (`fz.donate`).
@@ -80,9 +82,16 @@ def stream(
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         check_buffers(who, "the tree", tree)
         forms = [f"{path}: {tree.format(tree.layout.key_of[path][0]).dtype}" for path in tree]
+        followed = any_follows(entries_of(tree))
         said = [f"pattern={named(pattern)}", f"dtype={dtype}", f"to={named(to)}", f"component {tree.axis.who}", *forms]
+        said += ["a tree that autograd follows"] * followed
         tree.axis.check_same("\n".join(said), "The arguments", f"Call {who} on every rank with the same ones.")
         # what is wrong now is wrong on every rank
+        if followed:
+            raise TypeError(
+                f"{who}: got a tree that autograd follows, expected one that it does not: a streamed leaf has no "
+                "derivative. Take fz.gather, which autograd goes on through, or stream inside torch.no_grad()."
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise wrong(who, "dtype", dtype, "a floating dtype, such as torch.bfloat16, or None")
         if not isinstance(pattern, str):
@@ -157,7 +166,8 @@ def _start(tree: Sharded, key: Key, dtype: torch.dtype | None) -> Callable[[], t
     else:
         for start, stop in chunks(own, CHUNK):
             values = stored.cut(start, stop).to(stored.dtype)
-            own[start:stop].copy_(values if tree.scale == 1.0 else values / tree.scale)
+            wide = torch.promote_types(values.dtype, dtype)  # what the loss scale keeps from underflow is kept on
+            own[start:stop].copy_(values if tree.scale == 1.0 else values.to(wide) / tree.scale)
     del stored
     wait = axis.start_gather(full, own, tag)
 

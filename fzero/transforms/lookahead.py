@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from fzero.base.arguments import need_int, need_number
+from fzero.base.arguments import need_int, need_number, renamed
 from fzero.kernels.onepass import math_dtype
 from fzero.state.sharded import Sharded
 from fzero.table.spec import Extra, S, need_step
 
 
+@renamed(sync_period="every", slow_step_size="alpha")
 def lookahead(step: S, every: int = 6, alpha: float = 0.5) -> S:
     """Lookahead: slow weights follow the params, and every few updates the params go on from the slow weights.
 

@@ -7,7 +7,7 @@ import math
 import operator
 from typing import NamedTuple
 
-from fzero.base.arguments import named, need_bool, need_int, need_number
+from fzero.base.arguments import named, need_bool, need_int, need_number, renamed
 from fzero.table.spec import Extra, S, need_step
 
 
@@ -24,6 +24,7 @@ class ScaleState(NamedTuple):
     tolerated: int = 0
 
 
+@renamed(init_scale="initial", growth_interval="interval")
 def loss_scale(
     step: S,
     scale: float | str = "dynamic",
@@ -46,8 +47,8 @@ def loss_scale(
     Args:
         step: any step.
         scale: `"dynamic"`, or a positive number for a static scale.
-        initial: the dynamic scale at first.
-        interval: the dynamic scale doubles after so many finite updates in a row.
+        initial: the dynamic scale at first. `init_scale`, torch's name, works too.
+        interval: the dynamic scale doubles after so many finite updates in a row. `growth_interval` works too.
         minimum: the dynamic scale never falls below this.
         hysteresis: the dynamic scale halves from the `hysteresis`-th update on that is not finite. Earlier ones are
             only skipped. They need not come in a row: the count begins again once the scale has grown. DeepSpeed's

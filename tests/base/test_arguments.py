@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -715,3 +716,34 @@ def test_inputs_of_per_example_grads() -> None:
         fz.per_example_grads(step, state, X, torch.ones(4, 2), torch.tensor(2.0))
     with pytest.raises(TypeError, match=r"got input 2\.0, 'x', expected at least one tensor"):
         fz.per_example_grads(step, state, 2.0, "x")
+
+
+@pytest.mark.parametrize(
+    ("call", "own", "others"),
+    [
+        (fz.warmup_cosine, {"peak": 1.0, "warmup": 2, "total": 9, "end": 0.5},
+         {"peak_value": 1.0, "warmup_steps": 2, "decay_steps": 9, "end_value": 0.5}),
+        (fz.linear, {"start": 1.0, "end": 0.5, "steps": 3},
+         {"init_value": 1.0, "end_value": 0.5, "transition_steps": 3}),
+        (fz.clip_by_value, {"max_value": 2.0}, {"max_delta": 2.0}),
+        (fz.clip_by_value, {"max_value": 2.0}, {"clip_value": 2.0}),
+        (functools.partial(fz.lookahead, STEP), {"every": 3, "alpha": 0.25},
+         {"sync_period": 3, "slow_step_size": 0.25}),
+        (functools.partial(fz.loss_scale, STEP), {"initial": 8.0, "interval": 3},
+         {"init_scale": 8.0, "growth_interval": 3}),
+        (functools.partial(fz.gather, STATE.params), {"to": 0}, {"dst": 0}),
+        (functools.partial(fz.stream, STATE.params), {"to": 0}, {"dst": 0}),
+    ],
+)  # fmt: skip
+def test_other_libraries_names_of_arguments(call: Any, own: dict[str, Any], others: dict[str, Any]) -> None:
+    """They are those of fzero; both together are refused."""
+    made = [call(**each) for each in (own, others)]
+    said = [
+        [each(count) for count in range(12)] if isinstance(each, functools.partial)
+        else [str(pair) for pair in each] if isinstance(each, Generator) else str(each)
+        for each in made
+    ]  # fmt: skip
+    assert said[0] == said[1]
+    (name, value), other = next(iter(own.items())), next(iter(others))
+    with pytest.raises(TypeError, match=f"got {other}= and {name}=, which are one argument"):
+        call(**{name: value, other: value})

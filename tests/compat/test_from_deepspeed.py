@@ -34,6 +34,7 @@ ZERO, MASTERS = "zero_optimization", "bf16_master_weights_and_grads"
 BF16 = "fz.Policy(param=torch.float32, grad=torch.bfloat16, moment=torch.float32, compute=torch.bfloat16)"
 FP16 = BF16.replace("bfloat16", "float16")
 SCALE = "fz.loss_scale(step, initial=2.0**16, interval=1000, minimum=1, hysteresis=2, late=True)"
+PLAIN_SCALE = SCALE.replace(", hysteresis=2", "")  # at stage 0
 
 
 def fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,9 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("scheduler.params.warmup_type", "poly", {"scheduler.type": "WarmupLR"}, R, "one of 'log', 'linear'"),
     ("scheduler.params.warmup_steps", 5, {"scheduler.type": "WarmupLR"}, R, "The nearest one is 'warmup_num_steps'"),
     ("scheduler.params.total_num_steps", None, {"scheduler.type": "WarmupDecayLR"}, M, ""),
-    ("fp16.enabled", True, {}, H, SCALE),
+    ("fp16.enabled", True, {}, H, PLAIN_SCALE),
+    ("fp16.enabled", True, {f"{ZERO}.stage": 1}, H, SCALE),
+    ("fp16.enabled", None, {"fp16.auto_cast": True}, M, "step = fz.train_step(fn, optimizer)"),
     ("fp16.enabled", True, {"bf16.enabled": True}, R, "bf16 is enabled too"),
     ("fp16.enabled", False, {}, H, "step = fz.train_step(fn, optimizer)"),
     ("fp16.loss_scale", 0, {}, H, f"policy = {FP16}"),
@@ -170,8 +173,22 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("fp16.initial_scale_power", 12, {}, H, "initial=2.0**12"),
     ("fp16.initial_scale_power", 12, {"fp16.loss_scale": 128}, M, "128.0"),
     ("fp16.loss_scale_window", 50, {}, H, "interval=50"),
-    ("fp16.hysteresis", 3, {}, H, "hysteresis=3"),
-    ("fp16.consecutive_hysteresis", True, {}, H, "consecutive=True"),
+    ("fp16.hysteresis", 3, {f"{ZERO}.stage": 2}, H, "hysteresis=3"),
+    ("fp16.hysteresis", 3, {}, M, PLAIN_SCALE),
+    ("fp16.consecutive_hysteresis", True, {f"{ZERO}.stage": 2}, H, "consecutive=True"),
+    ("fp16.consecutive_hysteresis", True, {}, M, PLAIN_SCALE),
+    ("fp16.initial_scale_power", -1, {}, R, "an int of at least 0"),
+    ("fp16", True, {}, R, "expected a block of keys, such as 'fp16.enabled'"),
+    (ZERO, 2, {}, R, f"expected a block of keys, such as '{ZERO}.stage'"),
+    (f"{ZERO}.offload_optimizer", "cpu", {}, R, "offload_optimizer.device'"),
+    ("optimizer.params.lr", math.nan, {}, R, "expected a number"),
+    ("optimizer.params.betas", [0.9, 1.0], {}, R, "expected two numbers in [0, 1)"),
+    ("gradient_clipping", math.inf, {}, R, "expected a number"),
+    ("scheduler.params.last_batch_iteration", -1, {"scheduler.type": "WarmupLR"}, H, "deepspeed_schedule"),
+    ("scheduler.params.last_batch_iteration", 5, {"scheduler.type": "WarmupLR"}, R, "the state counts its updates"),
+    ("scheduler.params.warmup_num_steps", 0, {"scheduler.type": "WarmupLR"}, R, "an int of at least 1"),
+    ("optimizer.type", "NAdam", {"optimizer.params": {"momentum_decay": 0}}, H,
+        "fz.from_torch(torch.optim.NAdam, 0.002, momentum_decay=0)"),
     ("fp16.min_loss_scale", 2, {}, H, "minimum=2"),
     ("fp16.min_loss_scale", 2, {"fp16.enabled": False}, M, ""),
     ("fp16.auto_cast", True, {}, H, "fn = fz.compat.cast_inputs(fn, torch.float16)"),
@@ -240,8 +257,13 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("activation_checkpointing.cpu_checkpointing", True, {}, H, "fz.offload(step, activations='host')"),
     ("pipeline.stages", 2, {}, R, "fz.pipeline"),
     ("pipeline.stages", "auto", {}, M, ""),
-    ("compile.deepcompile", True, {}, R, "fz.jit"),
+    ("compile.deepcompile", True, {}, H, "step = fz.jit(step)"),
+    ("compile.deepcompile", True, {f"{ZERO}.stage": 1, f"{ZERO}.offload_optimizer.device": "cpu"}, R, "no offloading"),
     ("compile.deepcompile", False, {}, M, ""),
+    *[(f"compile.{key}", True, {"compile.deepcompile": True}, R, "no offloading") for key in (
+        "offload_activation", "offload_opt_states", "offload_parameters")],
+    *[(f"compile.{key}", True, {}, M, "") for key in (
+        "offload_activation", "offload_opt_states", "offload_parameters")],
     ("tensorboard.enabled", True, {}, H, ""),
     ("tensorboard.output_path", "out", {}, H, ""),
     ("tensorboard.job_name", "run", {"tensorboard.enabled": False}, M, ""),
@@ -619,6 +641,53 @@ def test_it_is_what_torch_does(stage: int) -> None:
     assert_trees_close(run_ranks(rank_main, 2)[0], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [*[(name, {}) for name in ("RMSprop", "NAdam", "Adadelta", "Adamax", "RAdam", "Adagrad", "SGD")],
+     ("RMSprop", {"lr": 0.01, "alpha": 0}), ("NAdam", {"momentum_decay": 0}), ("SGD", {"lr": 0.1, "momentum": 0})],
+)  # fmt: skip
+def test_an_optimizer_of_torch_has_its_defaults_and_takes_zeros(name: str, own: dict[str, Any]) -> None:
+    step = fz.compat.from_deepspeed({**BASE, "optimizer": {"type": name, "params": own}}, fn).step
+    state = step.init(params())
+    leaves = {path: leaf.clone().requires_grad_() for path, leaf in params().items()}
+    theirs = getattr(torch.optim, name)(leaves.values(), **own)
+    for number in range(3):
+        state, _ = step(state, *batch(number))
+        theirs.zero_grad()
+        fn(leaves, *batch(number)).backward()
+        theirs.step()
+    want = {path: leaf.detach() for path, leaf in leaves.items()}
+    assert_trees_close(dict(fz.gather(state.params)), want, rtol=1e-6, atol=1e-7)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    made = made_of({"optimizer.params": {"lr": "auto", "betas": "auto", "weight_decay": numpy.float32(0.5)}},
+        lr=numpy.float64(0.25), betas=numpy.array([0.5, 0.75]))  # fmt: skip
+    assert "fz.adamw(0.25, b1=0.5, b2=0.75, weight_decay=0.5)" in made.code
+
+
+def test_a_step_that_fzero_refuses_is_shown() -> None:
+    with pytest.raises(ValueError, match=r"(?s)which fzero refuses: from_torch: got torch.optim.LBFGS.*train_step"):
+        made_of({"optimizer.type": "LBFGS"})
+
+
+def test_deepcompile_changes_no_number() -> None:
+    def rank_main(rank: int) -> Any:
+        after = []
+        for deep in (False, True):
+            keys = {"compile.deepcompile": deep, f"{ZERO}.stage": 3, "gradient_accumulation_steps": 2}
+            step = fz.compat.from_deepspeed(config_with({**keys, "gradient_clipping": 0.5}), fn).step
+            state = step.init(params())
+            for number in range(3):
+                state, _ = step(state, *batch(2 * number + rank))
+            after.append(dict(fz.gather(state.params)))
+        return after
+
+    for plainly, compiled in run_ranks(rank_main, 2):
+        assert_trees_close(compiled, plainly, rtol=1e-5, atol=1e-6)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -791,11 +860,21 @@ def test_the_command_makes_arguments_of_autos(tmp_path: Path, capsys: pytest.Cap
         assert own == want
 
 
+def test_clipping_by_an_argument_that_is_zero_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace: dict[str, Any] = {}
+    exec(printed({**BASE, "gradient_clipping": "auto"}, tmp_path, capsys)[1], namespace)
+    steps = [namespace["make_step"](fn, 0.0), made_of({}).step]
+    states = [step(step.init(params()), *batch(0))[0] for step in steps]
+    assert_trees_equal(*[dict(fz.gather(state.params)) for state in states])
+
+
 def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done, said, errors = printed({**BASE, "zenflow": True}, tmp_path, capsys)
     assert done == 1 and "refused" in said and "import" not in said and "zenflow: got True" in errors
     assert command.main([str(tmp_path / "none.json")]) == 1
-    for wrong in (["--ranks", "0"], ["--auto", "lr"]):
+    for wrong in (["--ranks", "0"], ["--auto", "lr"], ["--auto", "lr=1", "lr=2"], ["--auto", "optimizer=fz.sgd(1)"]):
         with pytest.raises(SystemExit):
             command.main([str(tmp_path / "ds_config.json"), *wrong])
 

@@ -126,9 +126,13 @@ def test_what_is_refused_is_wrong(case: Case) -> None:
     for kind, (number, name, _) in [(kind, each) for kind in ("left_out", "twice") for each in changing(case)]:
         if kind == "twice" and name in ("gather", "split"):
             continue  # shapes do not fit
-        answers = fz.testing.run_ranks(
-            functools.partial(grads_on, case, functools.partial(Maps, **{kind: number})), ranks, checked=False
-        )
+        try:
+            answers = fz.testing.run_ranks(
+                functools.partial(grads_on, case, functools.partial(Maps, **{kind: number})), ranks, checked=False
+            )
+        except fz.testing.RankError as error:  # a pullback has seen it
+            assert "gave its result different cotangents" in str(error)
+            continue
         if case.fn.__name__ == "vocabulary" and name == "gather":
             continue  # a constant that cancels
         assert not same(case, answers), (kind, name, number)
@@ -582,7 +586,8 @@ def _bytes_on(case: Case, rank: int) -> tuple[Any, int, int, int, int]:
         report = fz.parallel.check(fn, params, *inputs, varying=varying(case))
     with fz.testing.recorded_collectives() as real:
         torch.func.grad(fn, argnums=(0, 1))(params, *inputs)
-    return dry, report.messages(), report.sent(), len(real), sum([size for *_, size in real])
+    kept = [size for _, what, size in real if "cotangents" not in str(what)]  # as in a step, where they are proven
+    return dry, report.messages(), report.sent(), len(kept), sum(kept)
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(0, 3), (3, 3), (4, 2), (5, 2), (6, 3)])

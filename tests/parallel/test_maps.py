@@ -397,7 +397,7 @@ def test_messages() -> None:
             (1, lambda x: fz.parallel.ring_shift(x, ax)),
         ):
             assert_collectives(lambda: fn(x), {"exchange": count})
-        back = {"copy": 1, "split": 1, "sum": 0, "gather": 0}
+        back = {"copy": 1, "split": 1, "sum": 1, "gather": 1}  # the last two whether cotangents are the same
         for name, count in back.items():
             arguments = (
                 {"dim": 0, "sizes": [2, 2] if name == "split" else [4, 4]} if name in ("split", "gather") else {}
@@ -537,3 +537,36 @@ def test_an_axis_of_which_a_step_takes_means_over_a_part() -> None:
                 fz.parallel.sum(torch.ones(2), ax)
 
     run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("plainly", [False, True])
+@pytest.mark.parametrize(
+    ("joined", "words"),
+    [
+        (lambda x, ax: fz.parallel.gather(x, ax, 0), r"parallel.gather: .*own=True"),
+        (lambda x, ax: fz.parallel.sum(x, ax), r"parallel.sum: .*copy\(fz.parallel.sum"),
+    ],
+)
+def test_a_loss_of_each_ranks_own_outside_of_a_step(joined: Any, words: str, plainly: bool) -> None:
+    """Each rank takes another element: sums of their cotangents are alike, and the cotangents are not."""
+
+    def rank_main(rank: int) -> None:
+        ax, x = fz.parallel.axis(None, "dp"), torch.ones(2, dtype=F64, requires_grad=plainly)
+        own = lambda x: joined(x, ax)[rank].square()
+        with pytest.raises(ValueError, match=words):
+            own(x).backward() if plainly else torch.func.grad(own)(x)
+        alike = torch.func.grad(lambda x: joined(x, ax).square().sum())
+        assert torch.vmap(alike)(torch.ones(3, 2, dtype=F64)).shape == (3, 2)
+        assert torch.func.jacfwd(alike)(x.detach()).shape == (2, 2)
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_loss_of_each_ranks_own_says_so() -> None:
+    def rank_main(rank: int) -> list[float]:
+        ax, x = fz.parallel.axis(None, "dp"), torch.tensor([1.0 + rank])
+        gathered = torch.func.grad(lambda x: fz.parallel.gather(x, ax, 0, own=True)[1 - rank].square())(x)
+        summed = torch.func.grad(lambda x: (fz.parallel.copy(fz.parallel.sum(x, ax), ax) * (rank + 1)).sum())(x)
+        return [gathered.item(), summed.item()]
+
+    assert run_ranks(rank_main, 2) == [[2.0, 3.0], [4.0, 3.0]]

@@ -185,6 +185,38 @@ def test_what_is_wrong_on_every_rank(given: dict[str, Any], error: Any, words: s
     run_ranks(rank_main, 2)
 
 
+def test_what_autograd_follows_is_no_silent_constant(tmp_path: Any) -> None:
+    loss, params = scenarios.stack()
+
+    def rank_main(rank: int) -> None:
+        state = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1))).init(params)
+        followed = state.params.map(lambda x: x.clone().requires_grad_(rank == 1))
+        with pytest.raises(ValueError, match="rank 1 has 'a tree that autograd follows'"):
+            fz.stream(followed)
+        followed = state.params.map(lambda x: x.clone().requires_grad_())
+        with pytest.raises(TypeError, match=r"autograd follows.*fz\.gather.*no_grad"):
+            fz.stream(followed)
+        with torch.no_grad():
+            assert_trees_equal(taken(followed), taken(state.params))
+        fz.save_safetensors(tmp_path, state.replace(params=followed))
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_wider_dtype_keeps_what_the_loss_scale_kept() -> None:
+    """Grads of float16 that would be zero, or rounded, without their scale."""
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1), fz.Policy(grad=torch.float16))
+        step = fz.loss_scale(fz.shard_zero3(step), 2.0**10)
+        _, pullback = step.vjp(step.init({"w": torch.ones(3)}), torch.full((3,), 3e-8))
+        grads, _ = pullback(torch.tensor(1.0))
+        (leaf,) = taken(grads, torch.float32).values()
+        torch.testing.assert_close(leaf, torch.full((3,), 3e-8), rtol=1e-3, atol=0.0)
+
+    run_ranks(rank_main, 2)
+
+
 def test_a_state_that_a_step_overwrites_meanwhile() -> None:
     loss, params = scenarios.stack()
 

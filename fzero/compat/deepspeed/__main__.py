@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.ranks < 1 or not all("=" in each for each in given.auto):
         parser.error("expected --ranks of at least 1, and --auto key=value")
     autos = {name: _value(text) for name, _, text in (each.partition("=") for each in given.auto)}
+    if len(autos) < len(given.auto) or "optimizer" in autos:
+        parser.error("expected each key of --auto once, and no optimizer=, which no text can say")
     try:
         read = translated(given.config, autos, given.ranks, names=True)
     except (OSError, ValueError, TypeError) as error:

@@ -71,7 +71,11 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     if said := refusals(rows):
         raise ValueError(said)
     code, made = read.code, {"fn": fn, **read.given}
-    exec(code, made)  # what is printed is what is run
+    try:
+        exec(code, made)  # what is printed is what is run
+    except (ValueError, TypeError, ArithmeticError) as error:
+        said = f"{_WHO}: the configuration says the step below, which fzero refuses: {error}\n{code}"
+        raise ValueError(said) from error
     mesh = made.get("mesh")
     assert mesh is None or isinstance(mesh, Mesh)
     return FromDeepSpeed(made["step"], rows, code, read.loop, mesh)

@@ -53,6 +53,10 @@ HINTS = _by_key({
     "activation_checkpointing": {
         "each unit is one": "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     },
+    "compile": {"a graph has no such choice": "free_activation free_activation_threshold double_buffer "
+                "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather "
+                "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes autoep_non_moe",
+                _PINNED: "offload_activation_pin_memory"},
     "checkpoint": {_SAVES: "tag_validation use_node_local_storage parallel_write writer"},
     "tensor_parallel": {
         "the plan of fz.shard_tensor says it": "preset_model partition_config.use_default_specs tp.tp_grain_size",
@@ -91,7 +95,6 @@ REFUSED = _by_key({
     "": {
         "experts are not sharded yet (fz.shard_experts). Leave it out":
         "expert_parallel moe use_data_before_expert_parallelism",
-        "a step is no graph yet (fz.jit). Leave it out; fz.compile(step) compiles each unit": "compile",
         "DeepSpeed 0.19 has removed it. Set train_batch_size; saves load on any number of ranks": "elasticity",
         "fz.fits proposes a step that fits. Leave it out": "autotuning",
         _NONE: "hybrid_engine data_efficiency weight_quantization datastates",
@@ -109,6 +112,7 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     **{f"optimizer.params.{key}": ((True,), _NO_CHOICE) for key in ("bias_correction", "fp32_optimizer_states")},
     **{f"optimizer.params.{key}": ((False,), _NO_CHOICE) for key in ("eps_inside_sqrt", "per_head_muon")},
     **{f"optimizer.params.{key}": ((), _NO_CHOICE) for key in ("max_coeff", "min_coeff")},
+    "scheduler.params.last_batch_iteration": ((-1,), "the state counts its updates. Leave it out"),
 }
 # read by the translation: block -> keys
 _READ = {
@@ -126,6 +130,7 @@ _READ = {
     "offload_param.nvme_path",
     "tensor_parallel": "autotp_size tp.tp_size partition_config.layer_specs",
     "activation_checkpointing": "partition_activations cpu_checkpointing",
+    "compile": "deepcompile offload_activation offload_opt_states offload_parameters",
     "tensorboard": "enabled output_path job_name",
     "csv_monitor": "enabled output_path job_name",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
 
 _KINDS: dict[str, str] = dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"), "a number")
-_KINDS |= {**dict.fromkeys(("adam_w_mode", "torch_adam", "amsgrad"), "true or false"), "betas": "two numbers"}
+_KINDS |= {**dict.fromkeys(("adam_w_mode", "torch_adam", "amsgrad"), "true or false"), "betas": "two numbers in [0, 1)"}
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
 _TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
 _NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
@@ -23,7 +23,8 @@ def optimizer_of(r: Reading, scale: str) -> None:
     """Adds the lines of `optimizer`, behind clipping and what gradients are multiplied by."""
     chain = [_made(r)]
     if clip := r.take("gradient_clipping", 1.0, "a number", 0, open=True):
-        chain.insert(0, said := f"fz.clip_by_global_norm({clip!r})")
+        none = " or torch.inf" * (clip in r.arguments)  # 0 for none, as in DeepSpeed
+        chain.insert(0, said := f"fz.clip_by_global_norm({clip!r}{none})")
         r.honour("gradient_clipping", said)
         r.add("gradient_clipping", clip, "honoured", f"{said}: the default since 0.19; before, nothing was clipped")
     if scale:
@@ -49,7 +50,8 @@ def _made(r: Reading) -> str:
     made = kind if kind in ("lamb", "lion", "muon") else "adamw" if kind == "adamw" or p["adam_w_mode"] else "adam"
     if made == "adamw" and p["torch_adam"] and "weight_decay" not in r.under("optimizer.params"):
         p["weight_decay"] = 0.01  # torch's own default
-    r.honour("optimizer.type", f"fz.{made}" + ", as published: nothing bounds its ratio" * (made == "lamb"))
+    more = {"lamb": ", as published: nothing bounds its ratio", "muon": ": fz.partition tells matrices by their names"}
+    r.honour("optimizer.type", f"fz.{made}{more.get(made, '')}")
     for key in r.under("optimizer.params"):
         path = f"optimizer.params.{key}"
         if key in _WITHOUT_EFFECT or (key == "adam_w_mode" and kind == "adamw"):
@@ -65,7 +67,8 @@ def _made(r: Reading) -> str:
 
 def _param(r: Reading, key: str, default: object) -> object:
     kind = _KINDS.get(key, "a value")
-    return r.take(f"optimizer.params.{key}", default, kind, 0 if kind == "a number" else -math.inf, open=True)
+    least, flag = 0 if kind == "a number" else -math.inf, kind == "true or false"
+    return r.take(f"optimizer.params.{key}", default, kind, least, open=not flag)  # a flag decides what the code is
 
 
 def _numbers(r: Reading, p: Mapping[str, object], made: str) -> list[str]:
@@ -87,11 +90,12 @@ def _of_torch(r: Reading, kind: str) -> str:
         near = "" if kind in OTHERS else nearest(kind, [*OPTIMIZERS, *_TORCHS])
         r.refuse("optimizer.type", f"fzero has no such optimizer{near}")
         return "None"
-    _need_known(r, "optimizer", inspect.signature(getattr(torch.optim, name)).parameters)
-    rest = {key: _param(r, key, None) for key in r.under("optimizer.params") if key != "lr"}
-    rest = {key: tuple(x) if isinstance(x, list) else x for key, x in rest.items() if x not in (None, 0, False)}
+    known = {key: own.default for key, own in inspect.signature(getattr(torch.optim, name)).parameters.items()}
+    _need_known(r, "optimizer", known)
+    rest = {key: _param(r, key, None) for key in r.under("optimizer.params") if key in known and key != "lr"}
+    rest = {key: tuple(x) if isinstance(x, list) else x for key, x in rest.items() if x not in (None, known[key])}
     own = name == "SGD" and {*rest} <= {"momentum", "weight_decay", "nesterov"}
-    first = _rate(r, _param(r, "lr", 1e-2 if name == "Adagrad" else 1e-3))
+    first = _rate(r, _param(r, "lr", known["lr"]))
     for key in ["type", *[f"params.{key}" for key in r.under("optimizer.params")]]:
         r.honour(f"optimizer.{key}", "fz.sgd" if own else f"fz.from_torch(torch.optim.{name}, ...)")
     said = ", ".join([first, *[f"{key}={x!r}" for key, x in rest.items()]])
@@ -125,7 +129,9 @@ def _schedule(r: Reading, lr: object, momentum: bool = False) -> str:
             r.values[path], r.written[path] = trainers, (r.written[path][0], trainers)
         like = "true or false" if isinstance(default, bool) else "a string" if isinstance(default, str) else "a number"
         like = "an int" if name.endswith(("num_steps", "step_size", "stair_count")) else like
-        value = r.take(path, None, like, among=("log", "linear") if name == "warmup_type" else (), open=True)
+        least = 1 if name.endswith(("num_steps", "_step_size")) and name != "decay_step_size" else 0
+        own = ("log", "linear") if name == "warmup_type" else ()
+        value = r.take(path, None, like, least if like in ("an int", "a number") else -math.inf, own, open=True)
         r.honour(path, made)
         said += [f"{name}={value!r}"] if value is not None else []
     first = kind == "WarmupCosineLR" or (kind == "WarmupLR" and not r.has("scheduler.params.warmup_max_lr"))

@@ -37,15 +37,16 @@ class Name(str):
         return str(self)
 
 
-number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 # a kind in words -> a value as one, or None where it is none
 KINDS = {
-    "an int": lambda x: int(x) if number(x) and math.isfinite(x) and x == int(x) else None,  # JSON's 5e8 is a float
+    "an int": lambda x: int(x) if number(x) and x == int(x) else None,  # JSON's 5e8 is a float
     "a number": lambda x: x if number(x) else None,
     "true or false": lambda x: x if isinstance(x, bool) else None,
     "a string": lambda x: x if isinstance(x, str) else None,
     "one of 'bf16', 'fp16', 'fp32'": lambda x: DTYPES.get(x.lower()) if isinstance(x, str) else None,
-    "two numbers": lambda x: [*x] if isinstance(x, (list, tuple)) and len(x) == 2 and all(map(number, x)) else None,
+    "two numbers in [0, 1)": lambda x: [*x] if isinstance(x, (list, tuple)) and len(x) == 2 and all(
+        [number(each) and 0 <= each < 1 for each in x]) else None,
     "a value": lambda x: x,
 }
 
@@ -115,7 +116,10 @@ class Reading:
 
     def enabled(self, block: str) -> bool | Name:
         """Whether a block is there and does not say that it is off."""
-        value = self.take(f"{block}.enabled", self.has(block), "true or false", open=True)
+        path, there = f"{block}.enabled", self.has(block)
+        if there:
+            self.add(path, True, "honoured", "a block that does not say it is enabled; DeepSpeed's default is false")
+        value = self.take(path, there and path not in self.values, "true or false", open=True)
         return value if isinstance(value, Name) else bool(value)
 
     def has(self, block: str) -> bool:
@@ -147,7 +151,7 @@ class Reading:
         """A row for each key in the order of the configuration, then those for what is not there."""
         for path, value in self.values.items():
             block, _, key = path.partition(".")
-            if value is None or (self.values.get(f"{block}.enabled") is False and key != "enabled"):
+            if value is None or (self.values.get(f"{block}.enabled", True) in (False, None) and key != "enabled"):
                 self.hint(path, f"{block} is not enabled" if value is not None else "null is the default")
             self.honour(path, "off" if value is False else "fzero does so")
         order = [*self.values, *self.rows]
@@ -162,7 +166,8 @@ class Reading:
     # ---- how it is read
 
     def _flatten(self, at: str, tree: Mapping[str, object]) -> None:
-        for key, value in tree.items():
+        for key, given in tree.items():
+            value = _plain(given)
             if not isinstance(key, str):
                 raise TypeError(f"compat.from_deepspeed: got the key {key!r} in {at or 'config'}, expected strings.")
             written, (block, _, rest) = at + key, (at + key).partition(".")
@@ -181,6 +186,7 @@ class Reading:
 
     def _fill(self, name: str, value: object) -> None:
         """Puts a value in the place of an "auto"."""
+        value = _plain(value)
         same = [path for path in self.values if path.replace(".", "_") == name]
         same = same or [path for path in self.values if path.rpartition(".")[2] == name]
         autos = [path for path in same if self.values[path] == AUTO]
@@ -209,15 +215,17 @@ class Reading:
         if why := next((HINTS[way] for way in ways if way in HINTS), ""):
             self.hint(path, why)
         elif block := next((way for way in ways if way in REFUSED), ""):
-            own = value if block == path else True
-            on = self.values.get(f"{block}.enabled", self.values.get(f"{block}.deepcompile", own))
+            on = self.values.get(f"{block}.enabled", value if block == path else True)
             (self.hint if on in (False, None) else self.refuse)(path, "off" if on in (False, None) else REFUSED[block])
         elif path in ONLY:
             if value is not None and value not in ONLY[path][0]:
                 self.refuse(path, ONLY[path][1])
             (self.hint if value == AUTO else self.honour)(path, "fzero does so")
         elif path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
-            if value not in ({}, None) or not any(known.startswith(f"{path}.") for known in KNOWN):
+            inside = next((known for known in KNOWN if known.startswith(f"{path}.")), "")
+            if inside and value not in ({}, None):
+                self.refuse(path, f"expected a block of keys, such as {inside!r}")
+            elif not inside:
                 self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}")
 
     def _auto_name(self, path: str) -> str:
@@ -225,6 +233,12 @@ class Reading:
         last = path.rpartition(".")[2]
         alike = [other for other, value in self.values.items() if value == AUTO and other.rpartition(".")[2] == last]
         return last if len(alike) < 2 else path.replace(".", "_")
+
+
+def _plain(value: object) -> object:
+    """Numbers and arrays of numpy as Python's own, which the code can say."""
+    tolist = None if isinstance(value, torch.Tensor) else getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

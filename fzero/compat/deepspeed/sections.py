@@ -150,9 +150,13 @@ def _scaled(r: Reading, half: bool | Name) -> None:
     """The loss scale, and the cast of inputs."""
     keys = {"loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
     window, least, hysteresis = [r.take(f"fp16.{key}", x, "an int", 1, open=True) for key, x in keys.items()]
-    power = r.take("fp16.initial_scale_power", 16, "an int", open=True)
-    more = f"minimum={least!r}, hysteresis={hysteresis!r}{', consecutive=True' * r.flag('fp16.consecutive_hysteresis')}"
-    call = f"fz.loss_scale(step, initial=2.0**{power!r}, interval={window!r}, {more}, late=True)"
+    power = r.take("fp16.initial_scale_power", 16, "an int", 0, open=True)
+    more = f", hysteresis={hysteresis!r}{', consecutive=True' * r.flag('fp16.consecutive_hysteresis')}"
+    if not r.integer(f"{ZERO}.stage", 0):
+        more = ""
+        for key in ("hysteresis", "consecutive_hysteresis"):
+            r.hint(f"fp16.{key}", "DeepSpeed has it at stages 1, 2 and 3")
+    call = f"fz.loss_scale(step, initial=2.0**{power!r}, interval={window!r}, minimum={least!r}{more}, late=True)"
     if scale := r.take("fp16.loss_scale", 0, "a number", 0):
         call = f"fz.loss_scale(step, {float(scale)!r})"  # type: ignore[arg-type]
     for key in ("loss_scale", "initial_scale_power", "consecutive_hysteresis", *keys):
@@ -179,7 +183,7 @@ def memory(r: Reading) -> None:
         r.honour(f"{ZERO}.stage", steps[-1] + ": the least that reduces over ranks" * (not stage))
     if "tp" in r.mesh:
         steps.append(f"fz.shard_tensor(step, {_plan(r)}, mesh=mesh)")
-    steps += _offloads(r, stage)
+    steps += (places := _offloads(r, stage))
     if r.flag(f"{ZERO}.gather_16bit_weights_on_model_save"):
         said = "fz.save_safetensors(folder, state, dtype=torch.bfloat16)"
         r.honour(f"{ZERO}.gather_16bit_weights_on_model_save", said)
@@ -188,6 +192,16 @@ def memory(r: Reading) -> None:
     calls = ["fz.remat(step)"] * (cut or host) + ["fz.offload(step, activations='host')"] * host
     for key in ["partition_activations"] * cut + ["cpu_checkpointing"] * host:
         r.honour(f"{block}.{key}", " and ".join(calls))
+    if r.flag("compile.deepcompile"):
+        calls.append("fz.jit(step)")
+        r.honour("compile.deepcompile", calls[-1])
+        for key in [f"compile.{key}" for key in ("offload_activation", "offload_opt_states", "offload_parameters")]:
+            if r.flag(key):
+                r.refuse(key, "a graph takes no offloading. Leave it out")
+        if places or host or "tp" in r.mesh:
+            r.refuse("compile.deepcompile", "a graph takes no offloading and no tensor axis. Leave it out")
+    for key in r.under("compile"):
+        r.hint(f"compile.{key}", "a graph has no such choice" if r.flag("compile.deepcompile") else "off")
     r.lines += [f"step = {call}" for call in [*steps, *calls]]
 
 
