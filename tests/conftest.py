@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import gc
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
+from nightly import others_turn
 
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
@@ -38,8 +40,29 @@ def terminal() -> Iterator[None]:
 LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    today = datetime.date.today().toordinal()
+    parser.addoption(
+        "--day", nargs="?", type=int, const=today, metavar="N", help="of tests in turns, only the cases of day N (today)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "in_turns(of): with --day, one of so many cases runs, another one each day")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    day = config.getoption("day")
+    return "all cases" if day is None else f"the cases of one day, again with --day={day}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long comes first: no worker is left with it at the end, when the others have nothing to do."""
+    if (day := config.getoption("day")) is not None:
+        left_out = others_turn(items, day)
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
