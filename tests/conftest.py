@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import gc
 import os
 import re
@@ -14,7 +13,7 @@ import pytest
 import torch
 from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
-from nightly import others_turn
+from nightly import DAY, PROFILE, of_other_days
 
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
@@ -22,11 +21,12 @@ from fzero.kernels import build
 pytest_plugins = ["fzero.testing.plugin", "pytester"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
-settings.register_profile(
-    "ci", max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+for name, examples in (("ci", 8), ("day", 4)):
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture
@@ -40,29 +40,19 @@ def terminal() -> Iterator[None]:
 LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    today = datetime.date.today().toordinal()
-    parser.addoption(
-        "--day", nargs="?", type=int, const=today, metavar="N", help="of tests in turns, only the cases of day N (today)"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "in_turns(of): with --day, one of so many cases runs, another one each day")
+    config.addinivalue_line("markers", "in_turns(of): one of so many cases runs on a day, see nightly.py")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    day = config.getoption("day")
-    return "all cases" if day is None else f"the cases of one day, again with --day={day}"
+def pytest_report_header() -> str | None:
+    return DAY and f"the cases of one day: again with HYPOTHESIS_PROFILE={PROFILE} TESTS_DAY={DAY}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long comes first: no worker is left with it at the end, when the others have nothing to do."""
-    if (day := config.getoption("day")) is not None:
-        left_out = others_turn(items, day)
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+    others = of_other_days(items)
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 

@@ -1,43 +1,59 @@
-"""How much of the tests runs: the cases of one day (`make test`), all (`pytest`), or more (HYPOTHESIS_PROFILE=nightly)."""
+"""How much of the tests runs, by HYPOTHESIS_PROFILE: the cases of a day ("day", of `make test`), all, more ("nightly").
 
+The day is today, or TESTS_DAY=N.
+"""
+
+import datetime
 import itertools
 import os
 import zlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+T = TypeVar("T")
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+NIGHTLY = PROFILE == "nightly"
+DAY = int(os.environ.setdefault("TESTS_DAY", str(datetime.date.today().toordinal()))) if PROFILE == "day" else None
 at_length = pytest.mark.skipif(not NIGHTLY, reason="runs with HYPOTHESIS_PROFILE=nightly")
 
 
 def in_turns(of: int) -> pytest.MarkDecorator:
-    """With --day, one of so many of a test's cases runs: another one tomorrow, and each in as many days. One always does.
+    """One of so many of a test's cases runs on a day, another one the next, and one always does: each in so many days.
 
     Around a test, or as a module's `pytestmark`.
     """
     return pytest.mark.in_turns(of)
 
 
-def others_turn(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """What does not run on a day."""
-    cases: dict[str, list[pytest.Item]] = {}
+def todays(cases: Sequence[T], of: int, name: Any = repr) -> list[T]:
+    """The cases of a loop whose turn it is: one of so many, at least one, and all where not only a day's run."""
+    if DAY is None:
+        return [*cases]
+    drawn = sorted(cases, key=lambda case: zlib.crc32(name(case).encode()))  # each day has values of every column
+    own = {id(case) for case in drawn[DAY % min(of, len(cases)) :: min(of, len(cases))]}
+    return [case for case in cases if id(case) in own]
+
+
+def of_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What is not today's of tests in turns."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("in_turns"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    found = []
-    for test, own in cases.items():
-        of = min(own[0].get_closest_marker("in_turns").args[0], len(own))  # type: ignore[union-attr]
-        own.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # each day has values of every column
-        found += [item for place, item in enumerate(own, zlib.crc32(test.encode())) if (place + day) % of]
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found = set[pytest.Item]()
+    for own in tests.values():
+        of = own[0].get_closest_marker("in_turns").args[0]  # type: ignore[union-attr]
+        found |= {*own} - {*todays(own, of, name=lambda item: item.nodeid)}
     return found
 
 
 def by_day(count: int) -> settings:
     """So many drawn examples of a dear test by day, and at length all that the profile says."""
-    return settings(max_examples=settings().max_examples if NIGHTLY else count)
+    most = settings().max_examples
+    return settings(max_examples=most if NIGHTLY else count if DAY is None else min(count, most))
 
 
 def by_turns(*columns: Iterable[Any], of: int = 2) -> list[tuple[Any, ...]]:
