@@ -44,10 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "in_turns(of): one of so many cases runs on a day, see nightly.py")
 
 
-def pytest_report_header() -> str | None:
-    return DAY and f"the cases of one day: again with HYPOTHESIS_PROFILE={PROFILE} TESTS_DAY={DAY}"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long comes first: no worker is left with it at the end, when the others have nothing to do."""
     others = of_other_days(items)
@@ -93,6 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     A test counts by `record_property("counted", (title, class, column, name))`; the same name counts once.
     """
+    if DAY is not None:
+        terminalreporter.section(f"the cases of one day, again with HYPOTHESIS_PROFILE={PROFILE} TESTS_DAY={DAY}")
     by_file: collections.Counter[str] = collections.Counter()
     counted: set[tuple[str, ...]] = set()
     for report in terminalreporter.stats.get("passed", []):
