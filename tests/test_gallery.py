@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EXAMPLES, start_example
+from processes import EXAMPLES, run_example
 
 from fzero.testing import assert_trees_close, run_ranks
 
@@ -37,9 +37,9 @@ def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int, monkeypatc
 
 
 def test_a_script_as_a_program_says_how_far_it_is_from_plain_torch() -> None:
-    stdout, stderr = start_example("gallery/uneven_batch.py", "--ranks", "3").communicate(timeout=120)
+    stdout = run_example("gallery/uneven_batch.py", "--ranks", "3").stdout
     apart = re.fullmatch(r"3 ranks and plain torch: 4 tensors .*\nthe largest difference is ([\d.e+-]+)\n", stdout)
-    assert apart and float(apart[1]) < 1e-10, stderr
+    assert apart and float(apart[1]) < 1e-10, stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
