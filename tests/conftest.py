@@ -13,7 +13,7 @@ import pytest
 import torch
 from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
-from nightly import DAY, PROFILE, of_other_days
+from nightly import DAY, PROFILE, of_other_days, with_fewer_examples
 
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
@@ -21,9 +21,9 @@ from fzero.kernels import build
 pytest_plugins = ["fzero.testing.plugin", "pytester"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
-for name, examples in (("ci", 8), ("day", 4)):
+for name in ("ci", "day"):
     settings.register_profile(
-        name, max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        name, max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(PROFILE)
@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = of_other_days(items)
     config.hook.pytest_deselected(items=[*others])
     items[:] = [item for item in items if item not in others]
+    with_fewer_examples(items)
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import example, settings
 
 T = TypeVar("T")
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
@@ -50,10 +50,24 @@ def of_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
     return found
 
 
+def example_in_turns(of: int, *values: Any, **named: Any) -> Any:
+    """`hypothesis.example` on one of so many days."""
+    place = zlib.crc32(repr((values, named)).encode())
+    return example(*values, **named) if DAY is None or (place + DAY) % of == 0 else lambda test: test
+
+
+def with_fewer_examples(items: list[pytest.Item]) -> None:
+    """On a day, of the examples that a test draws the first fifth, and the first three."""
+    for test in {getattr(item, "obj", None) for item in items}:
+        if DAY is not None and getattr(test, "is_hypothesis_test", False):
+            own = getattr(test, "_hypothesis_internal_use_settings", None) or settings()
+            fewer = min(own.max_examples, max(3, own.max_examples // 5))
+            test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)  # type: ignore[union-attr]
+
+
 def by_day(count: int) -> settings:
     """So many drawn examples of a dear test by day, and at length all that the profile says."""
-    most = settings().max_examples
-    return settings(max_examples=most if NIGHTLY else count if DAY is None else min(count, most))
+    return settings(max_examples=settings().max_examples if NIGHTLY else count)
 
 
 def by_turns(*columns: Iterable[Any], of: int = 2) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY, at_length
+from nightly import NIGHTLY, at_length, in_turns
 from processes import run_example, start_example
 from safetensors.torch import load_file
 
@@ -167,6 +167,7 @@ def test_needles_stand_where_their_digits_are_asked_for(
 FEW_TASKS = "--width 4 --tasks 3 --shots 2 --inner-steps 2 --steps 2 --eval-tasks 3".split()
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)])
 def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an update of both."""
@@ -209,6 +210,7 @@ def test_shares_of_points_must_be_equal(monkeypatch: pytest.MonkeyPatch, capsys:
 # ---- generate.py
 
 
+@in_turns(2)
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
     pytest.importorskip("transformers")

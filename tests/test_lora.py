@@ -11,7 +11,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import at_length
+from nightly import at_length, in_turns
 from safetensors.torch import load_file
 from torch import nn
 
@@ -78,6 +78,7 @@ def test_the_factors_start_as_nothing(lora: Any) -> None:
     assert_trees_equal(step.forward(step.init(params), *batch), want)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, remat: bool) -> None:
@@ -106,6 +107,7 @@ def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, re
     run_ranks(rank_main, 2)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_base_keeps_its_bits_and_has_no_state(lora: Any, stage: int) -> None:
     plain, params = adapted(lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import signal
@@ -29,6 +30,9 @@ def example() -> Iterator[Any]:
         patch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
         import multimodal
 
+        for name in ("standard_library", "text_lines"):  # each run reads the same
+            if hasattr(multimodal, name):
+                patch.setattr(multimodal, name, functools.cache(getattr(multimodal, name)))
         yield multimodal
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dispositions import as_in_a_terminal
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from processes import EXAMPLES
 from safetensors.torch import load_file
 
@@ -141,6 +141,7 @@ def check_as_if_it_had_not_been(demo: Demo, tmp_path: Path, skipped: int, stops:
     assert_trees_equal(*(load_file(path / "weights.safetensors") for path in (out, plain)))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stops", [[], [14, 1]])
 def test_a_batch_that_raises_the_loss_is_as_if_it_had_not_been(
     demo: Demo, tmp_path: Path, stops: list[int], capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,6 +81,7 @@ def trained(
     return leaves, torch.stack(masks), torch.equal(before, torch.get_rng_state())
 
 
+@in_turns(2)
 @pytest.mark.parametrize("remat", [False, True])
 def test_dropout_is_the_same_on_threads_and_on_processes(remat: bool) -> None:
     fn = functools.partial(trained, remat=remat)
@@ -99,6 +101,7 @@ def test_dropout_on_threads_is_repeatable_and_leaves_the_default_generator_alone
     assert torch.equal(before, torch.get_rng_state())
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "compiles",
     [

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from nightly import at_length
+from nightly import at_length, in_turns
 
 PROGRAM = """
 import torch
@@ -35,6 +35,7 @@ with fz.remote(build, 2, "threads") as own:
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=at_length if name == "ranks that fz plays" else ()) for name in ON_THREADS]
 )

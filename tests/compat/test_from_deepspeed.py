@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from test_deepspeed import FOLDERS, held_of, optimizer, product
 from torch import nn
 
@@ -264,6 +265,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("key", "value", "more", "verdict", "what"), SAID, ids=[f"{key}={value}" for key, value, *_ in SAID]
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import at_length, in_turns
 
 from fzero.comm import hazards
 from fzero.stores.disk import Disk
@@ -164,6 +164,7 @@ def _links() -> list[str]:
     return found
 
 
+@in_turns(4)
 @pytest.mark.parametrize(
     "ending",
     ["", pytest.param("sys.exit(0)", marks=at_length), "for file in files: file.written()", "del folder, files"],
