@@ -41,7 +41,7 @@ LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "in_turns(of): one of so many cases runs on a day, see nightly.py")
+    config.addinivalue_line("markers", "in_turns(of, group): one of so many cases runs on a day, see nightly.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

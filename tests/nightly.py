@@ -20,12 +20,12 @@ DAY = int(os.environ.setdefault("TESTS_DAY", str(datetime.date.today().toordinal
 at_length = pytest.mark.skipif(not NIGHTLY, reason="runs with HYPOTHESIS_PROFILE=nightly")
 
 
-def in_turns(of: int) -> pytest.MarkDecorator:
+def in_turns(of: int, group: str = "") -> pytest.MarkDecorator:
     """One of so many of a test's cases runs on a day, another one the next, and one always does: each in so many days.
 
-    Around a test, or as a module's `pytestmark`.
+    Around a test, or as a module's `pytestmark`. Tests of one group are cases of one test.
     """
-    return pytest.mark.in_turns(of)
+    return pytest.mark.in_turns(of, group)
 
 
 def todays(cases: Sequence[T], of: int, name: Any = repr) -> list[T]:
@@ -41,8 +41,8 @@ def of_other_days(items: list[pytest.Item]) -> set[pytest.Item]:
     """What is not today's of tests in turns."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("in_turns"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if mark := item.get_closest_marker("in_turns"):
+            tests.setdefault(mark.args[1] or item.nodeid.partition("[")[0], []).append(item)
     found = set[pytest.Item]()
     for own in tests.values():
         of = own[0].get_closest_marker("in_turns").args[0]  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nightly import in_turns
 from processes import EXAMPLES, run_example
 
 from fzero.testing import assert_trees_close, run_ranks
@@ -36,6 +37,7 @@ def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int, monkeypatc
         assert_trees_close(dict(found), want, rtol=1e-10)
 
 
+@in_turns(3, "examples as programs")
 def test_a_script_as_a_program_says_how_far_it_is_from_plain_torch() -> None:
     stdout = run_example("gallery/uneven_batch.py", "--ranks", "3").stdout
     apart = re.fullmatch(r"3 ranks and plain torch: 4 tensors .*\nthe largest difference is ([\d.e+-]+)\n", stdout)
