@@ -536,6 +536,7 @@ def autos_of(config: dict[str, Any]) -> dict[str, Any]:
     return {**own, **({"bf16_enabled": True, "fp16_enabled": False} if '"bf16": {"enabled": "auto"' in text else {})}
 
 
+@in_turns(8)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is the one that is expected, it trains, and what is printed is the same step when it is pasted."""
