@@ -28,7 +28,7 @@ def forks(method: str | None = None) -> Any:
 
 
 def program(folder: str, environment: dict[str, str], *command: str) -> None:
-    """`python -W error SCRIPT ...` as a target: what it says is then in two files of the folder."""
+    """`python -W error SCRIPT ...`, or `-c CODE ...`, as a target: what it says is then in two files of the folder."""
     os.setsid()
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
@@ -41,7 +41,10 @@ def program(folder: str, environment: dict[str, str], *command: str) -> None:
     sys.path[:] = [path for path in ["", *sys.path] if Path(path) != Path(__file__).parent]
     sys.argv = [*command]
     try:
-        run()
+        if sys.argv[0] == "-c":
+            exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            run()
     finally:
         atexit._run_exitfuncs()
 

@@ -47,7 +47,7 @@ def run_example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_forked(*command: str) -> subprocess.CompletedProcess[str]:
-    """As `python -W error SCRIPT ...`, but forked from a process that has imported torch, which takes seconds."""
+    """As `python -W error SCRIPT ...` or `-c CODE ...`, forked from a process that has imported torch."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         context = forking_context("fzero.testing._ranks")

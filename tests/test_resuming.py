@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_its_options_and_no_other_begins_in_its_folder(
         assert info.value.code == 2 and said in capsys.readouterr().err
 
 
-@in_turns(2, "processes that start slowly")
+@in_turns(3, "processes that start slowly")
 def test_a_run_that_is_killed_or_asked_to_stop_loses_nothing() -> None:
     """On two ranks that are processes; more of them with `make killing`."""
     kinds = ("--kinds", "one", "all", "SIGTERM", "SIGINT")
