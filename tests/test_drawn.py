@@ -110,6 +110,7 @@ def test_a_feature_is_equal_or_what_its_refusal_tells_works(name: str) -> None:
     assert counted
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.remedy])
 def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
     """In plain torch: the program as it was drawn, and as it is written instead."""
