@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length, by_turns, in_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.checkpoint import chunks, files, manifest
@@ -106,7 +106,7 @@ fz.save_async({folder!r} + "/it", step_of(ranks).init(params()))
 
 
 @in_turns(2)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=at_length), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_that_ends_meanwhile(tmp_path: Path, ranks: int) -> None:
     """The interpreter waits for the save."""
     tests = str(Path(__file__).parents[1])
