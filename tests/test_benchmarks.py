@@ -30,6 +30,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@in_turns(3, "examples as programs")
 def test_step() -> None:
     out = run("step.py", *TINY, "--blocks", "2", "--no-memory", "--only", "DDP", "fzero ZeRO-2", "fzero ZeRO-3")
     assert "losses agree" in out

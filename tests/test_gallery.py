@@ -26,7 +26,7 @@ def script(name: str) -> Any:
     return module
 
 
-@in_turns(14)
+@in_turns(4)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from drawn_pipelines import Case, Copied, Stage, cases, piped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY, in_turns
+from nightly import NIGHTLY, in_turns, todays
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero as fz
@@ -132,7 +132,7 @@ def test_sharded_stages(stage: int) -> None:
         ((0, 3),),
     )
     drawn = [(case, fz.schedules.dual_pipe_v(4, 4)), (case, fz.schedules.interleaved(4, 4, 2))]
-    run_ranks(functools.partial(against_one, jobs=drawn, dp=2, stage=stage), 4, backend="processes")
+    run_ranks(functools.partial(against_one, jobs=todays(drawn, of=2), dp=2, stage=stage), 4, backend="processes")
 
 
 def counted(x: torch.Tensor, *_: torch.Tensor) -> int:

@@ -250,6 +250,7 @@ def places(which: str) -> Any:
     return fz.remote(build, 2 if which == "vision" else 1, name=which, timeout=20)
 
 
+@in_turns(3, "processes that start slowly")
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     before = {*os.listdir("/dev/shm")}
