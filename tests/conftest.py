@@ -13,7 +13,7 @@ import pytest
 import torch
 from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
-from nightly import DAY, PROFILE, of_other_days, with_fewer_examples
+from nightly import DAY, FEW, PROFILE, of_other_days, with_fewer_examples
 
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
 for name in ("ci", "day"):
     settings.register_profile(
-        name, max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        name, max_examples=FEW, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(PROFILE)

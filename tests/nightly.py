@@ -16,6 +16,7 @@ from hypothesis import example, settings
 T = TypeVar("T")
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 NIGHTLY = PROFILE == "nightly"
+FEW = 8  # drawn examples of a test that says nothing else
 DAY = int(os.environ.setdefault("TESTS_DAY", str(datetime.date.today().toordinal()))) if PROFILE == "day" else None
 at_length = pytest.mark.skipif(not NIGHTLY, reason="runs with HYPOTHESIS_PROFILE=nightly")
 
@@ -57,17 +58,19 @@ def example_in_turns(of: int, *values: Any, **named: Any) -> Any:
 
 
 def with_fewer_examples(items: list[pytest.Item]) -> None:
-    """On a day, of the examples that a test draws the first fifth, and the first three."""
+    """On a day, of the examples that a test draws the first fifth, and at least three."""
     for test in {getattr(item, "obj", None) for item in items}:
         if DAY is not None and getattr(test, "is_hypothesis_test", False):
             own = getattr(test, "_hypothesis_internal_use_settings", None) or settings()
-            fewer = min(own.max_examples, max(3, own.max_examples // 5))
-            test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)  # type: ignore[union-attr]
+            if own.max_examples >= FEW:
+                fewer = max(3, own.max_examples // 5)
+                test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)  # type: ignore[union-attr]
 
 
 def by_day(count: int) -> settings:
     """So many drawn examples of a dear test by day, and at length all that the profile says."""
-    return settings(max_examples=settings().max_examples if NIGHTLY else count)
+    fewer = count if DAY is None else min(count, max(3, count // 5))
+    return settings(max_examples=settings().max_examples if NIGHTLY else fewer)
 
 
 def by_turns(*columns: Iterable[Any], of: int = 2) -> list[tuple[Any, ...]]:

@@ -121,6 +121,7 @@ def test_in_a_step_and_where_one_looks_at_it(name: str, wrap: str) -> None:
         assert_trees_close(expected, found, rtol=1e-10)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", sorted({*BODIES} - {"while_loop"}))
 def test_in_a_plan(name: str) -> None:
     for wrap in (lambda step: step, fz.remat):

@@ -25,7 +25,7 @@ from halved import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -42,6 +42,7 @@ SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS[:1])
 EACH = [*[(shard, F64) for shard in SHARDS], *[(shard, torch.float32) for shard in ("remat", "ZeRO-3")]]
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("own", "name"), by_turns(EACH, FUNCTIONS, of=4))
 def test_both_halves_are_the_whole(own: tuple[str, torch.dtype], name: str) -> None:
     shard, dtype = own
