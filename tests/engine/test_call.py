@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from nightly import in_turns
 import torch
 from hooked import F64, FORMS, SHARDS, Block, Net, X, by_functional_call
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
