@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nightly import at_length
+from nightly import at_length, in_turns
 from processes import run_forked
 
 PROGRAM = """
@@ -33,6 +33,7 @@ with fz.remote(build, 2, "threads") as own:
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=at_length if name == "ranks that fz plays" else ()) for name in ON_THREADS]
 )

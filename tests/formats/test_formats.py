@@ -13,7 +13,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
@@ -135,6 +135,7 @@ def one_leaf(numel: int) -> Any:
 # ---- kernels
 
 
+@in_turns(3)
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,7 @@ def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest
         step.update(state, grads)
 
 
+@in_turns(3, "compiled by torch")
 def test_the_pass_that_is_compiled_for_a_gpu_computes_the_same() -> None:
     """torch.compile of the eager chunk, here on CPU: the codes may differ where a last bit does."""
     numel = 64 * 8
@@ -228,6 +230,7 @@ def same_on_all_ranks(policy: fz.Policy, stage: int, optimizer: str, world: int,
     return results[0]
 
 
+@in_turns(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_bits_for_every_sharding(scheme: str) -> None:
     want = same_on_all_ranks(SCHEMES[scheme], 0, "clipped", 1)

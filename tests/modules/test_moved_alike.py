@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -127,11 +128,13 @@ def on_processes(rank: int) -> str:
     return refused(rank, "by_hand", "ZeRO-3")
 
 
+@in_turns(3, "on processes, as on threads")
 def test_on_real_processes() -> None:
     one, other, third = run_ranks(on_processes, 3, backend="processes")
     assert one == other == third
 
 
+@in_turns(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("move", ALIKE)
 def test_a_buffer_that_all_ranks_move_alike(move: str, wrap: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,6 +301,7 @@ def squares(module: nn.Module, x: torch.Tensor) -> Any:
 PLAN = {"*up": "column", "*down": "row"}
 
 
+@in_turns(14)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", sorted(EQUAL))
 def test_equal(name: str, sequence: bool) -> None:
@@ -310,6 +311,7 @@ def test_equal(name: str, sequence: bool) -> None:
         need_equal(loss, params, tensor_vjps(loss, params, PLAN, ranks=ranks, runs=2, sequence=sequence))
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("name", "sequence"), by_turns(sorted(REFUSED), [False, True]))
 def test_refused(name: str, sequence: bool) -> None:
     refused = r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives|is partial"

@@ -12,7 +12,7 @@ from typing import Any
 import attentions
 import torch
 import zoo
-from nightly import todays
+from nightly import in_turns, todays
 from reference import adamw_steps
 
 import fzero as fz
@@ -89,6 +89,7 @@ def run(rank: int, numbers: list[int]) -> list[Any]:
     return far
 
 
+@in_turns(3, "on processes, as on threads")
 def test_drawn_on_processes() -> None:
     numbers = todays(range(CASES), of=4)
     for far in run_ranks(functools.partial(run, numbers=numbers), RANKS, backend="processes", timeout=240):

@@ -403,7 +403,7 @@ TORCHS = (torchs_sum, torchs_gather, functional_sum)  # old-style Functions, whi
 # ---- one run of each on two processes
 
 # in a unit, ZeRO stage, recomputed
-PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=2)
+PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=3)
 
 
 def _params() -> dict[str, dict[str, Tensor]]:
