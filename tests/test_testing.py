@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero import testing as t
@@ -96,6 +97,7 @@ def leave_on_one(rank: int) -> int:
     return rank
 
 
+@in_turns(2)
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_it_is_the_rank_that_failed_that_is_named(backend: str) -> None:
     """Not one that lost its connection to it; leaving counts as failing."""

@@ -413,6 +413,7 @@ def test_params_that_travel_in_8_bits() -> None:
 # ---- conversion
 
 
+@in_turns(5)
 @pytest.mark.parametrize(
     ("scheme", "stage"), by_turns(["exact", "exact, fp32 moments", "compact24", "compact16", "bf16"], [0, 1, 3])
 )
