@@ -239,6 +239,7 @@ def test_the_same_bits_for_every_sharding(scheme: str) -> None:
         assert_trees_equal(same_on_all_ranks(SCHEMES[scheme], stage, "clipped", world), want)
 
 
+@in_turns(8)
 @pytest.mark.parametrize(
     ("optimizer", "stage"),
     [(name, stage) for name in OPTIMIZERS for stage in range(4) if NIGHTLY or name == "clipped" or stage in (0, 3)],
@@ -252,6 +253,7 @@ def test_exact_params_are_float32_masters_bit_for_bit(optimizer: str, stage: int
         assert_trees_equal(ours, same_on_all_ranks(masters, stage, optimizer, world, updates=4))
 
 
+@in_turns(11)
 @pytest.mark.parametrize(("optimizer", "scheme"), by_turns(["adamw", "lion", "sgd"], SCHEMES))
 def test_every_scheme_trains(optimizer: str, scheme: str) -> None:
     """The loss falls as it does in float32, donated and not, with the same bits."""
@@ -275,6 +277,7 @@ def trained(scheme: str, optimizer: str) -> float:
     return finals[0][0].item()
 
 
+@in_turns(5)
 @pytest.mark.parametrize("scheme", [scheme for scheme in [*SCHEMES, "fp32"] if scheme not in ("exact", "compact24")])
 def test_second_moments_decay(scheme: str) -> None:
     """300 updates with zero gradients at b2 = 0.999, nightly 1,000, against that; bfloat16 to nearest never moves.
@@ -304,6 +307,7 @@ def test_second_moments_decay(scheme: str) -> None:
         assert ratio == pytest.approx(0.999**count, rel=near)
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("scheme", "stage"), by_turns(SCHEMES, [0, 1, 3]))
 def test_plan_counts_what_is_stored(scheme: str, stage: int) -> None:
     loss, params, _ = problem()

@@ -117,6 +117,7 @@ def refused(rank: int, move: str, wrap: str) -> str:
     return str(caught.value)
 
 
+@in_turns(5)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("move", APART)
 def test_a_buffer_that_each_rank_moves_by_its_own_batch(move: str, wrap: str) -> None:
