@@ -121,7 +121,7 @@ def test_as_torch_with_requires_grad_toggled(data: Any, own: Any, name: str, cli
         assert_trees_close(leaves_of(params), want, rtol=1e-10, atol=1e-12)
 
 
-@in_turns(3, "on processes, as on threads")
+@in_turns(5, "on processes, as on threads")
 def test_on_processes() -> None:
     optimizer, make = OPTIMIZERS["partition"]
     want = phases.by_torch(PROGRESSIVE, make, clips=False)

@@ -593,7 +593,7 @@ def all_of(rank: int, names: list[str]) -> None:
         follows(rank, name, 2, (3,) if number % 6 else (1, 3))
 
 
-@in_turns(3, "on processes, as on threads")
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     """Every tenth case, nightly every third."""
     names = list(CASES)[:: 3 if NIGHTLY else 10]

@@ -289,7 +289,7 @@ def on_processes(rank: int) -> None:
             compare(fz.accumulate(shard(fz.train_step(FUNCTIONS[name], fz.sgd(0.1))), 2), params_of(), [x])
 
 
-@in_turns(3, "on processes, as on threads")
+@in_turns(5, "on processes, as on threads")
 def test_on_gloo_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 
@@ -432,7 +432,7 @@ def test_compiled_autograd_is_not_asked() -> None:
     run_ranks(rank_main, 1)
 
 
-@in_turns(3, "compiled by torch")
+@in_turns(5, "compiled by torch")
 def test_compiled_units() -> None:
     def rank_main(rank: int) -> None:
         def fn(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_drawn_models(
     check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat, sequence=sequence)
 
 
-@in_turns(3, "on processes, as on threads")
+@in_turns(5, "on processes, as on threads")
 def test_drawn_models_on_real_processes() -> None:
     model = zoo.made((("Attention", 1, True), ("Mlp", 5, True), ("Fused", 3, False)), True)
     plan = {**model.plan([True] * 3), "embedding": "vocabulary"}

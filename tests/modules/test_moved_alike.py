@@ -129,7 +129,7 @@ def on_processes(rank: int) -> str:
     return refused(rank, "by_hand", "ZeRO-3")
 
 
-@in_turns(3, "on processes, as on threads")
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     one, other, third = run_ranks(on_processes, 3, backend="processes")
     assert one == other == third
