@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import at_length, in_turns
 from processes import interrupt, start_example
 from safetensors.torch import load_file
 
@@ -71,6 +71,7 @@ def test_end_to_end(example: Any, tmp_path: Path) -> None:
     check_said(stdout)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, "--steps 3 --vision-stage 0 --text-stage 0 --batch 9"), (2, "--steps 1000000")]
 )

@@ -99,6 +99,7 @@ def _two_ranks(rank: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(5, "compiled by torch")
 def test_units_of_one_code_share_a_graph() -> None:
     """For all steps one graph of the first block, whose input has no gradient, and one of all others; one without any
     gradients; and the first two once more when the batch size changes."""
