@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from memories import DISK
-from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -554,7 +553,6 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
 CASES = [(name, argument) for name, arguments in TABLE.items() for argument in arguments]
 
 
-@in_turns(5)
 @pytest.mark.parametrize(("name", "argument"), CASES)
 def test_an_argument_of_a_wrong_kind(name: str, argument: str) -> None:
     call, taken = TABLE[name][argument]
@@ -568,7 +566,6 @@ def test_an_argument_of_a_wrong_kind(name: str, argument: str) -> None:
         assert argument in said, f"{kind}: {said}"
 
 
-@in_turns(5)
 @pytest.mark.parametrize(("name", "argument"), CASES)
 def test_an_argument_of_a_right_kind(name: str, argument: str) -> None:
     call, taken = TABLE[name][argument]
