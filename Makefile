@@ -4,15 +4,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-torch wheel docs docs-check lint soak lasting killing killing-components mutants hf bench bench-gpu clean
+.PHONY: demo test test-all test-torch wheel docs docs-check lint soak lasting killing killing-components mutants hf bench bench-gpu clean
 
 demo: .venv/.demo
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
 	@$(BIN)/python examples/train_lm.py --resume
 
-# what is compiled is kept wherever one runs: three workers and more than a hundred processes import it
+# the cases of one day (tests/nightly.py), and all of them. What is compiled is kept wherever one runs: three workers and
+# dozens of processes import it
 test: .venv/.installed
-	@echo "== tests"
+	@echo "== tests: what is dear in turns; make test-all runs all"
+	@HYPOTHESIS_PROFILE=day PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-all: .venv/.installed
+	@echo "== all tests"
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/.installed
@@ -71,10 +76,10 @@ wheel:
 	@echo "== tests without one"
 	@cd $(WHEEL)/tree && CXX=/nonexistent PYTHONDONTWRITEBYTECODE= ../bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-# programs drawn inside fn and around it, against plain torch: make soak MINUTES=30 SEED=20000
+# all tests; then programs drawn inside fn and around it, against plain torch: make soak MINUTES=30 SEED=20000
 MINUTES ?= 10
 SEED ?= 0
-soak: .venv/.installed
+soak: test-all
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/between.py --programs 1000000 --minutes $(MINUTES) --seed $(SEED)
 

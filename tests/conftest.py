@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispositions import as_in_a_terminal
 from hypothesis import HealthCheck, settings
+from nightly import DAY, FEW, PROFILE, of_other_days, with_fewer_examples
 
 from fzero.base.thread_state import prepare_for_fakes
 from fzero.kernels import build
@@ -20,11 +21,12 @@ from fzero.kernels import build
 pytest_plugins = ["fzero.testing.plugin", "pytester"]
 torch.set_num_threads(1)
 prepare_for_fakes()  # tests make some on threads of their own
-settings.register_profile(
-    "ci", max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+for name in ("ci", "day"):
+    settings.register_profile(
+        name, max_examples=FEW, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture
@@ -38,8 +40,16 @@ def terminal() -> Iterator[None]:
 LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "in_turns(of, group): one of so many cases runs on a day, see nightly.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long comes first: no worker is left with it at the end, when the others have nothing to do."""
+    others = of_other_days(items)
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
+    with_fewer_examples(items)
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
@@ -80,6 +90,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     A test counts by `record_property("counted", (title, class, column, name))`; the same name counts once.
     """
+    if DAY is not None:
+        terminalreporter.section(f"the cases of one day, again with HYPOTHESIS_PROFILE={PROFILE} TESTS_DAY={DAY}")
     by_file: collections.Counter[str] = collections.Counter()
     counted: set[tuple[str, ...]] = set()
     for report in terminalreporter.stats.get("passed", []):

@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import forking
 from dispositions import as_in_a_terminal
 from nightly import NIGHTLY
+
+from fzero.base.forking import forking_context
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # warnings are errors, but for one that is true of some machines
@@ -28,6 +32,33 @@ def start_example(name: str, *options: str) -> subprocess.Popen[str]:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
+
+
+def run_example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Which ends well; nightly in a process that nothing was imported in before."""
+    if NIGHTLY:
+        process = start_example(name, *options)
+        done = subprocess.CompletedProcess([name, *options], 0, *process.communicate(timeout=240))
+        done.returncode = process.returncode
+    else:
+        done = run_forked(str(EXAMPLES / name), *options)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done
+
+
+def run_forked(*command: str) -> subprocess.CompletedProcess[str]:
+    """As `python -W error SCRIPT ...` or `-c CODE ...`, forked from a process that has imported torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        context = forking_context("fzero.testing._ranks")
+        process = context.Process(target=forking.program, args=(folder, environment, *command))
+        process.start()
+        process.join(240)
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        said = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(command, process.exitcode or 0, *said)
 
 
 def interrupt(process: subprocess.Popen[str], once: str) -> None:

@@ -18,6 +18,7 @@ import optree
 import pytest
 import torch
 from failing import X, begun, model
+from nightly import in_turns
 
 import fzero as fz
 from fzero.stores.read import Read
@@ -102,6 +103,7 @@ PULLBACKS: list[Any] = []
 DIFFERENTIATE = ("step", "vjp", "hvp", "per_example_grads", "tape", "pullback")
 
 
+@in_turns(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_in_inference_mode_a_call_is_equal_or_refused(way: str, tmp_path: Path) -> None:
     step = steps(tmp_path)[way]
@@ -133,6 +135,7 @@ def test_ranks_are_refused_alike_in_inference_mode() -> None:
     run_ranks(rank_main, 2)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_default_device_is_the_functions_alone(way: str, tmp_path: Path) -> None:
     """On "meta" any tensor that the library makes without saying where would have no values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import at_length
-from processes import FORKING
+from nightly import at_length, in_turns
+from processes import run_forked
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import results
@@ -26,19 +25,19 @@ TINY = "--width 16 --heads 2 --batch 2 --context 8 --steps 1 --warmup 1".split()
 
 
 def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, *FORKING, str(FOLDER / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = run_forked(str(FOLDER / script), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@in_turns(3, "examples as programs")
 def test_step() -> None:
     out = run("step.py", *TINY, "--blocks", "2", "--no-memory", "--only", "DDP", "fzero ZeRO-2", "fzero ZeRO-3")
     assert "losses agree" in out
     assert "fzero ZeRO-2 of DDP" in out
 
 
+@in_turns(3, "processes that start slowly")
 def test_resident(tmp_path: Path) -> None:
     grown = [float(line.split()[-1]) for line in run("resident.py", str(tmp_path)).splitlines() if "after step" in line]
     assert len(grown) == 3 and grown[-1] <= 0.25, "memory that is freed goes back"

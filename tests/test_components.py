@@ -9,6 +9,7 @@ import pytest
 import scenarios
 import torch
 import torch.distributed as dist
+from nightly import in_turns
 from programs import pure
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -122,6 +123,7 @@ def groups_of_unequal_size(rank: int) -> None:
     )
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("vision", "text"), [(1, 3), (3, 2)])
 def test_each_component_in_its_own_process_group(vision: int, text: int) -> None:
     run_ranks(functools.partial(pairs_of_ranks, vision_stage=vision, text_stage=text), 4, backend="processes")

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks, strategies
@@ -107,6 +108,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_per_example_grads_of_what_the_step_computes_with(policy: str, stage: int) -> None:
@@ -183,6 +185,7 @@ def second_derivative(rank: int, stage: int, transform: str, world: int) -> None
     assert_trees_close(found / world, want[rank] if world > 1 else 0 * want[rank], rtol=1e-9)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("transform", ["plain", "remat", "scaled"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_grads_of_a_pullback_that_creates_a_graph_are_gathered_on_gloo(stage: int, transform: str) -> None:

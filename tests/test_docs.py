@@ -9,6 +9,7 @@ import pkgutil
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 
@@ -19,6 +20,7 @@ PUBLIC = [name for name in dir(fz) if not name.startswith("_") and not inspect.i
 VERBS = [name for name in PUBLIC if inspect.isfunction(getattr(fz, name))]
 
 
+@in_turns(14)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(name)

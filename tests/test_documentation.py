@@ -12,6 +12,7 @@ import sys
 import types
 
 import pytest
+from nightly import in_turns
 
 import fzero as fz
 
@@ -37,6 +38,7 @@ def code_of(page: pathlib.Path) -> str:
     return "\n".join([*lines, ""])
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("default::UserWarning")  # a page may show one
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_runs(page: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

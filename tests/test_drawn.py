@@ -20,7 +20,7 @@ from drawn.running import run, run_on_processes, run_plain
 from drawn.verdicts import Verdict, difference
 from drawn.write import must_be_refused, written
 from hypothesis import given
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, in_turns
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
@@ -44,6 +44,7 @@ def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) ->
     check(program, run(program))
 
 
+@in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3])
 def test_drawn_programs_on_processes(world: int) -> None:
     """One job with many programs, as starting costs seconds; `make soak` runs many more."""
@@ -94,6 +95,7 @@ def variants(name: str) -> Iterator[Program]:
             )
 
 
+@in_turns(7)
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_is_equal_or_what_its_refusal_tells_works(name: str) -> None:
     counted = 0
@@ -108,6 +110,7 @@ def test_a_feature_is_equal_or_what_its_refusal_tells_works(name: str) -> None:
     assert counted
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.remedy])
 def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
     """In plain torch: the program as it was drawn, and as it is written instead."""

@@ -17,6 +17,7 @@ from drawn.running import run, run_on_processes
 from drawn.sharded import TRANSFORMS, Sharded
 from drawn.shrinking import shrunk
 from drawn.verdicts import Verdict, difference
+from nightly import in_turns
 
 PROGRAM = Program(
     seed=3,
@@ -107,6 +108,7 @@ def test_a_program_with_several_causes_is_remedied_one_after_the_other() -> None
     assert not remedy(program, fake(program), lambda program: Verdict("refused", "four", "units, remat")).works
 
 
+@in_turns(2, "workers of make soak")
 def test_processes_see_the_same() -> None:
     programs = [drawn.from_seed(seed).replace(world=2, stage=3) for seed in range(3)]
     on_processes = run_on_processes([PROGRAM, *programs], 2)
@@ -129,6 +131,7 @@ def test_differences_name_their_place() -> None:
     assert "shape" in str(difference([("grads", torch.ones(2))], [("grads", torch.ones(3))]))
 
 
+@in_turns(2, "workers of make soak")
 def test_workers_that_crash_or_hang_are_known() -> None:
     jobs = [Job(os._exit, (1,), 60.0), Job(time.sleep, (60,), 1.0), Job(abs, (-3,), 60.0), Job(int, ("x",), 60.0)]
     found = dict(run_jobs(iter(jobs), 2))

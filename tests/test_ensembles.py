@@ -23,7 +23,7 @@ from ensembles import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks, strategies
@@ -165,6 +165,7 @@ def test_states_that_are_made_in_a_map() -> None:
         same_states(found, step(step.init(p), *pair)[0])
 
 
+@in_turns(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_derivatives_of_an_ensemble(stage: int) -> None:
     """By what all members share, through an update of each and an evaluation."""

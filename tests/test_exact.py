@@ -10,7 +10,7 @@ import torch
 from exactness import SCENARIOS, SHARDS, check, train
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from reference import adamw_steps
 
 import fzero as fz
@@ -55,6 +55,7 @@ def _zero3_remat(step: fz.Step) -> fz.Step:
 ALL = [(transform, world) for transform in (_zero1, _zero2, _zero3, _zero3_remat) for world in (3, 2, 1)]
 
 
+@in_turns(7)
 @pytest.mark.parametrize(("transform", "world"), ALL if NIGHTLY else [*ALL[::3], ALL[1], ALL[7], ALL[11]])
 def test_on_gloo_processes(transform: Any, world: int) -> None:
     for scenario in SCENARIOS:
@@ -99,6 +100,7 @@ def test_frozen_leaves_stay_and_the_rest_is_exact(chosen: Any, world: int) -> No
         assert_trees_close(got, want, rtol=1e-10)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_torch_optim_in_float32(stage: int) -> None:
     """Losses within 1e-6 of torch.optim.AdamW with torch's own clipping factor, over 20 steps."""

@@ -18,8 +18,8 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY, at_length
-from processes import start_example
+from nightly import NIGHTLY, at_length, in_turns
+from processes import run_example, start_example
 from safetensors.torch import load_file
 
 import fzero as fz
@@ -122,11 +122,12 @@ def test_the_losses_of_optimizers_of_ones_own_are_those_of_any_number_of_ranks()
 # ---- bigger_than_memory.py
 
 
+@in_turns(3, "examples as programs")
 def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) -> None:
     tiny = "--width 64 --heads 2 --context 16 --batch 1 --steps 2 --times 0.001 --limit".split()
     folders = "--folder", str(tmp_path / "state"), "--out", str(tmp_path)
-    stdout, stderr = start_example("bigger_than_memory.py", *tiny, "4096", *folders).communicate(timeout=240)
-    assert "loss" in stdout and "times less than the state" in stdout, stderr
+    stdout = run_example("bigger_than_memory.py", *tiny, "4096", *folders).stdout
+    assert "loss" in stdout and "times less than the state" in stdout
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and not list((tmp_path / "state").iterdir())
     if not NIGHTLY:
         return
@@ -140,9 +141,7 @@ def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) ->
 @at_length
 def test_documents_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
     tiny = "--length 4096 --shortest 4096 --blocks 6 --memory 102 --steps 2 --eval-every 2 --eval-documents 1".split()
-    process = start_example("long_context.py", *tiny, "--out", str(tmp_path))
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = run_example("long_context.py", *tiny, "--out", str(tmp_path)).stdout
     assert "it does not fit" in stdout and "llocate memory" in stdout and "of 102 MiB were taken" in stdout, stdout
     assert len(re.findall(r"^ +[02] +4,096 bytes( +\d+%){4}$", stdout, re.M)) == 2, stdout
     assert (tmp_path / "answers.png").read_bytes().startswith(b"\x89PNG")
@@ -169,6 +168,7 @@ def test_needles_stand_where_their_digits_are_asked_for(
 FEW_TASKS = "--width 4 --tasks 3 --shots 2 --inner-steps 2 --steps 2 --eval-tasks 3".split()
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)])
 def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an update of both."""
@@ -193,10 +193,9 @@ def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeyp
     run_ranks(rank_main, ranks)
 
 
+@in_turns(3, "examples as programs")
 def test_maml_says_how_far_it_is_from_plain_torch() -> None:
-    process = start_example("maml.py", *FEW_TASKS)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = run_example("maml.py", *FEW_TASKS).stdout
     losses = re.findall(r"^(?:random weights|meta-trained) .*? ([\d.]+) +([\d.]+)$", stdout, re.M)
     assert len(losses) == 4 and losses[0] == losses[1] != losses[2] == losses[3], stdout
     apart = re.findall(r"largest difference.* is ([\d.e+-]+)", stdout)
@@ -213,13 +212,12 @@ def test_shares_of_points_must_be_equal(monkeypatch: pytest.MonkeyPatch, capsys:
 # ---- generate.py
 
 
+@in_turns(3, "examples as programs")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
     pytest.importorskip("transformers")
     few = "--steps 30 --blocks 1 --answer 4 --samples 16 --prompts 16".split()
-    process = start_example("generate.py", *few, "--ranks", ranks)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = run_example("generate.py", *few, "--ranks", ranks).stdout
     rewards = [float(each) for each in re.findall(r"^after +\d+ updates: reward ([\d.]+)$", stdout, re.M)]
     assert len(rewards) == 4 and rewards[-1] > 2 * rewards[0], stdout
     assert float(re.findall(r"are those of the trained state, to ([\d.e+-]+)$", stdout, re.M)[0]) < 1e-6, stdout
@@ -228,11 +226,10 @@ def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
 # ---- ensemble.py
 
 
+@in_turns(3, "examples as programs")
 def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
     tiny = "--rates 3 --seeds 2 --width 4 --batch 8 --steps 5 --eval-every 2".split()
-    process = start_example("ensemble.py", *tiny, "--out", str(tmp_path))
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = run_example("ensemble.py", *tiny, "--out", str(tmp_path)).stdout
     rows = re.findall(r"^ +([\d.e-]+) +([01]) +([\d.]+) +([\d.e+-]+) +([\d.e+-]+)$", stdout, re.M)
     assert len(rows) == 6 and len({loss for _, _, loss, *_ in rows}) == 6, stdout
     assert all(float(params) < 1e-12 and float(losses) < 1e-12 for *_, params, losses in rows), stdout
@@ -252,10 +249,9 @@ def check_weights(out: Path) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@in_turns(3, "examples as programs")
 def test_train_lm_end_to_end(tmp_path: Path) -> None:
-    process = start("--steps", "4", out=tmp_path)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = run_example("train_lm.py", *TINY, "--out", str(tmp_path), "--steps", "4").stdout
     check_weights(tmp_path)
     check_computed_in_what_is_quick(stdout)
     for word in ("blocks.0.mlp.up.weight", "per rank: params", "held-out loss", "byte frequencies alone", "def "):

@@ -13,7 +13,7 @@ import planted
 import pytest
 import torch
 from huggingface_models import llama
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from planted import BACKWARD, BLOCKS, CLEAN, FORWARD, Case, Loss, batch, drawn_params
 
 import fzero as fz
@@ -39,11 +39,13 @@ def drawn(count: int, seed: int) -> list[Case]:
 CASES = drawn(45 if NIGHTLY else 27, 0)
 
 
+@in_turns(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fault}-{case.stage}-{case.world}")
 def test_finds_planted_faults(case: Case) -> None:
     case.check(run_ranks(case, case.world))
 
 
+@in_turns(5)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("fault", ["division", "root", *CLEAN])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -93,6 +95,7 @@ TRANSFORMS = {
 }
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_with_every_transform(name: str) -> None:
@@ -141,6 +144,7 @@ def test_a_leaf_that_came_so(kind: str, value: float) -> None:
     assert str(fault).startswith("first not finite: ")
 
 
+@in_turns(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("name", ["lookahead", "ema"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -61,6 +61,7 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     goes_on(rank, good, state, reference())
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("stage", "fused", "at"), by_turns([1, 2, 3], [False, True], [1, 3]))
 def test_a_schedule_that_raises_at_a_later_group(stage: int, fused: bool, at: int) -> None:
     if not fused and stage == 3:
@@ -103,6 +104,7 @@ def raises_in_the_pullback(rank: int, stage: int, fused: bool, remat: bool) -> N
     goes_on(rank, good, state, reference())
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("stage", "fused", "remat"), by_turns([1, 2, 3], [False, True], [False, True]))
 def test_a_pullback_that_raises(stage: int, fused: bool, remat: bool) -> None:
     run = functools.partial(raises_in_the_pullback, stage=stage, fused=fused, remat=remat)
@@ -153,6 +155,7 @@ def fewer_units_than_last_time(rank: int) -> None:
         pullback(torch.ones_like(out))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_8_bit_gathers_with_fewer_units_than_last_time(backend: str) -> None:
     run_ranks(fewer_units_than_last_time, 2, backend=backend)

@@ -13,6 +13,7 @@ import torch.nn.utils.prune
 from hooked import HOLDERS, READERS, Gained, Net, X, by_autograd, by_functional_call, check, param_in_a_closure
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,6 +21,7 @@ import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
 
+@in_turns(14)
 @pytest.mark.parametrize("how", sorted(READERS))
 def test_what_reads_the_module_reads_the_copy(how: str) -> None:
     module = Net()
@@ -59,6 +61,7 @@ def test_any_hooks_on_any_modules(data: Any, stage: int, remat: bool, count: int
     check(module, by_functional_call(module), forms=[(stage, remat)])
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.parametrize("how", ["closure", "param in a closure"])
 def test_compiled_units_of_one_class_with_and_without_hooks(how: str) -> None:
     """What the compiler made for a block with a hook does not serve the block without one, nor the reverse."""
@@ -72,6 +75,7 @@ def test_compiled_units_of_one_class_with_and_without_hooks(how: str) -> None:
         assert_trees_close(dict(fz.gather(pullback(torch.ones_like(out))[0])), want, rtol=1e-9)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("how", sorted(HOLDERS))
 def test_a_param_that_is_held_besides_its_module(how: str) -> None:
     module = Net()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EXAMPLES, start_example
+from nightly import in_turns
+from processes import EXAMPLES, run_example
 
 from fzero.testing import assert_trees_close, run_ranks
 
@@ -25,6 +26,7 @@ def script(name: str) -> Any:
     return module
 
 
+@in_turns(4)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -36,10 +38,11 @@ def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int, monkeypatc
         assert_trees_close(dict(found), want, rtol=1e-10)
 
 
+@in_turns(3, "examples as programs")
 def test_a_script_as_a_program_says_how_far_it_is_from_plain_torch() -> None:
-    stdout, stderr = start_example("gallery/uneven_batch.py", "--ranks", "3").communicate(timeout=120)
+    stdout = run_example("gallery/uneven_batch.py", "--ranks", "3").stdout
     apart = re.fullmatch(r"3 ranks and plain torch: 4 tensors .*\nthe largest difference is ([\d.e+-]+)\n", stdout)
-    assert apart and float(apart[1]) < 1e-10, stderr
+    assert apart and float(apart[1]) < 1e-10, stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as mapped
 from torch._higher_order_ops.scan import scan
@@ -111,6 +111,7 @@ def on_rank(name: str, wrap: str, rank: int) -> Any:
     return found
 
 
+@in_turns(3)
 @pytest.mark.parametrize("wrap", sorted(STEPS) if NIGHTLY else ["ZeRO-3"])
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_in_a_step_and_where_one_looks_at_it(name: str, wrap: str) -> None:
@@ -120,6 +121,7 @@ def test_in_a_step_and_where_one_looks_at_it(name: str, wrap: str) -> None:
         assert_trees_close(expected, found, rtol=1e-10)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", sorted({*BODIES} - {"while_loop"}))
 def test_in_a_plan(name: str) -> None:
     for wrap in (lambda step: step, fz.remat):

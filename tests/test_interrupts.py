@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import Points, thread_state
-from nightly import by_day
+from nightly import by_day, in_turns
 from torch import nn
 
 import fzero as fz
@@ -130,6 +130,7 @@ def values(out: Any) -> list[torch.Tensor]:
     return [leaf.detach().clone() for leaf in optree.tree_leaves(tree)]
 
 
+@in_turns(4)
 @pytest.mark.filterwarnings("ignore:fz.offload")
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupt_anywhere_leaves_everything_as_it_was(case: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.loops import record
@@ -293,6 +294,7 @@ def test_what_a_killed_loop_has_left_is_written_over(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv"]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("stops", [(1,), (2,), (5,), (7, 8), (9, 9, 10), (3, 6)])
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_resumed_log_has_the_rows_of_a_whole_run(stops: tuple[int, ...], evaluated: bool, tmp_path: Path) -> None:

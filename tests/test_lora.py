@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import at_length
-from processes import start_example
+from nightly import at_length, in_turns
 from safetensors.torch import load_file
 from torch import nn
 
@@ -78,6 +78,7 @@ def test_the_factors_start_as_nothing(lora: Any) -> None:
     assert_trees_equal(step.forward(step.init(params), *batch), want)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, remat: bool) -> None:
@@ -106,6 +107,7 @@ def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, re
     run_ranks(rank_main, 2)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_base_keeps_its_bits_and_has_no_state(lora: Any, stage: int) -> None:
     plain, params = adapted(lora)
@@ -183,9 +185,7 @@ def test_without_transformers_it_says_what_to_install(lora: Any, monkeypatch: An
 
 def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Its output, and the factors that it saved."""
-    process = start_example("lora.py", *TINY, "--out", str(out), "--steps", "3", *more)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    stdout = processes.run_example("lora.py", *TINY, "--out", str(out), "--steps", "3", *more).stdout
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     return stdout, load_file(out / "adapter.safetensors")
 

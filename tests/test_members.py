@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ensembles import F64, MEMBERS, OPTIMIZERS, SHARDS, batches_at, of_members, stacked
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, assert_trees_equal, run_ranks
@@ -33,6 +33,7 @@ def averaged(decay: float, value: Any, params: fz.Sharded, applied: bool) -> Any
     return {"params": mean, "count": value["count"] + 1}
 
 
+@in_turns(8)
 @pytest.mark.parametrize(
     ("stage", "optimizer", "scaled"), by_turns(range(4), ["momentum", "clipped", "partition"], [False, True], of=3)
 )
@@ -100,6 +101,7 @@ RUNS: dict[str, Callable[[fz.Step], fz.Step]] = {
 }
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("name", "randomness"), by_turns(sorted(RUNS), ["same", "different"]))
 def test_dropout(name: str, randomness: str) -> None:
     """Drawn for each member or once for all, the same numbers when a unit runs again, and those of the seed."""
@@ -141,6 +143,7 @@ def test_random_numbers_need_a_word() -> None:
 # ---- lower precision, and what cannot be mapped
 
 
+@in_turns(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_masters_beside_what_is_computed_with(stage: int) -> None:
     """bfloat16 of float32 masters; after the map each member's full copies are those of its slices."""

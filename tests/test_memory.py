@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes, assert_peak_bytes, recorded_collectives, run_ranks
@@ -40,6 +40,7 @@ TABLES = [
 ]
 
 
+@in_turns(10)
 @pytest.mark.parametrize(
     ("stage", "policy", "remat", "donated"),
     [
@@ -198,12 +199,14 @@ def keep_nothing_chained(rank: int, stages: tuple[int, int]) -> None:
     gc.enable()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("stages", [(1, 3), (3, 2), (0, 0)])
 def test_two_components_keep_nothing(stages: tuple[int, int]) -> None:
     fn = functools.partial(keep_nothing_chained, stages=stages)
     run_ranks(fn, 2 if stages[0] else 1, backend="processes", checked=False)
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_a_dropped_or_used_pullback_keeps_nothing(stage: int, remat: bool) -> None:
     """On real processes: the threaded group holds on to what it last received. A used pullback is still in scope."""

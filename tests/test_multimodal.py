@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY
+from nightly import at_length, in_turns
 from processes import EXAMPLES
 from safetensors.torch import load_file
 
@@ -29,6 +30,9 @@ def example() -> Iterator[Any]:
         patch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
         import multimodal
 
+        for name in ("standard_library", "text_lines"):  # each run reads the same
+            if hasattr(multimodal, name):
+                patch.setattr(multimodal, name, functools.cache(getattr(multimodal, name)))
         yield multimodal
 
 
@@ -60,14 +64,13 @@ def check_same_bits(first: Path, second: Path) -> None:
             assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-@pytest.mark.parametrize("on", ["processes", "ray"])
+@in_turns(3, "multimodal.py")
+@pytest.mark.parametrize("on", ["processes", pytest.param("ray", marks=at_length)])  # test_remote_ray.py is smaller
 def test_the_same_bits_as_on_threads(
     on: str, example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if on == "ray":  # half a minute; tests/components/remote/test_remote_ray.py has a smaller loop
+    if on == "ray":
         pytest.importorskip("ray")
-        if not NIGHTLY:
-            pytest.skip("runs with HYPOTHESIS_PROFILE=nightly")
     assert run(example, tmp_path, "--on", on) == losses_of(threads) and len(losses_of(threads)) == 4
     stdout, stderr = capsys.readouterr()
     assert "Traceback" not in stderr, stderr
@@ -112,6 +115,7 @@ def plain_losses(example: Any, args: argparse.Namespace) -> list[float]:
     return losses
 
 
+@in_turns(3, "multimodal.py")
 def test_the_losses_of_plain_torch_however_they_are_cut(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +133,7 @@ def test_the_losses_of_plain_torch_however_they_are_cut(
         torch.set_default_dtype(torch.float32)
 
 
+@in_turns(3, "multimodal.py")
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(
     example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from nightly import at_length
+from nightly import at_length, in_turns
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # what takes most of the time, and the same of fewer updates; nightly, all are made
@@ -17,6 +17,7 @@ FEWER = {"step_is_a_function": {"DESCENTS, ROUNDS = 20, 12": "DESCENTS, ROUNDS =
 LONG = {"axes", "bytes_per_parameter"}  # what they show tests/parallel, tests/formats and examples run, too
 
 
+@in_turns(2)
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in LONG], ids=lambda p: p.stem)
 def test_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)

@@ -10,7 +10,7 @@ import os
 
 import op_cases
 import pytest
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 ALL = os.environ.get("OP_DB") == "all"
 # kind: every how many operators or modules, from which on; how many cases that gives at least; what part of the
@@ -26,6 +26,7 @@ SPREAD = {
 }
 
 
+@in_turns(7)
 @pytest.mark.timeout(7200 if ALL else 600)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_op_db(kind: str) -> None:
@@ -42,6 +43,7 @@ def test_op_db(kind: str) -> None:
     assert len(refused) <= max(1, part * len(names)), "\n" + op_cases.table(found)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("operator",), by_turns(["mm", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "cdist"])
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -56,6 +57,7 @@ def both(rank: int, stage: int) -> tuple[list[float], list[float]]:
     return ours, theirs
 
 
+@in_turns(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_of_fsdp2(stage: int) -> None:
     ours, theirs = run_ranks(functools.partial(both, stage=stage), 2, backend="processes")[0]

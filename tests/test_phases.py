@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 from phases import LEAVES, OPTIMIZERS, PROGRESSIVE, Phase, freezing, go_on, leaves_of
 
 import fzero as fz
@@ -121,6 +121,7 @@ def test_as_torch_with_requires_grad_toggled(data: Any, own: Any, name: str, cli
         assert_trees_close(leaves_of(params), want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_processes() -> None:
     optimizer, make = OPTIMIZERS["partition"]
     want = phases.by_torch(PROGRESSIVE, make, clips=False)
@@ -177,6 +178,7 @@ MIXED = (
 )
 
 
+@in_turns(11)
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_counts_are_of_leaves(name: str) -> None:
     """Also of those that are frozen, and in what is gathered."""
@@ -198,6 +200,7 @@ def is_count(node: object) -> bool:
     return isinstance(node, pytree.Count)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", ["adamw", "lamb"])  # measured in the pass over memory, and afterwards
 @pytest.mark.parametrize("stage", [0, 3])
 def test_norms_of_leaves(stage: int, name: str) -> None:
@@ -238,6 +241,7 @@ def begun(optimizer: fz.GradientTransformation, *others: Phase) -> Any:
 LATE = phases.phase(1, kept=["head.w"]), phases.phase(1, forgotten=["blocks.1.w"]), phases.phase(1)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "sgd", "lamb", "adafactor", "muon", "partition"])
 def test_a_transform_goes_on_through_it(name: str) -> None:
     """The same numbers, by the formula in torch's operations; and what is frozen stays."""

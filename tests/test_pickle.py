@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -204,6 +205,7 @@ EVERY = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("optimizer", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("transform", [None, fz.fuse_update])
 def test_every_optimizer(optimizer: fz.GradientTransformation, transform: Any) -> None:
@@ -211,6 +213,7 @@ def test_every_optimizer(optimizer: fz.GradientTransformation, transform: Any) -
     check(0, transform(step) if transform else step)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_function_of_a_module(stage: int) -> None:
     apply, params = net()
@@ -250,6 +253,7 @@ def over_a_mesh(rank: int, replicas: int, kept: bool) -> None:
     assert_trees_equal(elsewhere(rank, said), expected)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("replicas", "backend", "kept"), [(2, "threads", True), (1, "processes", False)])
 def test_a_mesh_is_found_again(replicas: int, backend: Any, kept: bool) -> None:
     run_ranks(functools.partial(over_a_mesh, replicas=replicas, kept=kept), 2 * replicas, backend=backend)

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks, strategies
@@ -162,6 +163,7 @@ def test_the_loss_scale_is_never_seen(scale: Any, stage: int, count: int) -> Non
     run_ranks(rank_main, world)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_that_is_not_finite_skips_on_all_ranks(stage: int) -> None:
     loss, params = scenarios.stack()

@@ -9,7 +9,7 @@ import programs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 from programs import Spec
 
 import fzero as fz
@@ -100,6 +100,7 @@ def on_processes(rank: int, name: str, world: int) -> None:
     programs.compare(specs, got, programs.run_plain(specs, operations, world), rank, False)
 
 
+@in_turns(8)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", SELECTION)
 def test_programs_on_processes(name: str, world: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import at_length, in_turns
 from processes import interrupt, start_example
 from safetensors.torch import load_file
 
@@ -20,14 +22,16 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--width 32 --text-blocks 1 --heads 2 --longest 8 --batch 2 --eval-every 2 --eval-batches 1".split()
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
-    spec = importlib.util.spec_from_file_location("read_text", EXAMPLES / "read_text.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
+        spec = importlib.util.spec_from_file_location("read_text", EXAMPLES / "read_text.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        patch.setattr(module, "text_lines", functools.cache(module.text_lines))  # each run reads the same
+        yield module
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
@@ -67,6 +71,7 @@ def test_end_to_end(example: Any, tmp_path: Path) -> None:
     check_said(stdout)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, "--steps 3 --vision-stage 0 --text-stage 0 --batch 9"), (2, "--steps 1000000")]
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dispositions import as_in_a_terminal
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from processes import EXAMPLES
 from safetensors.torch import load_file
 
@@ -96,6 +96,7 @@ def test_examples_are_the_same_however_they_are_divided(demo: Demo) -> None:
             assert torch.equal(examples(first, *parts), whole)
 
 
+@in_turns(2, "train_lm.py, resumed")
 def test_another_number_of_ranks_sees_the_data_that_comes_next(demo: Demo, tmp_path: Path) -> None:
     """None twice and none left out; and where the whole batch is as large, with the losses that it would have had."""
     whole = demo.run(tmp_path / "whole", 2, "--batch", "6", "--steps", "10")
@@ -141,6 +142,7 @@ def check_as_if_it_had_not_been(demo: Demo, tmp_path: Path, skipped: int, stops:
     assert_trees_equal(*(load_file(path / "weights.safetensors") for path in (out, plain)))
 
 
+@in_turns(2, "train_lm.py, resumed")
 @pytest.mark.parametrize("stops", [[], [14, 1]])
 def test_a_batch_that_raises_the_loss_is_as_if_it_had_not_been(
     demo: Demo, tmp_path: Path, stops: list[int], capsys: pytest.CaptureFixture[str]
@@ -151,6 +153,7 @@ def test_a_batch_that_raises_the_loss_is_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("lr", [-1.0, float("inf")] if NIGHTLY else [float("inf")])
+@in_turns(2, "train_lm.py, resumed")
 def test_an_update_that_raises_the_loss_of_the_next_batches_is_taken_back(
     demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lr: float
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_run_goes_on_with_its_options_and_no_other_begins_in_its_folder(
         assert info.value.code == 2 and said in capsys.readouterr().err
 
 
+@in_turns(3, "processes that start slowly")
 def test_a_run_that_is_killed_or_asked_to_stop_loses_nothing() -> None:
     """On two ranks that are processes; more of them with `make killing`."""
     kinds = ("--kinds", "one", "all", "SIGTERM", "SIGINT")

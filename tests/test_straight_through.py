@@ -17,7 +17,7 @@ import torch
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day, by_turns
+from nightly import NIGHTLY, by_day, by_turns, in_turns
 from torch.utils import _pytree as pytree
 from whole_runs import mapped
 
@@ -181,6 +181,7 @@ def test_runs_are_those_in_few_bits_and_their_derivatives_those_of_values(
         assert_trees_close(each, want, rtol=1e-4, atol=1e-5 * size)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("policy", "stage"), by_turns([*IN_HALVES, "gathered in 8 bits"], range(4)))
 def test_what_is_computed_in_few_bits_is_so_under_a_derivative(policy: str, stage: int) -> None:
     """To the bit: the masters' halves, and the values that travel in 8 bits."""

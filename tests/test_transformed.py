@@ -9,7 +9,7 @@ import pytest
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.testing import run_ranks, strategies
@@ -47,6 +47,7 @@ def test_whole_runs(chosen: Any, world: int, scenario: str, optimizer: str, how:
     check(scenario, optimizer, steps, world if sharded else 1, chosen, how, name)
 
 
+@in_turns(8)
 @pytest.mark.parametrize("name", ["grad", "grad_of_grad", "pushed_grad", "grads_over_rates"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_runs_on_real_processes(stage: int, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from state.test_checks import AROUND, NESTED, PARAMS, STATE, STEP, X, put, summed
 
 import fzero as fz
@@ -229,6 +229,7 @@ def test_every_public_function_is_in_a_table() -> None:
     assert not RIGHT.keys() & REFUSED.keys()
 
 
+@in_turns(10)
 @pytest.mark.parametrize(("name", "transform"), by_turns(sorted(RIGHT), sorted(AROUND), of=3))
 def test_it_is_right(name: str, transform: str) -> None:
     fn, x = RIGHT[name]

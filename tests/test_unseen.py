@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -148,6 +148,7 @@ def by_hand(t: torch.Tensor) -> torch.Tensor:
     return total + (torch.tanh(X @ w) * t).square().mean()
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("way", "kind"), by_turns(sorted(WAYS), sorted(GRADS)))
 def test_right_on_one_rank_and_refused_in_scans_and_on_several(way: str, kind: str) -> None:
     grad = GRADS[kind]
@@ -408,6 +409,7 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
 def test_a_step_within_a_unit_that_runs_again(wrap: str) -> None:
     params, x = {"u": [{"w": torch.full((3,), 0.3, dtype=F64)}]}, torch.ones(2, 3, dtype=F64)

@@ -22,7 +22,7 @@ import scenarios
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from torch import nn
 
 import fzero as fz
@@ -117,6 +117,7 @@ def test_inputs_without_gradients_under_accumulation() -> None:
 # ---- several models
 
 
+@in_turns(4)
 def test_a_parameter_shared_between_components(sharded: Any) -> None:
     """What two components share is a component of its own, whose outputs are its params: its cotangents are summed."""
     generator = torch.Generator().manual_seed(0)
@@ -158,6 +159,7 @@ def test_a_parameter_shared_between_components(sharded: Any) -> None:
 # ---- frozen params, parts that are left out
 
 
+@in_turns(4)
 def test_inactive_heads_and_disabled_blocks_on_some_steps(sharded: Any) -> None:
     """What was not used has a zero gradient, and AdamW still moves it by its momentum, as in one process."""
     apply, params = made()
@@ -203,6 +205,7 @@ def losses_of(stage: int, params: Any, data: Any, fn: Any, policy: Any) -> tuple
     return run_ranks(rank_main, WORLD)[0]
 
 
+@in_turns(2)
 @pytest.mark.parametrize("policy", ["fp32", "bf16 states"])
 def test_all_stages_agree_to_the_bit(policy: str) -> None:
     """Losses and params over ten steps, in float32 and with bf16 params, grads and moments."""

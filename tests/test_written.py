@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -561,6 +561,7 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: in
                 assert_trees_close(as_dicts(fz.gather(grads)), mean, rtol=1e-9)
 
 
+@in_turns(14)
 @pytest.mark.parametrize("name", CASES)
 def test_is_what_plain_torch_makes_of_it(name: str) -> None:
     run_ranks(functools.partial(follows, name=name, world=1, stages=(0, 3) if NIGHTLY else (0,)), 1)
@@ -592,6 +593,7 @@ def all_of(rank: int, names: list[str]) -> None:
         follows(rank, name, 2, (3,) if number % 6 else (1, 3))
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     """Every tenth case, nightly every third."""
     names = list(CASES)[:: 3 if NIGHTLY else 10]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from processes import run_forked
 
 import fzero as fz
 from fzero.base import ambient as module
@@ -64,7 +63,8 @@ def test_each_setting_is_noted_set_and_put_back() -> None:
                 assert ambient() == settings, (ambient(), settings)
             assert ambient() == found
     """
-    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
+    done = run_forked("-c", textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_attention_that_runs_again_rounds_as_it_did() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch.utils import _python_dispatch
 
 import fzero as fz
@@ -114,6 +115,7 @@ def test_other_threads_compile_meanwhile() -> None:
     assert stance() == "default"
 
 
+@in_turns(3)
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_ranks_on_threads_leave_the_default(form: str) -> None:
     """And none says to torch for ever that operators are looked at, which it does not compile under."""
@@ -125,6 +127,7 @@ def test_ranks_on_threads_leave_the_default(form: str) -> None:
     assert counts
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
 def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     step = made()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nightly import in_turns
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
@@ -32,6 +33,7 @@ print(resident() - before)
 """
 
 
+@in_turns(5, "interpreters of their own")
 @pytest.mark.skipif(not GLIBC, reason="no glibc here")
 @pytest.mark.parametrize(("how", "kept"), [("keep", True), ("do not", False)])
 def test_keep_memory(how: str, kept: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from nightly import in_turns
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -275,6 +276,7 @@ def _group_outlives_its_end() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
+@in_turns(5, "interpreters of their own")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_group_ends_with_destroy_process_group() -> None:
     """torch.func imports a module whose default arguments would keep it; its threads may abort the process at exit."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nightly import at_length
+from nightly import at_length, in_turns
 
 import fzero
 from fzero.base import probe
@@ -45,6 +45,7 @@ def test_every_private_name_is_looked_up(file: str) -> None:
     assert [name for name in sorted(wanted) if not any(related(name, own) for own in listed)] == []
 
 
+@in_turns(5, "interpreters of their own")
 @pytest.mark.parametrize(
     "name",
     [

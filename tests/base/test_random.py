@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,6 +81,7 @@ def trained(
     return leaves, torch.stack(masks), torch.equal(before, torch.get_rng_state())
 
 
+@in_turns(2)
 @pytest.mark.parametrize("remat", [False, True])
 def test_dropout_is_the_same_on_threads_and_on_processes(remat: bool) -> None:
     fn = functools.partial(trained, remat=remat)
@@ -99,6 +101,7 @@ def test_dropout_on_threads_is_repeatable_and_leaves_the_default_generator_alone
     assert torch.equal(before, torch.get_rng_state())
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.parametrize(
     "compiles",
     [
@@ -275,6 +278,7 @@ def test_a_generator_of_the_users_own_stays_in_use() -> None:
     assert torch.equal(found, torch.rand(3, generator=again) + drawn(lambda: torch.rand(3)))
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 def test_compiled_code_draws_the_same_on_a_thread() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -414,6 +418,7 @@ def test_a_checkpoint_replays_the_threads_own_numbers(reentrant: bool) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 def test_a_compiled_checkpoint_that_would_replay_other_numbers_is_refused() -> None:
     inner = lambda x: F.dropout(x.sin()) * x.cos()

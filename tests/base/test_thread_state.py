@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from nightly import at_length
+from nightly import at_length, in_turns
+from processes import run_forked
 
 PROGRAM = """
 import torch
@@ -35,10 +33,11 @@ with fz.remote(build, 2, "threads") as own:
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=at_length if name == "ranks that fz plays" else ()) for name in ON_THREADS]
 )
 def test_fakes_are_made_after_threads_that_made_some_have_ended(name: str) -> None:
     program = PROGRAM.format(on_threads=ON_THREADS[name])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    done = run_forked("-c", program)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import torch
 from channel_peers import KINDS, descriptors, messages, pair, same, soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 
 from fzero.channels import BadMessage, Closed, Connection, TimedOut, frames, mappings, vocabulary
 from fzero.channels.segments import FREE, SHARED_FROM
@@ -30,6 +31,7 @@ def lasting(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield ends
 
 
+@in_turns(2)
 @settings(max_examples=60)
 @given(several=st.lists(messages, min_size=1, max_size=3))
 def test_messages_arrive(lasting: Pair, several: list[object]) -> None:
@@ -94,6 +96,7 @@ def test_inside_a_transform_what_it_does_not_touch_can_be_sent() -> None:
         assert same(there.receive(5.0), constant + 1)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_send_at_once(kind: str) -> None:
     """Much more than sockets hold, and neither receives before it has sent."""
@@ -130,6 +133,7 @@ def test_several_threads(kind: str) -> None:
         assert {(name, number) for name, number, _ in got} == set(itertools.product(range(3), range(100)))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_grows(kind: str) -> None:
     with pair(kind) as (here, there):

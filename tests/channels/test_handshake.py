@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from channel_peers import KINDS, TOKEN, descriptors, over_tcp, pair, soon
+from nightly import in_turns
 
 from fzero.channels import Closed, Listener, Refused, TimedOut, connect, handshake
 from fzero.channels.deadline import Deadline
@@ -75,6 +76,7 @@ def test_a_listener_with_another_token() -> None:
     listening.close()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("kind", ["shared", "tcp"])
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(400), b"fzero\0ch" + bytes(300)])
 def test_garbage(kind: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from channel_peers import TOKEN, descriptors, echo, forks, hold, peer, pour, same, soon
+from nightly import in_turns
 
 from fzero.channels import Closed, Listener
 
@@ -59,6 +60,7 @@ def test_killed_while_others_wait(tcp: bool) -> None:
         assert same(kept, torch.arange(1 << 18))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.05])
 def test_killed_while_it_sends(tcp: bool, after: float) -> None:
@@ -138,6 +140,7 @@ print("done")
 """
 
 
+@in_turns(5, "interpreters of their own")
 def test_an_interpreter_ends_quietly() -> None:
     command = [sys.executable, "-W", "error", "-X", "dev", "-c", SCRIPT]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import at_length, by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.checkpoint import chunks, files, manifest
@@ -52,6 +52,7 @@ STAGES = (lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3)
 POLICIES = (None, fz.Policy(compute=torch.bfloat16), fz.Policy.compact24())
 
 
+@in_turns(6)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("seed", range(16))
 def test_what_a_save_began_with_is_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -104,7 +105,8 @@ fz.save_async({folder!r} + "/it", step_of(ranks).init(params()))
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=at_length), 2])
+@in_turns(5, "interpreters of their own")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_that_ends_meanwhile(tmp_path: Path, ranks: int) -> None:
     """The interpreter waits for the save."""
     tests = str(Path(__file__).parents[1])

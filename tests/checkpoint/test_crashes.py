@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.crashes import Recorder, build, crashes
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 
 import fzero as fz
 from fzero.checkpoint import files
@@ -118,6 +118,7 @@ class Failing:
         return call if name in self.NAMES else real
 
 
+@in_turns(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_operation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """The old checkpoint or the new one is whole, the error is told, and the next save is as any other."""
@@ -154,6 +155,7 @@ def restored(folder: Path, seen: set[frozenset[Path]]) -> int | None:
     return None if found is None else found[0].step
 
 
+@in_turns(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_last_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     top = tmp_path / "it"

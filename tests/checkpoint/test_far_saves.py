@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from far.device import compiler
+from nightly import in_turns
 
 TESTS = Path(__file__).parents[1]
 
 
+@in_turns(2, "a device that lies elsewhere")
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler makes the device")
 def test_what_is_saved_is_what_was_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "far.saves", str(tmp_path)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, in_turns
 
 import fzero as fz
 from fzero.checkpoint import chunks, files
@@ -171,6 +171,7 @@ def test_the_same_bits_over_any_ranks(
 SEVERAL = st.sampled_from([each for each in OVER if each[0] > 1])
 
 
+@in_turns(5, "on processes, as on threads")
 @settings(max_examples=max(3, settings().max_examples // 10))
 @given(first=SEVERAL, second=SEVERAL, scheme=st.sampled_from([*SCHEMES]), kept=st.booleans())
 def test_on_real_processes(first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool) -> None:
@@ -241,6 +242,7 @@ def test_copies_of_the_other_sign_are_refused(tmp_path: Path, dtype: torch.dtype
     run_ranks(rank_main, 2)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
 def test_equal_copies_go_into_every_kind_of_file(tmp_path: Path, shard: Any) -> None:
     def rank_main(rank: int) -> None:
@@ -259,6 +261,7 @@ def test_equal_copies_go_into_every_kind_of_file(tmp_path: Path, shard: Any) -> 
     run_ranks(rank_main, 4)
 
 
+@in_turns(2)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("memory", ["host", "disk"])
 def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
@@ -275,6 +278,7 @@ def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
     run_ranks(rank_main, 2)
 
 
+@in_turns(4)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("memory", [None, "host"])
 @pytest.mark.parametrize(("scheme", "other"), [("plain", "plain"), ("compact24", "compact24"), ("compact24", "plain")])
@@ -314,6 +318,7 @@ def copied(rank: int, stage: int) -> None:
     assert_trees_equal(values(step(pickle.loads(said), batch(rank))[0]), expected)
 
 
+@in_turns(6)
 @pytest.mark.parametrize(
     ("world", "stage", "backend"),
     [

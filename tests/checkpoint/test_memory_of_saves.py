@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.checkpoint import files
@@ -62,6 +63,7 @@ class Paused:
         monkeypatch.setattr(files, "write", write)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("policy", "every"), [(None, 3), (fz.Policy.compact24(), 6)])
 def test_a_donating_step_takes_what_is_written_and_leaves_the_rest_to_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: fz.Policy | None, every: int

@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.checkpoint import remote
@@ -117,6 +118,7 @@ class Failing:
         return call
 
 
+@in_turns(2)
 @pytest.mark.parametrize("dies", [False, True])
 def test_any_operation_that_fails(url: str, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     told = 0

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from lasting_saves import grown, saving
+from nightly import in_turns
 
 import fzero as fz
 from fzero.checkpoint import chunks, files, manifest
@@ -55,6 +56,7 @@ def save_it(folder: Path, ranks: int = 1, count: int = 1) -> None:
 DAMAGES = ("flip", "cut", "empty", "gone", "swap", "long")
 
 
+@in_turns(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_whatever_is_damaged_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 100)
@@ -287,6 +289,7 @@ def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: 
     assert len(os.listdir(tmp_path)) == 3
 
 
+@in_turns(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_grows(tmp_path: Path, ranks: int) -> None:
     """In processes that do nothing else: what is counted is all that a process has.

@@ -14,7 +14,7 @@ import sliced_states as sliced
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.checkpoint import manifest
@@ -78,6 +78,7 @@ CUT = (sliced.Cut(1), sliced.Cut(None), sliced.Cut(0))
 OVERS = (sliced.Over(1, 2, 0, CUT), sliced.Over(2, 2, 3, CUT), sliced.Over(2, 2, 4, CUT), sliced.Over(2, 2, 1, CUT))
 
 
+@in_turns(4)
 @pytest.mark.parametrize("over", OVERS)
 def test_on_real_processes(over: sliced.Over) -> None:
     check((LEAVES, over, sliced.Over(1, 3, 0, (sliced.Cut(0), sliced.Cut(0), sliced.Cut(None)))), "exact", True)
@@ -116,6 +117,7 @@ def copies_that_differ(rank: int, folder: str, over: sliced.Over, odd: int, swap
     return differs, said
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("swaps", "over"), by_turns([False, True], OVERS))
 def test_copies_that_differ_over_the_tensor_axis_are_refused_on_every_rank(
     tmp_path: Path, over: sliced.Over, swaps: bool
@@ -210,6 +212,7 @@ def test_a_checkpoint_of_before_there_were_slices(tmp_path: Path) -> None:
     sliced.same_bits(sliced.whole(fz.load(tmp_path, step)), sliced.whole(state))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("over", OVERS)
 def test_each_element_is_written_once(tmp_path: Path, over: sliced.Over) -> None:
     save = functools.partial(saved, folder=str(tmp_path), leaves=LEAVES, over=over, policy="float64", beside=False)

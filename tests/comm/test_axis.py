@@ -9,7 +9,7 @@ import pytest
 import scenarios
 import torch
 import torch.distributed as dist
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero as fz
@@ -50,6 +50,7 @@ def converted_to_columns(rank: int, stage: int) -> None:
     assert_trees_close(trained(first, again, rank), trained(first, first.init(params), rank), rtol=1e-10)
 
 
+@in_turns(4)
 @pytest.mark.parametrize(
     ("stage", "backend"),
     [
@@ -61,6 +62,7 @@ def test_convert_to_a_mesh_of_the_same_names_and_sizes(stage: int, backend: str)
     run_ranks(functools.partial(converted_to_columns, stage=stage), 4, backend=backend)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_convert_to_a_mesh_that_shards_what_another_replicates(stage: int) -> None:
     loss, params = scenarios.stack()

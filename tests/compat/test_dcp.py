@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -110,6 +111,7 @@ def moments(tree: Any) -> dict[str, Any]:
     return {words[name]: own for name, own in tree._asdict().items() if name != "count" and own is not None}
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
 def test_of_torch(tmp_path: Path, name: str) -> None:
     """In, on, and out again into torch, which goes on as it would have."""
@@ -147,6 +149,7 @@ def leaf_step(policy: Any = None) -> fz.Step:
     return fz.train_step(loss, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-2)), policy)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_there_and_back(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from write_deepspeed import DECAY, KEPT, LR, MOMENTUM, Net, unpacked
 
 import fzero as fz
@@ -78,6 +79,7 @@ def check(found: Any, name: str) -> None:
     assert all(after[path].equal(own) for path, own in held["frozen"].items())
 
 
+@in_turns(5)
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_deepspeed_held(name: str) -> None:
     """To the bit, and the next step is DeepSpeed's own: moments and counts mean the same."""
@@ -268,6 +270,7 @@ def count(found: Any, number: float) -> None:
 ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
+@in_turns(2)
 @pytest.mark.parametrize("kind", ["optim", "model"])
 def test_every_byte(folder: Path, kind: str) -> None:
     """What is changed is found, or changes nothing; what is cut is found."""

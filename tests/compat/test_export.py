@@ -23,7 +23,7 @@ from compat.over import (
     several,
     value_of,
 )
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from safetensors.torch import load_file
 
 from fzero.checkpoint import files
@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("kind", "save", "ranks"), CASES)
 def test_every_crash_of_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, save: Save, ranks: int
@@ -69,6 +70,7 @@ def shown(folder: Path) -> set[str]:
     return {name for name in os.listdir(folder) if name.endswith(".safetensors")}
 
 
+@in_turns(8)
 @pytest.mark.parametrize(("kind", "save", "ranks"), [case for case in CASES if case != ("renamed", several, 2)])
 def test_any_operation_of_an_export_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, save: Save, ranks: int

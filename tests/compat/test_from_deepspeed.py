@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from test_deepspeed import FOLDERS, held_of, optimizer, product
 from torch import nn
 
@@ -286,6 +287,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("key", "value", "more", "verdict", "what"), SAID, ids=[f"{key}={value}" for key, value, *_ in SAID]
 )
@@ -556,6 +558,7 @@ def autos_of(config: dict[str, Any]) -> dict[str, Any]:
     return {**own, **({"bf16_enabled": True, "fp16_enabled": False} if '"bf16": {"enabled": "auto"' in text else {})}
 
 
+@in_turns(8)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is the one that is expected, it trains, and what is printed is the same step when it is pasted."""
@@ -879,6 +882,7 @@ def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.Capture
             command.main([str(tmp_path / "ds_config.json"), *wrong])
 
 
+@in_turns(5, "interpreters of their own")
 def test_the_command_runs_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(BASE))
     run = [

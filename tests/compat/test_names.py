@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from safetensors.torch import save_file
 
 import fzero as fz
@@ -32,6 +33,7 @@ def by_deepspeed(folder: str, there: dict[str, torch.Tensor], **how: Any) -> Any
     return fz.compat.load_deepspeed(folder, STEP, tag=".", optim=False, **how)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("load", [by_safetensors, by_deepspeed])
 @settings(max_examples=max(60, settings().max_examples))
 @given(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compat.over import exported, params, saved, step_of, value_of
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -120,6 +121,7 @@ WRONG = {
 }
 
 
+@in_turns(5)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("who", "argument"), [(who, argument) for who, own in WRONG.items() for argument in own])
 def test_an_argument_that_is_wrong_on_one_rank(tmp_path: Path, who: str, argument: str, rank: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from nightly import in_turns
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -62,6 +63,7 @@ def there_and_back(rank: int, folder: str, seed: int) -> Any:
     return names_of(fz.gather(state.params)), names_of(fz.gather(again.params))
 
 
+@in_turns(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_same_bits(tmp_path: Path, seed: int) -> None:
     draw = random.Random(-seed)
@@ -95,6 +97,7 @@ def without_values(kind: str) -> Any:
         hook.remove()
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "tied"])
 def test_models_of_transformers(tmp_path: Path, kind: str) -> None:

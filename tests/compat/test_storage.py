@@ -20,6 +20,7 @@ from compat.over import (
     step_of,
     value_of,
 )
+from nightly import in_turns
 from torch.distributed import barrier, get_rank
 
 import fzero as fz
@@ -65,6 +66,7 @@ def dcp_before(folder: Path, kind: str, ranks: int) -> float | None:
     return None if kind == "none" else 1.0
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("kind", "ranks"), DCP)
 def test_every_crash_of_a_checkpoint_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
@@ -78,6 +80,7 @@ def test_every_crash_of_a_checkpoint_of_torch(
     assert len(os.listdir(folder)) == ranks + 1
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("kind", "ranks"), [("none", 1), ("torch", 1), ("ours", 2)])
 def test_any_operation_of_a_checkpoint_of_torch_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -91,6 +92,7 @@ def one_more_step(rank: int, kind: str, stage: int, folder: str) -> dict[str, to
     return dict(fz.gather(state.params))
 
 
+@in_turns(4)
 @pytest.mark.parametrize(
     ("kind", "ranks", "stage", "backend"),
     [("tied", 1, 0, "threads"), ("tied", 2, 3, "processes"), ("gpt2", 3, 3, "threads"), ("llama", 4, 1, "threads")],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly import in_turns
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero as fz
@@ -75,6 +76,7 @@ def on_three_ranks(rank: int, cut: Callable[..., Any], other: Callable[..., Any]
         fz.testing.assert_trees_close(metrics["grad_norm"], expected["grad_norm"], rtol=1e-12)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("cut", "other", "place", "want"),
     [

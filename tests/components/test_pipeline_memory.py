@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_pipelines import Copied
+from nightly import in_turns
 
 import fzero as fz
 from fzero.components.packing import Packed, opened
@@ -189,6 +190,7 @@ def squares(p: Any, h: torch.Tensor) -> torch.Tensor:
     return (h @ p["w"]).square().mean()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("middle", [doubles, doubles_first])
 @pytest.mark.parametrize("schedule", [fz.schedules.gpipe, fz.schedules.one_f_one_b, fz.schedules.zero_bubble])
 def test_a_backward_may_use_its_memory_again(schedule: Any, middle: Any) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from drawn_pipelines import Case, Copied, Stage, cases, piped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns, todays
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero as fz
@@ -117,6 +117,7 @@ def test_one_rank_a_place(drawn: list[Job]) -> None:
     run_ranks(functools.partial(against_one, jobs=drawn, dp=1, stage=0), 4, backend="processes")
 
 
+@in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("stage", [1, 2, 3] if NIGHTLY else [3])
 def test_sharded_stages(stage: int) -> None:
     """Two places of two ranks each: ZeRO goes over one axis, the pipeline over the other; below, over uneven places."""
@@ -132,7 +133,7 @@ def test_sharded_stages(stage: int) -> None:
         ((0, 3),),
     )
     drawn = [(case, fz.schedules.dual_pipe_v(4, 4)), (case, fz.schedules.interleaved(4, 4, 2))]
-    run_ranks(functools.partial(against_one, jobs=drawn, dp=2, stage=stage), 4, backend="processes")
+    run_ranks(functools.partial(against_one, jobs=todays(drawn, of=2), dp=2, stage=stage), 4, backend="processes")
 
 
 def counted(x: torch.Tensor, *_: torch.Tensor) -> int:
@@ -190,6 +191,7 @@ def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) 
     fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-9)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("groups", "stages"), [([[0], [1, 2]], (1, 3)), ([[0, 1, 2], [3]], (3, 2)), ([[1, 3], [0, 2]], (2, 1))]
 )
@@ -483,6 +485,7 @@ def sequences(rank: int, groups: list[list[int]], cuts: int) -> None:
         fz.testing.assert_trees_close(fz.gather(new.params)[place], fz.gather(want.params)[place], rtol=1e-10)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("groups", "cuts"), [([[0], [1, 2]], 1), ([[0, 1], [2]], 0)])
 def test_sequences_that_are_cut_over_examples(groups: list[list[int]], cuts: int) -> None:
     run_ranks(functools.partial(sequences, groups=groups, cuts=cuts), 3, backend="processes")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.schedules import Schedule
@@ -47,6 +48,7 @@ def local(schedule: Schedule) -> fz.Pipeline:
     return fz.pipeline([fz.train_step(fn, OPTIMIZER) for fn in FNS], schedule, **WIRES)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("on", "ranks"), [("threads", (1, 1, 1)), ("threads", (2, 1, 2)), ("processes", (1, 2, 1))])
 def test_stages_elsewhere(on: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
     exact = max(ranks) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -137,6 +138,7 @@ def over_places(rank: int, folder: str, dp: int) -> None:
         fz.save(__file__, state)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_over_places(tmp_path: Path, dp: int) -> None:
     case = functools.partial(over_places, folder=str(tmp_path), dp=dp)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from memories import DISK, HOST
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.comm.hazards import hazards
@@ -114,6 +114,7 @@ def outcome(step: fz.Step) -> Any:
         return any(text in str(error) for text in told) or str(error)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("outside", "memory", "name"), by_turns(OUTSIDE, ["host", "disk"], STEPS))
 def test_writes_are_seen_as_without_it(outside: Any, memory: str, name: str) -> None:
     kinds = set()
@@ -179,6 +180,7 @@ def hooks_of_its_own(p: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@in_turns(2)
 @pytest.mark.parametrize("memory", [HOST, DISK], ids=["host", "disk"])
 def test_derivatives_inside_a_unit(memory: Any) -> None:
     before = torch.autograd.graph.disable_saved_tensors_hooks

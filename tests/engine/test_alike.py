@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -73,6 +74,7 @@ def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.
     return WAYS[way](step, step.init(params), x)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> None:
     found = run_ranks(functools.partial(run, way=way, ranks=2), 2)
@@ -123,6 +125,7 @@ def test_what_a_column_gives_and_a_module_returns() -> None:
         run_ranks(functools.partial(own, into_loss=True), 2)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("way", ["step", "fused", "accumulated"])
 @pytest.mark.parametrize("kind", ["dict", "pair", "complex", "no number", "small"])
 def test_other_outputs_with_a_cotangent(way: str, kind: str) -> None:

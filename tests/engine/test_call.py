@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hooked import F64, FORMS, SHARDS, Block, Net, X, by_functional_call
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -94,6 +95,7 @@ def runs(apply: Any, params: Any) -> list[Callable[[], Any]]:
     return out
 
 
+@in_turns(4)
 @pytest.mark.parametrize("how", sorted(WRITES))
 def test_a_module_that_changes_its_buffers_is_refused(how: str) -> None:
     """By name, also inside a unit that is gathered or rematerialised, every time; and nothing is left of it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -44,6 +45,7 @@ def loss(call: Callable[..., torch.Tensor], kind: str, p: Any, x: torch.Tensor) 
     return inside(x)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", ["plain", "grad", "jvp", "vmap"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_under_no_grad(way: str, kind: str) -> None:
@@ -64,6 +66,7 @@ def test_a_call_under_no_grad(way: str, kind: str) -> None:
     torch.testing.assert_close((own_ct, value), (ct, loss(block, kind, params, X)))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["jvp", "jacfwd", "hessian", "grad"])
 def test_a_forward_under_a_transform(way: str, kind: str) -> None:
@@ -92,6 +95,7 @@ def penalised(call: Callable[..., torch.Tensor], p: Any, x: torch.Tensor) -> tor
     return (h + slope).square().mean()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("way", [*WAYS, "names"])
 def test_a_penalty_of_a_gradient_outside_of_units(way: str) -> None:
     wrap = {**WAYS, "names": lambda step: fz.remat(step, save=())}[way]

@@ -25,7 +25,7 @@ from halved import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -42,6 +42,7 @@ SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS[:1])
 EACH = [*[(shard, F64) for shard in SHARDS], *[(shard, torch.float32) for shard in ("remat", "ZeRO-3")]]
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("own", "name"), by_turns(EACH, FUNCTIONS, of=4))
 def test_both_halves_are_the_whole(own: tuple[str, torch.dtype], name: str) -> None:
     shard, dtype = own
@@ -80,6 +81,7 @@ def test_drawn_models(chosen: Any, seed: int, world: int, kind: str) -> None:
     run_ranks(rank_main, world)
 
 
+@in_turns(7)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_without_input_cotangents_the_second_half_is_the_pullback(shard: str) -> None:
     """Tokens; or inputs that are not asked for."""
@@ -144,6 +146,7 @@ def flops(run: Callable[[], object]) -> int:
 WEIGHTS = 2 * 64 * (2 * (16 * 32 + 32 * 16) + 16 * 8)  # FLOPs of the products of all weights' gradients, of 64 rows
 
 
+@in_turns(3)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_no_product_is_computed_twice_or_too_early(shard: str) -> None:
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
@@ -163,6 +166,7 @@ def test_no_product_is_computed_twice_or_too_early(shard: str) -> None:
     run_ranks(rank_main, 2 if "ZeRO" in shard else 1)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", ["head_tied", "unrolled", "normed", "convolved", "attended", "sandwiched"])
 def test_weights_that_are_used_many_times_wait_too(name: str) -> None:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
@@ -285,6 +289,7 @@ def on_processes(rank: int) -> None:
             compare(fz.accumulate(shard(fz.train_step(FUNCTIONS[name], fz.sgd(0.1))), 2), params_of(), [x])
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_gloo_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 
@@ -427,6 +432,7 @@ def test_compiled_autograd_is_not_asked() -> None:
     run_ranks(rank_main, 1)
 
 
+@in_turns(5, "compiled by torch")
 def test_compiled_units() -> None:
     def rank_main(rank: int) -> None:
         def fn(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -19,6 +20,7 @@ TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("count", [1, 2])

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.engine.function import call_function, traversal_of
@@ -74,6 +75,7 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int
     assert_trees_close(fz.gather(state.params.with_buffers(product)), want, rtol=1e-10)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes, assert_trees_close, recorded_collectives, run_ranks
@@ -51,6 +51,7 @@ def test_orders_that_change(orders: list[tuple[int, ...]], remat: bool) -> None:
     run_ranks(functools.partial(follow, orders=orders, world=2, remat=remat), 2)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("world", "remat"), [(2, True), (3, False), *([(2, False), (3, True)] if NIGHTLY else [])])
 def test_orders_that_change_on_processes(world: int, remat: bool) -> None:
     fn = functools.partial(follow, orders=ORDERS, world=world, remat=remat)
@@ -87,6 +88,7 @@ def left_alone(rank: int, remat: bool) -> None:
             step.vjp(state, x, True)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("remat", [False, True])
 def test_units_that_are_not_pulled_back(remat: bool) -> None:
     run_ranks(functools.partial(left_alone, remat=remat), 2)

@@ -11,7 +11,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY, at_length, by_turns
+from nightly import NIGHTLY, at_length, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -123,6 +123,7 @@ def attempt(step: fz.Step, state: Any, call: Callable[[fz.Step, Any], object]) -
 FIRST = sorted(NORMS)
 
 
+@in_turns(6)
 @pytest.mark.parametrize(("name", "how"), by_turns(FIRST, STEPS, of=8))
 def test_is_refused_by_name_and_the_state_is_as_before(name: str, how: str) -> None:
     for in_unit in (True, False):

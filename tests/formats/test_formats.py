@@ -13,7 +13,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
@@ -135,6 +135,7 @@ def one_leaf(numel: int) -> Any:
 # ---- kernels
 
 
+@in_turns(3)
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,7 @@ def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest
         step.update(state, grads)
 
 
+@in_turns(5, "compiled by torch")
 def test_the_pass_that_is_compiled_for_a_gpu_computes_the_same() -> None:
     """torch.compile of the eager chunk, here on CPU: the codes may differ where a last bit does."""
     numel = 64 * 8
@@ -228,6 +230,7 @@ def same_on_all_ranks(policy: fz.Policy, stage: int, optimizer: str, world: int,
     return results[0]
 
 
+@in_turns(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_bits_for_every_sharding(scheme: str) -> None:
     want = same_on_all_ranks(SCHEMES[scheme], 0, "clipped", 1)
@@ -236,6 +239,7 @@ def test_the_same_bits_for_every_sharding(scheme: str) -> None:
         assert_trees_equal(same_on_all_ranks(SCHEMES[scheme], stage, "clipped", world), want)
 
 
+@in_turns(8)
 @pytest.mark.parametrize(
     ("optimizer", "stage"),
     [(name, stage) for name in OPTIMIZERS for stage in range(4) if NIGHTLY or name == "clipped" or stage in (0, 3)],
@@ -249,6 +253,7 @@ def test_exact_params_are_float32_masters_bit_for_bit(optimizer: str, stage: int
         assert_trees_equal(ours, same_on_all_ranks(masters, stage, optimizer, world, updates=4))
 
 
+@in_turns(11)
 @pytest.mark.parametrize(("optimizer", "scheme"), by_turns(["adamw", "lion", "sgd"], SCHEMES))
 def test_every_scheme_trains(optimizer: str, scheme: str) -> None:
     """The loss falls as it does in float32, donated and not, with the same bits."""
@@ -272,6 +277,7 @@ def trained(scheme: str, optimizer: str) -> float:
     return finals[0][0].item()
 
 
+@in_turns(5)
 @pytest.mark.parametrize("scheme", [scheme for scheme in [*SCHEMES, "fp32"] if scheme not in ("exact", "compact24")])
 def test_second_moments_decay(scheme: str) -> None:
     """300 updates with zero gradients at b2 = 0.999, nightly 1,000, against that; bfloat16 to nearest never moves.
@@ -301,6 +307,7 @@ def test_second_moments_decay(scheme: str) -> None:
         assert ratio == pytest.approx(0.999**count, rel=near)
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("scheme", "stage"), by_turns(SCHEMES, [0, 1, 3]))
 def test_plan_counts_what_is_stored(scheme: str, stage: int) -> None:
     loss, params, _ = problem()
@@ -410,6 +417,7 @@ def test_params_that_travel_in_8_bits() -> None:
 # ---- conversion
 
 
+@in_turns(5)
 @pytest.mark.parametrize(
     ("scheme", "stage"), by_turns(["exact", "exact, fp32 moments", "compact24", "compact16", "bf16"], [0, 1, 3])
 )

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import updates
-from nightly import NIGHTLY, at_length
+from nightly import NIGHTLY, at_length, in_turns
 
 from fzero.formats.formats import CHUNK
 from fzero.kernels import build, cache, onepass
@@ -489,6 +489,7 @@ def wait_for(path: Path, lines: int) -> None:
     pytest.fail(f"{path} has not come")
 
 
+@in_turns(2, "two processes and one library")
 @needs_compiler
 def test_two_processes_build_at_once(
     home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -509,6 +510,7 @@ def test_two_processes_build_at_once(
     assert built() == 7 and len(log.read_text().splitlines()) == 2
 
 
+@in_turns(2, "two processes and one library")
 @needs_compiler
 def test_a_process_killed_while_it_builds_leaves_nothing_that_is_loaded(
     home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

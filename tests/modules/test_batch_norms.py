@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import at_length, by_day
+from nightly import at_length, by_day, in_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -151,6 +151,7 @@ def over(mesh: tuple[int, ...], how: dict[str, Any], step: Any) -> Any:
     return fz.remat(fz.shard_zero3(step, mesh=own, **how))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("how", [{"axis": ("a", "b")}, {"axis": "b", "replicate": "a"}])
 def test_over_several_axes(how: dict[str, Any]) -> None:
     want = in_one([2, 1, 3, 2])
@@ -226,6 +227,7 @@ def _ones(at: Any) -> Any:
     return {name: torch.ones_like(x) for name, x in at[0].items()}, torch.ones_like(at[1])
 
 
+@in_turns(3)
 @pytest.mark.parametrize("what", DERIVATIVES)
 def test_derivatives_of_whole_runs(what: str) -> None:
     at = (PARAMS, torch.tensor(0.1, dtype=F64))
@@ -264,6 +266,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_inputs_of_all_kinds(kind: str, dtype: torch.dtype) -> None:

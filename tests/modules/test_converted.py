@@ -13,7 +13,7 @@ import zoo
 from huggingface_models import VIT, llama, mixtral, vit
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from reference import adamw_steps
 from torch import nn
 
@@ -124,6 +124,7 @@ def test_drawn_models(
     check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat, sequence=sequence)
 
 
+@in_turns(5, "on processes, as on threads")
 def test_drawn_models_on_real_processes() -> None:
     model = zoo.made((("Attention", 1, True), ("Mlp", 5, True), ("Fused", 3, False)), True)
     plan = {**model.plan([True] * 3), "embedding": "vocabulary"}
@@ -131,6 +132,7 @@ def test_drawn_models_on_real_processes() -> None:
     check((zoo.loss_of(apply), params), zoo.batches(2), (2, 2), 3, plan, True, backend="processes")
 
 
+@in_turns(4)
 @pytest.mark.parametrize("units", [None, ["model"]])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("sequence", [False, True])
@@ -217,6 +219,7 @@ def batches_of(name: str, count: int) -> list[Any]:
 OVER = [((1, 3), 0, False, True), ((2, 2), 3, True, False), ((2, 2), 3, True, True), ((1, 4), 3, False, False)]
 
 
+@in_turns(7)
 @pytest.mark.parametrize(("over", "name"), by_turns(OVER, MODELS, of=3))
 def test_models_of_hugging_face(over: tuple[tuple[int, int], int, bool, bool], name: str) -> None:
     sizes, stage, remat, sequence = over
@@ -224,6 +227,7 @@ def test_models_of_hugging_face(over: tuple[tuple[int, int], int, bool, bool], n
     check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near, sequence=sequence)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("units", [None, ["model.layers.*"], ["model"]])
 def test_what_a_model_returns_besides_is_whole(units: list[str] | None) -> None:
     """Pieces of tokens in a model's output object, which is no pytree."""
@@ -273,6 +277,7 @@ MODELS["gpt2"] = (gpt2, {"*.mlp.c_fc": "column", "*.mlp.c_proj": "row", "*.wte":
 MODELS["qwen3"] = (qwen3, "auto")
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_weights_that_are_transposed_or_shared_by_heads(name: str) -> None:
     near = 1e-10 if name == "gpt2" else 1e-6

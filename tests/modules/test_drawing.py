@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -71,6 +72,7 @@ def train(rank: int, module: nn.Module, sequence: bool, remat: bool) -> Any:
     return dict(fz.gather(state.params)), masks, outs
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_varies_is_dropped_by_each_rank_for_itself(sequence: bool) -> None:
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 import module_kinds as kinds
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
@@ -68,6 +69,7 @@ def _remat(step: Any) -> Any:
 WRAPS = (fz.shard_zero3, _remat)
 
 
+@in_turns(10)
 @pytest.mark.parametrize("kind", sorted(kinds.KINDS))
 def test_as_the_module_itself(kind: str) -> None:
     found = run_ranks(functools.partial(on_a_rank, kind, WRAPS, False), RANKS, backend="processes")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -49,6 +50,7 @@ def units_of(step: fz.Step, params: Any) -> set[str]:
     return {row.unit for row in fz.plan(step, params).rows}
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "wrap",
     [

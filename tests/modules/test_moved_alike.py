@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -116,6 +117,7 @@ def refused(rank: int, move: str, wrap: str) -> str:
     return str(caught.value)
 
 
+@in_turns(5)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("move", APART)
 def test_a_buffer_that_each_rank_moves_by_its_own_batch(move: str, wrap: str) -> None:
@@ -127,11 +129,13 @@ def on_processes(rank: int) -> str:
     return refused(rank, "by_hand", "ZeRO-3")
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     one, other, third = run_ranks(on_processes, 3, backend="processes")
     assert one == other == third
 
 
+@in_turns(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("move", ALIKE)
 def test_a_buffer_that_all_ranks_move_alike(move: str, wrap: str) -> None:

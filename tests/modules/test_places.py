@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from drawn.prelude import Cube
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -94,6 +95,7 @@ BLOCKS: dict[str, Any] = {
 }
 
 
+@in_turns(7)
 @pytest.mark.parametrize("name", sorted(BLOCKS))
 def test_modules(name: str) -> None:
     with torch.random.fork_rng():
@@ -131,6 +133,7 @@ BODIES: dict[str, Any] = {
 }
 
 
+@in_turns(5)
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_bodies(name: str) -> None:
     unit, last = fz.unit(BODIES[name]), fz.unit(lambda q: q["s"] * 2)
@@ -223,6 +226,7 @@ def llama(attention: str = "sdpa", use_cache: bool = False) -> tuple[Any, dict[s
     return fz.functional(module)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_hugging_face_llama(attention: str) -> None:
     apply, params = llama(attention)

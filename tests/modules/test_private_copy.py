@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from hooked import Block, Net, X, by_autograd, by_functional_call, check, closure, values_of
+from nightly import in_turns
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -156,6 +157,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@in_turns(11)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_kinds_of_modules(kind: str) -> None:
     module = KINDS[kind]()
@@ -334,6 +336,7 @@ BY_NAME: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@in_turns(14)
 @pytest.mark.parametrize("way", ["torch.func", "zero3", "compiled"])
 @pytest.mark.parametrize("what", sorted(BY_NAME))
 def test_what_a_first_call_reads_of_the_original_is_refused(what: str, way: str) -> None:

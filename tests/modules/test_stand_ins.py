@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -41,6 +42,7 @@ MAPS: dict[str, Callable[[Any], Way]] = {
 }
 
 
+@in_turns(10)
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,6 +301,7 @@ def squares(module: nn.Module, x: torch.Tensor) -> Any:
 PLAN = {"*up": "column", "*down": "row"}
 
 
+@in_turns(14)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", sorted(EQUAL))
 def test_equal(name: str, sequence: bool) -> None:
@@ -310,6 +311,7 @@ def test_equal(name: str, sequence: bool) -> None:
         need_equal(loss, params, tensor_vjps(loss, params, PLAN, ranks=ranks, runs=2, sequence=sequence))
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("name", "sequence"), by_turns(sorted(REFUSED), [False, True]))
 def test_refused(name: str, sequence: bool) -> None:
     refused = r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives|is partial"
@@ -353,6 +355,7 @@ class Scaled(nn.Module):
         return self.down(self.scale(self.up(x)))
 
 
+@in_turns(4)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("made", [First, Scaled])
 @pytest.mark.parametrize("remat", [False, True])
@@ -364,6 +367,7 @@ def test_modules(made: Any, sequence: bool, remat: bool) -> None:
     need_equal(loss, params, tensor_vjps(loss, params, plan, runs=2, sequence=sequence, wrap=wrap))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_between_units(stage: int) -> None:
     """Each element of a Sequential is a unit: what varies goes from one to the next."""
@@ -412,6 +416,7 @@ NOT_SUMMED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@in_turns(5)
 @pytest.mark.parametrize("name", [*BY_HAND, *NOT_SUMMED])
 def test_maps_by_hand(name: str) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=F64)
@@ -436,6 +441,7 @@ def test_maps_by_hand(name: str) -> None:
             assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("heads", "keys", "ranks"), [(8, 2, 4), (12, 3, 2), (8, 4, 2), (6, 3, 3), (4, 4, 2)])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_heads_of_keys_by_rank(heads: int, keys: int, ranks: int, grouped: bool) -> None:
@@ -474,6 +480,7 @@ class InUnits(nn.Module):
         return self.blocks[0](x)
 
 
+@in_turns(4)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize(("remat", "name"), by_turns([False, True], ["heads", "gate", "softmax", "by the size"]))
 def test_compiled_units(name: str, remat: bool) -> None:
@@ -607,6 +614,7 @@ class InContainers(nn.Module):
         return self.out(held)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", CONTAINERS)
 @pytest.mark.parametrize("remat", [False, True])
 def test_containers_between_units(name: str, remat: bool) -> None:
@@ -763,6 +771,7 @@ def sets(x: Any, seen: Any, kept: Any) -> Any:
     return x
 
 
+@in_turns(4)
 @pytest.mark.parametrize("code", [appends, rewrites, returns_it, writes, sets])
 def test_what_units_do_to_their_arguments(code: Any) -> None:
     torch.manual_seed(0)
@@ -809,6 +818,7 @@ ATTENTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@in_turns(13)
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("cut", [False, True])

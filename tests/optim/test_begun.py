@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.base import private
@@ -55,6 +56,7 @@ def kept(state: Any) -> int:
     return sum([x.nbytes for x in optree.tree_leaves(state.moments) if isinstance(x, torch.Tensor)])  # type: ignore[arg-type]
 
 
+@in_turns(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_planned_as_it_is(name: str) -> None:
     step = fz.shard_zero3(fz.train_step(loss, OPTIMIZERS[name]()))

@@ -12,7 +12,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day, by_turns
+from nightly import NIGHTLY, by_day, by_turns, in_turns
 
 import fzero as fz
 from fzero.base import private
@@ -166,6 +166,7 @@ def every(world: int, folder: Path, rank: int) -> Any:
     ]
 
 
+@in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_on_real_processes(tmp_path: Path, world: int) -> None:
     found = run_ranks(functools.partial(every, world, tmp_path), world, backend="processes")
@@ -173,6 +174,7 @@ def test_on_real_processes(tmp_path: Path, world: int) -> None:
         assert_trees_equal(params, found[0])
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("other", "joined"), by_turns(sorted(OTHERS), sorted(JOINED), of=3))
 def test_matrices_are_orthogonalised_once_over_the_exchanges_of_a_plan(
     other: str, joined: str, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +208,7 @@ def test_matrices_are_orthogonalised_once_over_the_exchanges_of_a_plan(
         assert seen == {(6, 6): 2 * 2, (6, 2): 2}
 
 
+@in_turns(2)
 @pytest.mark.parametrize("member", ["muon", "whole"])
 def test_under_a_transform_ranks_keep_slices_only(member: str) -> None:
     params = drawn_params()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import NIGHTLY, at_length
+from nightly import NIGHTLY, at_length, in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -65,6 +65,7 @@ def on_rank(name: str, wrap: Any, rank: int) -> Any:
     return fz.gather(state.params)
 
 
+@in_turns(5)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_as_in_torch(name: str) -> None:
     want = by_torch(name)
@@ -310,6 +311,7 @@ class Late(Own):
         return p.grad
 
 
+@in_turns(2)
 @pytest.mark.parametrize("kind", [ByRows, ByDims, Clips, InBfloat16, InFloat32], ids=lambda kind: kind.__name__)
 def test_those_of_others_have_whole_leaves(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "own", (kind, {}))

@@ -11,7 +11,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -146,11 +146,13 @@ WHOLE: dict[str, chains.Spec] = {
 }
 
 
+@in_turns(8)
 @pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(CASES), range(4), WAYS, of=8))
 def test_a_chain(case: str, stage: int, way: str | None) -> None:
     check(CASES[case], stage, way, 2)
 
 
+@in_turns(9)
 @pytest.mark.parametrize(("case", "stage", "way"), by_turns(sorted(WHOLE), range(4), WAYS, of=8))
 def test_whole_leaves(case: str, stage: int, way: str | None) -> None:
     check(WHOLE[case], stage, way, 3)
@@ -164,6 +166,7 @@ def on_process(world: int, rank: int) -> Any:
     return [on_rank(*case, world, None, rank) for case in cases]
 
 
+@in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_whole_leaves_on_real_processes(world: int) -> None:
     wanted = [expected(spec, world) for spec in WHOLE.values()]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, in_turns
 
 import fzero as fz
 from fzero.optim import _muon
@@ -149,6 +149,7 @@ def test_from_any_number_of_ranks(how: str, ranks: int, seed: int) -> None:
         assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("how", ["zero1", "zero3", "fused", "fused, donated"][:: 1 if NIGHTLY else 2])
 def test_on_real_processes(how: str) -> None:
     want = trained("alone", torch.float64)(0)
@@ -193,6 +194,7 @@ def failing(how: str, at: int, rank: int) -> float:
     return one.item()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("how", ["zero1", "zero3", "fused", "fused, donated"])
 def test_an_error_leaves_no_exchange_on_its_way(how: str, at: int) -> None:
@@ -202,6 +204,7 @@ def test_an_error_leaves_no_exchange_on_its_way(how: str, at: int) -> None:
     assert found == [2, 2]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("policy", [fz.Policy.compact24(), fz.Policy.compact16(), fz.Policy.exact(moment="8-bit")])
 def test_in_few_bits_the_same_from_all_ranks(policy: fz.Policy) -> None:
     want, _ = trained("alone", torch.float32, policy=policy)(0)
@@ -261,6 +264,7 @@ def test_each_matrix_is_orthogonalised_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(seen) == sorted([(24, 40), (40, 24)] * BLOCKS + [(3, 8, 24)])
 
 
+@in_turns(6)
 @pytest.mark.parametrize("wrap", [fz.shard_zero3, lambda step, **over: fz.fuse_update(fz.shard_zero3(step, **over))])
 @pytest.mark.parametrize(
     "optimizer", [fz.muon(0.1), fz.whole(fz.lamb(0.1)), fz.chain(fz.muon(0.1), fz.whole(fz.lamb(0.1)), fz.adamw(0.1))]

@@ -13,7 +13,7 @@ import torch
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day, by_turns
+from nightly import by_day, by_turns, in_turns
 from torch.utils import _pytree as pytree
 
 import fzero as fz
@@ -124,6 +124,7 @@ def trained(rank: int, transform: Any, policy: Any = None, dtype: torch.dtype = 
     return fz.gather(state.params)
 
 
+@in_turns(2)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("policy", [None, fz.Policy.compact16()], ids=["plain", "compact16"])
 def test_bits_do_not_depend_on_where_state_lies(policy: Any, tmp_path: Path) -> None:
@@ -249,6 +250,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("name", "on"), by_turns(TRANSFORMS, [(0, 1), (1, 2), (3, 3)]))
 def test_transforms_go_on_through_it(name: str, on: tuple[int, int]) -> None:
     stage, world = on
@@ -264,6 +266,7 @@ def test_transforms_go_on_through_it(name: str, on: tuple[int, int]) -> None:
     run_ranks(rank_main, world)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 2)])
 def test_members_draw_as_a_map_says(stage: int, world: int) -> None:
     def rank_main(rank: int) -> None:

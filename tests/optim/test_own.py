@@ -80,6 +80,7 @@ def tensors(*trees: Any) -> list[torch.Tensor]:
     return [x.clone() for x in optree.tree_leaves(trees) if isinstance(x, torch.Tensor)]  # type: ignore[arg-type]
 
 
+@nightly.in_turns(5)
 @pytest.mark.parametrize(
     ("stage", "kind", "joined"), nightly.by_turns(range(4), sorted(IN_PLACE), ["alone", "before", "behind"])
 )
@@ -281,6 +282,7 @@ def kept(fn: Callable[[torch.Tensor], torch.Tensor]) -> fz.GradientTransformatio
     )
 
 
+@nightly.in_turns(2)
 @pytest.mark.parametrize(
     ("stage", "kind", "make", "joined"),
     nightly.by_turns([0, 3], sorted(UNLIKE), [scaled, kept], ["alone", "before", "behind"]),

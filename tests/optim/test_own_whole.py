@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, hazards, run_ranks, strategies
@@ -148,6 +148,7 @@ def clipped_inside(g: Any, **norms: Any) -> Any:
     return {path: -x for path, x in g.items()}
 
 
+@in_turns(2)
 @pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.donate])
 @pytest.mark.parametrize("update", [by_norm_of_all, clipped_inside])
 def test_the_norm_of_all_gradients_is_a_keyword(update: Any, wrap: Any) -> None:

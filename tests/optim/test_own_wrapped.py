@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal
@@ -40,6 +41,7 @@ def trained(optimizer: fz.GradientTransformation) -> Any:
     return fz.gather(state.params)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_a_wrapper_passes_on_all_that_it_is_given(kind: str, declared: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.optim._paused import Running, finished, run_all, together
@@ -123,6 +123,7 @@ OPTIMIZERS: dict[str, Any] = {
 CLIPPED = ("clipped", "rows clipped")  # by a norm, for which each unit is pulled back twice
 
 
+@in_turns(2)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.filterwarnings("ignore:fz.offload")
@@ -149,6 +150,7 @@ def test_as_many_units_wait_as_an_optimizer_says(optimizer: str, fuse: bool, mon
     assert most == 1 + step.optimizer.exchanges and not opened
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("ranks", "optimizer"), by_turns([1, 3], sorted(OPTIMIZERS)))
 def test_gradients_go_while_units_are_pulled_back(ranks: int, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit that is delivered, of one whose slices are on their way, and of none more."""

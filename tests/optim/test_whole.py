@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day, by_turns
+from nightly import NIGHTLY, by_day, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, hazards, run_ranks
@@ -147,6 +147,7 @@ def test_as_by_hand_from_any_ranks(how: str, most: float, ranks: int, shapes: An
 HOW = [("zero1", 3), ("zero3", 3), ("fused", 2), ("fused", 4), ("fused, zero1", 3), ("fused, donated", 3)]
 
 
+@in_turns(6)
 @pytest.mark.parametrize(("run", "most"), by_turns(HOW, [3.0, torch.inf]))
 def test_on_real_processes(run: tuple[str, int], most: float) -> None:
     how, ranks = run
@@ -156,6 +157,7 @@ def test_on_real_processes(run: tuple[str, int], most: float) -> None:
             assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(6)
 @pytest.mark.parametrize("how", ["zero3", *FUSED])
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_beside_others_in_a_partition(how: str) -> None:
@@ -193,6 +195,7 @@ CHAINS = [  # more in test_join.py
 ]
 
 
+@in_turns(2)
 @pytest.mark.parametrize("members", CHAINS)
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_behind_and_before_others_in_a_chain(members: Any) -> None:
@@ -304,6 +307,7 @@ def failed(how: str, shapes: Any, front: bool, rank: int) -> tuple[str, str]:
     return first, second
 
 
+@in_turns(7)
 @pytest.mark.parametrize(("how", "front"), [*[(how, False) for how in FAILING], ("zero3", True), ("fused", True)])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_an_error_in_one_leaf_is_every_ranks(how: str, front: bool, backend: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -60,6 +61,7 @@ def is_as_in_one_process(rank: int, name: str, fuses: bool, expected: dict[str, 
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_threads(name: str, fuses: bool) -> None:

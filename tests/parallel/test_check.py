@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from checked import CASES, CHANGING, Case, Maps, Tree, cut, mlp, varying, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.comm.axis import Axis
@@ -42,6 +43,7 @@ def changing(case: Case, size: int = 2) -> list[tuple[int, str, int]]:
     return [(n, name, line) for n, (name, line) in enumerate(zip(m.names, m.lines, strict=True)) if name in CHANGING]
 
 
+@in_turns(3)
 @case_of
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_right_functions_are_accepted(case: Case, size: int) -> None:
@@ -120,6 +122,7 @@ def test_what_is_accepted_is_one_process_on_processes() -> None:
     assert same(CASES[3], fz.testing.run_ranks(functools.partial(grads_on, CASES[3], Maps), 2, backend="processes"))
 
 
+@in_turns(5)
 @case_of
 def test_what_is_refused_is_wrong(case: Case) -> None:
     ranks = 2 * len(case.axes)

@@ -13,7 +13,7 @@ from checked import CASES, CHANGING, Case, Maps, Tree, changed, whole
 from huggingface_models import VIT, llama, mixtral, vit
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, in_turns
 from torch import nn
 from torch.nn import functional as F
 
@@ -118,6 +118,7 @@ def loss_of(apply: Any, params: Any, x: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy(apply(params, x).logits.flatten(0, -2), targets.flatten())
 
 
+@in_turns(5)
 @pytest.mark.parametrize(
     ("make", "size", "values"),
     [(tied_llama, 2, True), (tied_llama, 3, False), (vit, 2, False), (vit, 3, True), (mixtral, 3, True)],
@@ -164,6 +165,7 @@ def of_step(case: Case, m: Maps, size: int, rank: int = 0) -> fz.parallel.Report
         return fz.parallel.check(step, params, *inputs, varying=varying)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fn.__name__)
 def test_pure_functions(case: Case) -> None:
     for size in (1, 2, 4):

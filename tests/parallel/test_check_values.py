@@ -11,6 +11,7 @@ import torch
 from checked import CASES, Case, Maps, Tree, cut, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.comm.axis import Axis
@@ -31,6 +32,7 @@ def report_on(case: Case, m: Maps, size: int, rank: int = 0) -> fz.parallel.Repo
         return fz.parallel.check(fn, params, *inputs, varying=dims, values=True)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fn.__name__)
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_map_left_out_is_refused(case: Case, size: int) -> None:

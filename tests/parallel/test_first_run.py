@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -97,6 +98,7 @@ def modes() -> list[str]:
     return [type(mode).__name__ for mode in private.function_modes()]
 
 
+@in_turns(4)
 @pytest.mark.parametrize("way", ["module", "units", "remat", "pure", "examples"])
 def test_nothing_looks_at_a_second_run(way: str) -> None:
     def code(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -392,6 +394,7 @@ def sends(rank: int, way: str) -> None:
     assert not any(any(said) for said in sys.modules[__name__]._TOLD.all())
 
 
+@in_turns(4)
 @pytest.mark.parametrize("way", ["torch", "ours"])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_what_looks_ahead_sends_nothing(way: str, backend: Any) -> None:

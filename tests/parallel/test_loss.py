@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from reference import adamw_steps
 
 import fzero as fz
@@ -371,6 +372,7 @@ def train(rank: int, lengths: Sequence[int], shape: tuple[int, ...], stage: int,
     return fz.gather(state.params), losses
 
 
+@in_turns(7)
 @pytest.mark.parametrize(
     ("lengths", "shape", "tp", "backend"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -251,6 +251,7 @@ EACH = [
 ]
 
 
+@in_turns(11)
 @pytest.mark.parametrize("instruction", EACH, ids=lambda own: f"{own.name}-{own.arguments.get('by', '')}")
 @pytest.mark.parametrize(
     ("backend", "averages"),

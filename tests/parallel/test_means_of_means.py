@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -135,6 +135,7 @@ MIXED: dict[str, Any] = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("staged", [False, True])
 def test_whatever_ranks_exchange_counts_where_their_own_loss_does_not(mixed: str, staged: bool) -> None:

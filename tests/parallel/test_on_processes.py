@@ -1,6 +1,6 @@
 """Drawn steps over tensor and sequence axes on four real processes, whose messages arrive in any order: one process's.
 
-The cases of one seed run one after the other in the same processes, as those take seconds to start.
+They run one after the other in the same processes, as those take seconds to start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import attentions
 import torch
 import zoo
+from nightly import in_turns, todays
 from reference import adamw_steps
 
 import fzero as fz
@@ -75,11 +76,12 @@ def drawn_attention(draw: random.Random, _: object) -> tuple[Any, dict[str, floa
     return case, attentions.differences(torch.distributed.get_rank(), case)
 
 
-def run(rank: int, seed: int) -> list[Any]:
+def run(rank: int, numbers: list[int]) -> list[Any]:
     names = ("dp", "tp")
     meshes = {sizes: torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names) for sizes in MESHES}
-    draw, far = random.Random(seed), []
-    for number in range(CASES):
+    far = []
+    for number in numbers:
+        draw = random.Random(number)
         kind = drawn_attention if number % 4 == 3 else drawn_step
         with fz.testing.hazards(seed=draw.randrange(1 << 20) + rank):
             said, apart = kind(draw, meshes)
@@ -87,6 +89,8 @@ def run(rank: int, seed: int) -> list[Any]:
     return far
 
 
+@in_turns(5, "on processes, as on threads")
 def test_drawn_on_processes() -> None:
-    for far in run_ranks(functools.partial(run, seed=0), RANKS, backend="processes", timeout=240):
+    numbers = todays(range(CASES), of=4)
+    for far in run_ranks(functools.partial(run, numbers=numbers), RANKS, backend="processes", timeout=240):
         assert not far, far[:3]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,6 +159,7 @@ def test_drawn_programs(program: Any, tokens: int, ranks: int) -> None:
         assert off < 1e-10
 
 
+@in_turns(8)
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_each_operation(name: str) -> None:
     for off in run_ranks(functools.partial(difference, program=[(name, 0, 0), (name, 2, 1)], tokens=5), 2):
@@ -231,6 +233,7 @@ class Residual(nn.Module):
         return x + self.second(torch.tanh(self.first(self.norm(x))))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_units_read_no_more_than_their_modules_do(sharded: bool) -> None:
     """Each block gathers what its column reads and scatters what its row gives; the first reads what is whole."""

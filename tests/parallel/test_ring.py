@@ -11,7 +11,7 @@ import torch
 from attentions import F64, Case, need_equal, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.comm import pieces
@@ -55,6 +55,7 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -62,11 +63,11 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         Case((3, 4, 4), order="zigzag", options=(("is_causal", True), ("documents", (0, 4, 11)))),
     ],
 )
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_on_threads_and_processes(case: Case, backend: str) -> None:
-    need_equal(case, backend)
+def test_on_processes(case: Case) -> None:
+    need_equal(case, "processes")
 
 
+@in_turns(6)
 @pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"window": 300, "documents": (0, 100, 700)}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tiles(given: dict[str, Any], dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import torch
 from attentions import F64, Case, derivatives, need_equal, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 from reference import adamw_steps
 from test_ring import options
 
@@ -53,6 +53,7 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -60,9 +61,8 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         Case((2, 0, 3), 2, 1, chunks=1, options=(("documents", (0, 2, 5)),)),
     ],
 )
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_on_threads_and_processes(case: Case, backend: str) -> None:
-    need_equal(case, backend)
+def test_on_processes(case: Case) -> None:
+    need_equal(case, "processes")
 
 
 def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, float]:
@@ -80,6 +80,7 @@ def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, f
     return {name: (found[name] - whole[..., places, :]).abs().max().item() for name, whole in expected.items()}
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("order", "heads", "kv_heads"), [("contiguous", 4, 2), ("zigzag", 3, 1), ("zigzag", 1, 1)])
 def test_with_a_ring_on_two_axes(order: str, heads: int, kv_heads: int) -> None:
     for found in run_ranks(functools.partial(on_two_axes, order=order, heads=heads, kv_heads=kv_heads), 4):
@@ -159,6 +160,7 @@ def train(rank: int, which: str, shape: tuple[int, int]) -> tuple[Any, list[tupl
     return fz.gather(state.params), losses
 
 
+@in_turns(2)
 @pytest.mark.parametrize("which", ["ulysses", "ring"])
 @pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
 def test_a_step_on_pieces_is_that_of_whole_sequences(which: str, shape: tuple[int, int]) -> None:
@@ -197,6 +199,7 @@ def test_chunks_bound_what_is_between() -> None:
     assert all(small <= large / 8 for small, large in zip(parts, plain, strict=True)), (plain, parts)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("custom", [False, True])
 def test_heads_that_nothing_divides(custom: bool) -> None:
     """More ranks and chunks than heads; KV heads of which a rank needs three heads' and two heads'."""
@@ -326,6 +329,7 @@ def drifting(rank: int, ways: str, own_params: bool, shard: bool) -> float:
     return metrics["loss"].item()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_sequence_axis_that_the_step_does_not_name(shard: bool) -> None:
     """Ranks with the same params would drift apart; where each rank has its own, grads are its own."""

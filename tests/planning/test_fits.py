@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from memories import DISK
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes
@@ -90,6 +91,7 @@ def test_a_proposal_for_a_disk_wants_one() -> None:
     assert "on the disk" in str(proposal) and str(proposal.plan) in str(proposal)
 
 
+@in_turns(8)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 @pytest.mark.parametrize("room", [11, 16, 20])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -68,6 +69,7 @@ def really(names: tuple[str, ...] | None) -> tuple[int, int]:
 CHOICES = [None, (), ("attended",), ("hidden",), ("qkv",), ("attended", "hidden", "qkv"), ("attended", "hidden")]
 
 
+@in_turns(7)
 @pytest.mark.parametrize("names", CHOICES, ids=str)
 def test_what_it_says_is_what_a_step_does(names: tuple[str, ...] | None) -> None:
     step, params = step_of(names)
@@ -188,6 +190,7 @@ DERIVATIVES: dict[str, Callable[[Callable[..., Any], Any], Any]] = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_of_functions_that_differentiate_their_units(name: str) -> None:
     apply, params = fz.functional(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, example_in_turns, in_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes, run_ranks
@@ -102,14 +102,14 @@ def taken(make: Any, params: Any, world: int, rows: int = 1) -> int:
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
-@example("adafactor", 3, 2, True, "auto", None, 1, 4, 120)
-@example("whole lamb", 3, 4, True, "twice", None, 1, 4, 96)
-@example("own", 2, 3, False, None, None, 1, 3, 120)
-@example("lamb", 0, 1, True, None, None, 1, 4, 120)
-@example("clipped by leaf", 1, 2, False, "auto", None, 1, 4, 120)
-@example("muon", 3, 2, True, "auto", "moments", 1, 4, 120)
-@example("adamw", 0, 1, True, None, None, 2, 4, 120)
-@example("adamw", 2, 2, True, "held", None, 4, 4, 120)
+@example_in_turns(4, "adafactor", 3, 2, True, "auto", None, 1, 4, 120)
+@example_in_turns(4, "whole lamb", 3, 4, True, "twice", None, 1, 4, 96)
+@example_in_turns(4, "own", 2, 3, False, None, None, 1, 3, 120)
+@example_in_turns(4, "lamb", 0, 1, True, None, None, 1, 4, 120)
+@example_in_turns(4, "clipped by leaf", 1, 2, False, "auto", None, 1, 4, 120)
+@example_in_turns(4, "muon", 3, 2, True, "auto", "moments", 1, 4, 120)
+@example_in_turns(4, "adamw", 0, 1, True, None, None, 2, 4, 120)
+@example_in_turns(4, "adamw", 2, 2, True, "held", None, 4, 4, 120)
 @given(
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     stage=st.integers(0, 3),
@@ -182,18 +182,18 @@ def beside(optimizer: str, policy: str, what: str, stage: int, fused: str | None
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
-@example("sgd", "plain", "ema", 0, 1, None, True, False)
-@example("adamw", "compact16", "ema", 0, 1, None, True, False)
-@example("adamw", "bf16", "ema", 2, 2, None, False, True)
-@example("adamw", "plain", "both", 0, 1, None, False, False)
-@example("sgd", "bf16", "lookahead", 0, 1, None, True, False)
-@example("sgd", "plain", "own", 0, 1, "held", True, False)
-@example("adafactor", "plain", "norms", 0, 1, None, True, False)
-@example("adamw", "plain", "norms, lookahead", 0, 1, None, True, False)
-@example("sgd", "plain", "nothing", 1, 2, "held", False, False)
-@example("adamw", "plain", "nothing", 3, 2, "held", False, False)
-@example("adamw", "bf16", "nothing", 1, 2, None, True, False)
-@example("sgd, clipped", "plain", "nothing", 0, 1, "8-bit", True, False)
+@example_in_turns(4, "sgd", "plain", "ema", 0, 1, None, True, False)
+@example_in_turns(4, "adamw", "compact16", "ema", 0, 1, None, True, False)
+@example_in_turns(4, "adamw", "bf16", "ema", 2, 2, None, False, True)
+@example_in_turns(4, "adamw", "plain", "both", 0, 1, None, False, False)
+@example_in_turns(4, "sgd", "bf16", "lookahead", 0, 1, None, True, False)
+@example_in_turns(4, "sgd", "plain", "own", 0, 1, "held", True, False)
+@example_in_turns(4, "adafactor", "plain", "norms", 0, 1, None, True, False)
+@example_in_turns(4, "adamw", "plain", "norms, lookahead", 0, 1, None, True, False)
+@example_in_turns(4, "sgd", "plain", "nothing", 1, 2, "held", False, False)
+@example_in_turns(4, "adamw", "plain", "nothing", 3, 2, "held", False, False)
+@example_in_turns(4, "adamw", "bf16", "nothing", 1, 2, None, True, False)
+@example_in_turns(4, "sgd, clipped", "plain", "nothing", 0, 1, "8-bit", True, False)
 @given(
     optimizer=st.sampled_from(["sgd", "sgd, clipped", "adamw", "adafactor"]),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -223,6 +223,7 @@ def test_what_fits_beside_an_update_fits() -> None:
         fz.fits(make(), params, device=room - SPARE)
 
 
+@in_turns(5)
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb", "clipped by leaf", "two"])
 def test_messages_are_those_that_a_rank_sends(optimizer: str) -> None:
     """Norms of leaves, and the agreement that an update of whole leaves has failed nowhere, among them."""
@@ -243,6 +244,7 @@ def test_messages_are_those_that_a_rank_sends(optimizer: str) -> None:
         assert real == planned
 
 
+@in_turns(3)
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lamb"])
 def test_on_real_processes(optimizer: str) -> None:
     params = made(4, 120)

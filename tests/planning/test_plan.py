@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import LiveBytes
@@ -64,6 +64,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@in_turns(5)
 @pytest.mark.parametrize(("fused", "optimizer"), by_turns([False, True], sorted(WHOLE)))
 def test_what_waits_for_whole_leaves_is_of_few_units(fused: bool, optimizer: str) -> None:
     """Beyond what is planned a step takes as much for many units as for few."""

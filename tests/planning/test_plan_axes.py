@@ -17,7 +17,7 @@ import torch
 import zoo
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, example_in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -264,10 +264,18 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
 @example(layers=(("column_row", 3),), mesh=MESHES[0], stage=3, ways=(), policy="plain", optimizer="muon")
-@example(layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon")
-@example(layers=(("column_row", 5),), mesh=MESHES[3], stage=1, ways=("fused",), policy="plain", optimizer="adafactor")
-@example(layers=(("column_row", 5),), mesh=MESHES[3], stage=3, ways=("fused",), policy="plain", optimizer="in front")
-@example(layers=(("column_row", 3),), mesh=MESHES[0], stage=2, ways=(), policy="plain", optimizer="in front")
+@example_in_turns(
+    4, layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon"
+)
+@example_in_turns(
+    4, layers=(("column_row", 5),), mesh=MESHES[3], stage=1, ways=("fused",), policy="plain", optimizer="adafactor"
+)
+@example_in_turns(
+    4, layers=(("column_row", 5),), mesh=MESHES[3], stage=3, ways=("fused",), policy="plain", optimizer="in front"
+)
+@example_in_turns(
+    4, layers=(("column_row", 3),), mesh=MESHES[0], stage=2, ways=(), policy="plain", optimizer="in front"
+)
 @given(**drawn, optimizer=st.sampled_from(sorted(WHOLE)))
 def test_exchanges_of_whole_leaves_are_what_every_rank_sends(
     layers: Layers, mesh: Mesh, stage: int, ways: tuple[str, ...], policy: str, optimizer: str

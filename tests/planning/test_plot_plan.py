@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
 from matplotlib import pyplot
+from nightly import in_turns
 
 import fzero as fz
 from fzero.planning import plotting
@@ -74,6 +75,7 @@ MESHES = [
 ]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rank_is_a_cell(mesh: dict[str, int]) -> None:
     step = BOTH if "tp" in mesh else fz.shard_zero3(STEP)

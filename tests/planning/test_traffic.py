@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import DISK, HOST, MEMORIES
 from moving import Counts, counted
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import run_ranks, strategies
@@ -65,6 +65,7 @@ WAYS = {
 }
 
 
+@in_turns(10)
 @pytest.mark.parametrize(("way", "stage"), by_turns(WAYS, [0, 3]))  # a drawn composition has any of them
 def test_what_each_kind_moves(way: str, stage: int) -> None:
     step = exactness.SHARDS[stage](fz.train_step(LOSS, CLIPPED))
@@ -86,6 +87,7 @@ SCHEMES = {
 }
 
 
+@in_turns(7)
 @pytest.mark.parametrize(("scheme", "stage"), by_turns(SCHEMES, [0, 1, 3]))
 def test_every_scheme(scheme: str, stage: int) -> None:
     for row, optimizer in enumerate((fz.adamw(1e-2), fz.sgd(0.1))):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -102,6 +103,7 @@ def of_slots(unit: Callable[[Any], Any], p: Any, x: torch.Tensor) -> torch.Tenso
     return h.x.square().mean()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("fn", [of_cache, of_returned, of_data, of_slots])
 def test_as_plain_torch(fn: Any, how: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -72,6 +73,7 @@ PURE: dict[str, Any] = {
 }
 
 
+@in_turns(4)
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("body", PURE.values(), ids=PURE.keys())
 def test_what_is_pure_passes(body: Any, how: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
@@ -55,6 +56,7 @@ def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x.square().mean() + 0.5 * sum(own[1:], own[0])
 
 
+@in_turns(2)
 @pytest.mark.parametrize("how", STEPS)
 def test_as_plain_torch(how: str) -> None:
     def rank_main(rank: int) -> tuple[Any, list[dict[str, list[torch.Tensor]]]]:

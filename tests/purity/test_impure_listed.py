@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from purity.impure import F64, GLOBAL, IMPURE, NOT_SEEN, Holder, linear, store
 
 import fzero as fz
@@ -116,6 +116,7 @@ def is_refused(case: tuple[str, str], of_unit: bool, form: str, who: str, checke
     run_ranks(rank_main, 1 if shares or form == "plain" else 2)
 
 
+@in_turns(12)
 @pytest.mark.parametrize(("case", "form"), IN_UNITS, ids=named)
 def test_in_a_unit(case: tuple[str, str], form: str, record_property: Any) -> None:
     kind, name = case
@@ -123,6 +124,7 @@ def test_in_a_unit(case: tuple[str, str], form: str, record_property: Any) -> No
     record_property("counted", ("impure functions that are refused", kind, "in a unit's first run", name))
 
 
+@in_turns(4)
 @pytest.mark.parametrize("case", [case for case in CLASS_OF if case not in HARMLESS], ids=named)
 def test_in_the_steps_own_function(case: tuple[str, str], record_property: Any) -> None:
     kind, name = case

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch.overrides import TorchFunctionMode
 from units import F64, X, params_of
 
@@ -135,6 +136,7 @@ def wanted(call: Callable[..., Any], order: Sequence[bool]) -> Any:
     return losses, p
 
 
+@in_turns(6)
 @pytest.mark.parametrize("call", CALLS)
 @given(order=st.lists(st.booleans(), min_size=2, max_size=4), form=st.sampled_from(sorted(FORMS)))
 @settings(max_examples=6)

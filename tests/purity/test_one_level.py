@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -130,6 +131,7 @@ def by_create_graph(unit: Unit, act: Any) -> torch.Tensor:
         return whole(model.grads())
 
 
+@in_turns(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("way", [by_grad_inside, by_hvp, by_grad_outside, by_create_graph])
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,6 +203,7 @@ def test_a_hook_of_what_a_unit_is_given(kind: Unit) -> None:
         assert_trees_close([found["a"], found["blocks"][0]["w"]], list(want), rtol=1e-12)
 
 
+@in_turns(5)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
 def test_params_pass_through_a_transform(transform: Any, how: str) -> None:

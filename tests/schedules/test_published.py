@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from nightly import in_turns, todays
 
 from fzero import schedules
 from fzero.schedules import (
@@ -42,6 +43,7 @@ def made(name: str, stages: int, microbatches: int) -> Schedule | None:
     return GENERATORS[name](stages, microbatches)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_each_can_run_for_any_number_of_microbatches(name: str) -> None:
     for stages, microbatches in itertools.product(STAGES, MICROBATCHES):
@@ -57,6 +59,7 @@ def test_each_can_run_for_any_number_of_microbatches(name: str) -> None:
         assert report.messages == 2 * microbatches * crossing
 
 
+@in_turns(3)
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
 def test_gpipe_and_1f1b_idle_as_published(name: str, times: tuple[int, int, int]) -> None:
@@ -66,6 +69,7 @@ def test_gpipe_and_1f1b_idle_as_published(name: str, times: tuple[int, int, int]
         assert timeline.bubble == (stages - 1) * sum(times)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("chunks", range(1, 5))
 def test_interleaved_idles_as_published(chunks: int, times: tuple[int, int, int]) -> None:
@@ -80,7 +84,7 @@ def test_interleaved_idles_as_published(chunks: int, times: tuple[int, int, int]
 def test_zb_h1_idles_as_published() -> None:
     """(p - 1)(F + I - W), where W is at most F and I, and microbatches at least p."""
     for stages in STAGES:
-        for microbatches in range(stages, 13):
+        for microbatches in todays(range(stages, 13), of=4):
             for forward, inputs, params in itertools.product(range(1, 5), repeat=3):
                 if params <= min(forward, inputs):
                     timeline = simulated(zero_bubble(stages, microbatches), Times(forward, inputs, params))

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -114,6 +114,7 @@ def test_what_is_mapped_into_something_else_goes_nowhere(tmp_path: Path, change:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "saving"]
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("remat", "policy"),
     by_turns([False, True], [fz.Policy(compute=torch.bfloat16), fz.Policy.compact24(), fz.Policy.exact()]),

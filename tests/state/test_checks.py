@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from torch.autograd import forward_ad
 
 import fzero as fz
@@ -145,6 +145,7 @@ def test_a_transform_around_what_has_no_derivative(verb: str, transform: str) ->
     fn(x)  # and by itself it runs
 
 
+@in_turns(2)
 @pytest.mark.parametrize("transform", sorted(AROUND))
 @pytest.mark.parametrize("verb", sorted(VERBS.keys() - {*REFUSE}))
 def test_a_transform_around_a_verb(verb: str, transform: str) -> None:
@@ -180,6 +181,7 @@ def test_constants_inside_a_transform(verb: str) -> None:
     assert_trees_close(twice, 2 * want, rtol=1e-12)
 
 
+@in_turns(8)
 @pytest.mark.parametrize(
     ("transform", "where", "stage", "world"),
     by_turns(

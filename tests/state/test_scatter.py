@@ -14,6 +14,7 @@ import sliced_states as sliced
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -292,6 +293,7 @@ def everything(rank: int) -> None:
     full_grads(rank, 3, 2, "left out", True, True)
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_processes() -> None:
     run_ranks(everything, 2, backend="processes")
 
@@ -330,6 +332,7 @@ WRONG: dict[str, tuple[str, object, str]] = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("field", ["params", "grads", "moments", "extra"])
 def test_a_leaf_that_does_not_fit_is_named_on_every_rank(wrong: str, field: str) -> None:

@@ -6,12 +6,11 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from processes import run_forked
 
 from fzero.stores.disk import Disk
 
@@ -91,6 +90,6 @@ for path in sys.argv[1:]:
     with tempfile.TemporaryDirectory() as closed:  # tmp_path cannot be seen by another user
         os.chmod(closed, 0o555)
         paths = [closed, os.path.join(closed, "new")]
-        done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+        done = run_forked("-c", code, *paths)
         cannot_write, cannot_make = done.stdout.splitlines()
         assert "cannot write to" in cannot_write and "cannot make the folder" in cannot_make, done.stderr

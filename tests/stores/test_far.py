@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from far.device import compiler
-from nightly import NIGHTLY
+from nightly import NIGHTLY, in_turns
 
 TESTS = Path(__file__).parents[1]
 
 
+@in_turns(2, "a device that lies elsewhere")
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler makes the device")
 def test_steps_are_those_with_all_state_on_the_device(tmp_path: Path) -> None:
     """Numbers, and the bytes that cross; in a process of its own, which then has an accelerator."""

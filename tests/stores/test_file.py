@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 from interrupts import Points
+from processes import run_forked
 
 from fzero.comm.hazards import hazards
 from fzero.stores import blocks
@@ -405,8 +406,10 @@ def test_a_write_that_failed_holds_nothing_when_it_is_dropped(folder: Folder, di
 
 def test_the_system_limits_files(tmp_path: Path) -> None:
     """By RLIMIT_FSIZE, in a process of its own: what the system itself says, and that raising the limit is enough."""
-    run_python(
-        f"""
+    done = run_forked(
+        "-c",
+        textwrap.dedent(
+            f"""
         import resource, torch
         from fzero.stores.disk import Disk
         from fzero.stores.folder import folder_of
@@ -427,7 +430,9 @@ def test_the_system_limits_files(tmp_path: Path) -> None:
         file.start_read(target := torch.empty_like(source))()
         assert torch.equal(target, source)
         """
+        ),
     )
+    assert done.returncode == 0 and not done.stderr, done.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 

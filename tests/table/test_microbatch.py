@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
@@ -24,6 +25,7 @@ def narrow_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (p["w"] * x).sum().to(BF16)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("count", [3, 5, 7])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -12,6 +12,7 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -61,6 +62,7 @@ def trained_by_torch(module: nn.Module, steps: int, lr: float) -> dict[str, torc
     return {name: param.detach() for name, param in module.named_parameters()}
 
 
+@in_turns(3)
 @pytest.mark.parametrize("transform", ["none", "fuse_update", "remat", "accumulate", "donate", "freeze"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_params_with_requires_grad_false_are_frozen(stage: int, transform: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -134,6 +135,7 @@ def run(rank: int, loss: Loss, dims: tuple[int, ...] = (2,)) -> Any:
     return out, fz.gather(pullback(torch.ones_like(out))[0])
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name: str) -> None:
     whole = lambda p: RIGHT[name](p, X, lambda y: y, lambda y: y)

@@ -9,6 +9,7 @@ import pytest
 import scenarios
 import torch
 import torch.utils._pytree as torch_pytree
+from nightly import in_turns
 from programs import pure
 
 import fzero as fz
@@ -31,6 +32,7 @@ def total(step: fz.Step, source: str = "total()") -> fz.Step:
     return step.with_state(fz.Extra("total", source, init, update))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

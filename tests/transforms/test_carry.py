@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day, by_turns
+from nightly import by_day, by_turns, in_turns
 from torch import nn
 
 import fzero as fz
@@ -151,6 +151,7 @@ WRAPS: dict[str, Any] = {
 }
 
 
+@in_turns(7)
 @pytest.mark.parametrize(("wrap", "kind"), by_turns(sorted(WRAPS), sorted(NETS)))
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_as_the_module_trains(wrap: str, kind: str) -> None:
@@ -672,6 +673,7 @@ class Linking(nn.Module):
         return self.out(x + self.tau)  # type: ignore[no-any-return]
 
 
+@in_turns(4)
 @pytest.mark.parametrize("wrap", [fz.shard_zero1, fz.shard_zero3, WRAPS["zero3, remat"]])
 @pytest.mark.parametrize("how", ["table", "written", "read"])
 def test_units_that_share_buffers(how: str, wrap: Any) -> None:

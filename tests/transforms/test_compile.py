@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -67,6 +67,7 @@ def run_three(step: fz.Step, params: Any, x: torch.Tensor) -> tuple[list[float],
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 
 
+@in_turns(5, "compiled by torch")
 @pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     """With a dropout, whose random numbers are the same."""
@@ -85,6 +86,7 @@ def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     run_ranks(rank_main, 1)
 
 
+@in_turns(5, "compiled by torch")
 def test_compiled_on_two_processes() -> None:
     run_ranks(_two_ranks, 2, backend="processes", timeout=240)
 
@@ -97,6 +99,7 @@ def _two_ranks(rank: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@in_turns(5, "compiled by torch")
 def test_units_of_one_code_share_a_graph() -> None:
     """For all steps one graph of the first block, whose input has no gradient, and one of all others; one without any
     gradients; and the first two once more when the batch size changes."""

@@ -13,7 +13,7 @@ import zoo
 from halved import compare
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -144,6 +144,7 @@ def test_modules(
     check(functools.partial(module_of, blocks=blocks, tied=tied, count=sizes[0]), sizes, transform, True)
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     blocks = (("Attention", 1, True), ("Fused", 3, False))
     plan = {**zoo.made(blocks, True).plan([True] * 2), "embedding": "vocabulary"}

@@ -15,6 +15,7 @@ import pytest
 import scenarios
 import torch
 from memories import MEMORIES
+from nightly import in_turns
 
 import fzero as fz
 from fzero.update.update import Decision
@@ -115,6 +116,7 @@ def test_a_state_that_was_overwritten_does_not_come_back(monkeypatch: pytest.Mon
                 fz.gather(state.params)
 
 
+@in_turns(2)
 @pytest.mark.filterwarnings("ignore:fz.donate")  # what the other one holds is copied
 @pytest.mark.parametrize("memory", [None, *MEMORIES], ids=["device", "host", "disk"])
 def test_one_of_two_threads_is_given_the_next_state(memory: Any) -> None:

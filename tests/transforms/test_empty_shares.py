@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -66,6 +67,7 @@ def counted(_: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (targets != -100).sum()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_without_examples_adds_nothing(stage: int) -> None:
     apply, params, tokens, targets = made()

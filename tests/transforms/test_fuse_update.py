@@ -11,6 +11,7 @@ import torch
 from drawn_pipelines import Copied
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.kernels.onepass import CHUNK
@@ -114,6 +115,7 @@ def test_fused_has_the_bits_of_the_step_without_it(
     run_ranks(rank_main, world)
 
 
+@in_turns(4)
 @pytest.mark.parametrize("norm", ["auto", "held", "8-bit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_against_the_plain_float64_step(stage: int, norm: str) -> None:
@@ -212,6 +214,7 @@ def peak(rank: int, fuse: Any, stage: int) -> int:
         return live.peak
 
 
+@in_turns(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_never_all_live_at_once(stage: int) -> None:
     world, total = 2 if stage else 1, 24 * 384 * 384 * 4

@@ -13,7 +13,7 @@ import torch
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day, by_turns
+from nightly import NIGHTLY, by_day, by_turns, in_turns
 from torch.utils import _pytree as pytree
 
 import fzero as fz
@@ -116,6 +116,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
+@in_turns(6)
 @pytest.mark.parametrize(("name", "on"), by_turns(TRANSFORMS, [(0, 1), (1, 2), (3, 3)]))
 def test_transforms_go_on_through_it(name: str, on: tuple[int, int]) -> None:
     stage, world = on
@@ -165,6 +166,7 @@ def encoded(rank: int, policy: str, transform: Any, steps: int) -> list[Any]:
     return out
 
 
+@in_turns(4)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("policy", LOW)
 def test_slow_weights_are_wide_and_params_are_rounded_from_them(policy: str, tmp_path: Path) -> None:

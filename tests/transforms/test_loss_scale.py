@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 
@@ -40,6 +41,7 @@ def as_in_deepspeed(
     return out
 
 
+@in_turns(5)
 @pytest.mark.parametrize("consecutive", [False, True])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 @pytest.mark.parametrize("hysteresis", [1, 2, 4])

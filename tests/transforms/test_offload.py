@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import DISK, HOST, MEMORIES, OF_PROCESSES
-from nightly import NIGHTLY, by_day
+from nightly import NIGHTLY, by_day, in_turns
 
 import fzero as fz
 from fzero.optim import _paused
@@ -84,6 +84,7 @@ def on_a_process(rank: int, chosen: Any, world: int) -> Any:
 SOME = [(2, 2, 1), (3, 3, 0)]
 
 
+@in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize(("stage", "world", "memory"), [*SOME, (1, 3, 1), (1, 2, 0), (3, 3, 1)] if NIGHTLY else SOME)
 def test_on_gloo_processes(stage: int, world: int, memory: int) -> None:
     others = [("it", exactness.SHARDS[stage]), ("remat", fz.remat), ("donate", fz.donate)]
@@ -110,6 +111,7 @@ SCHEMES = {
 
 
 # a drawn composition has any of them; what a scheme stores is written alike where no slice is gathered
+@in_turns(9)
 @pytest.mark.parametrize(("scheme", "stage"), [*((scheme, 3) for scheme in SCHEMES), ("exact", 1), ("compact16", 1)])
 def test_every_scheme(scheme: str, stage: int) -> None:
     more = stage == 3 and scheme in (("exact", "4-bit") if NIGHTLY else ("exact",))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from failing import CALLS, FUSED, Faults, X, at_rest, begun, bits, model, steps, wanted
-from nightly import NIGHTLY, by_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -51,6 +51,7 @@ def check_names(error: BaseException) -> None:
     assert "make room" in str(error) or "read anew" in str(error)
 
 
+@in_turns(5)
 @pytest.mark.parametrize(
     ("fault", "fused"),
     by_turns(
@@ -259,6 +260,7 @@ def test_what_no_thread_can_write_is_told_once_and_read_from_memory(
     assert_trees_equal(bits(step(state, X)[0]), wanted("plain")[1])
 
 
+@in_turns(3)
 @pytest.mark.parametrize("fuse", [None, "held", "auto"])
 def test_a_step_that_cannot_read_leaves_nothing(tmp_path: Path, fuse: str | None) -> None:
     """Neither in frames that lead back to themselves, nor in what torch keeps of a backward that has failed."""
@@ -315,6 +317,7 @@ def _nothing(rank: int) -> None:
     pass
 
 
+@in_turns(2)
 @pytest.mark.parametrize(("stage", "fused", "call"), [(1, "plain", "preadv"), (3, "held", "preadv")])
 def test_another_ranks_disk_fails(tmp_path: Path, stage: int, fused: str, call: str) -> None:
     run = functools.partial(one_rank_fails, folder=str(tmp_path), stage=stage, fused=fused, call=call)

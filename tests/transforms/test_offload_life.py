@@ -19,6 +19,7 @@ import pytest
 import torch
 from failing import FUSED, X, at_rest, begun, bits, model, steps, wanted
 from lasting import lasting
+from nightly import in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -50,6 +51,7 @@ def deep(params: Any, x: torch.Tensor) -> torch.Tensor:
     return x.square().mean()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("fused", FUSED)
 def test_a_state_eight_times_as_large_as_what_is_in_memory(tmp_path: Path, fused: str) -> None:
     width, units = 256, 24

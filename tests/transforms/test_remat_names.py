@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
@@ -310,6 +310,7 @@ def messages(rank: int) -> Any:
     return found[0][0]
 
 
+@in_turns(2)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_messages_are_not_sent_again(backend: str) -> None:
@@ -344,6 +345,7 @@ def opening_on_one_rank(rank: int) -> None:
     assert_trees_equal(*found)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_unit_with_messages_whose_operations_do_not_say_all_on_one_rank(backend: str) -> None:
     run_ranks(opening_on_one_rank, 2, backend=backend)

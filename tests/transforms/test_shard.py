@@ -10,6 +10,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 
@@ -64,6 +65,7 @@ def test_several_axes_are_one(stage: int, mesh: object, scenario: str, remat: bo
     exactness.check(scenario, chosen, torch.Size(mesh[0]).numel())  # type: ignore[index]
 
 
+@in_turns(2)
 @pytest.mark.parametrize("mesh", MESHES[:1] + MESHES[3:4])
 def test_several_axes_on_real_processes(mesh: object) -> None:
     chosen = [("over", functools.partial(over, stage=3, mesh=mesh))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from reference import adamw_steps
 
 import fzero as fz
@@ -175,6 +176,7 @@ def test_drawn_functions_of_slices(
     check(layers, sizes if stage else (1, sizes[1]), stage, others)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
 def test_functions_of_slices_on_real_processes(sizes: tuple[int, int]) -> None:
     layers = (("mlp", 5), ("fused", 3), ("split", 1), ("gathered", 2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import by_turns
+from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.kernels.build import threads
@@ -69,6 +69,7 @@ def trained(step: fz.Step, steps: int = 3) -> Any:
     return fz.gather((state.params, state.moments))
 
 
+@in_turns(2)
 @pytest.mark.filterwarnings("ignore:fz.offload")
 @pytest.mark.parametrize(
     ("how", "donates", "memory"),
@@ -84,6 +85,7 @@ def test_the_bits_are_those_of_updates_in_turn(memory: Any, how: tuple[str | Non
     assert threading.active_count() <= before + 4  # a disk's own
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("ignore:fz.offload")
 @pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
 def test_what_every_rank_holds_is_gathered_once_it_is_updated(shard: Any) -> None:
@@ -137,6 +139,7 @@ def test_a_unit_is_pulled_back_while_the_one_before_is_updated(monkeypatch: pyte
     assert len(seen) == 5 and all(beside and in_time and lent == 2 for beside, in_time, lent in seen)
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("ignore:fz.offload")
 @pytest.mark.parametrize("at", [0, 2, 4])
 @pytest.mark.parametrize("fuse", [None, "auto", "held"])

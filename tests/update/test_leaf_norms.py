@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.base import pytree
@@ -134,6 +134,7 @@ def on_processes(rank: int) -> None:
         )
 
 
+@in_turns(5, "on processes, as on threads")
 def test_on_real_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 

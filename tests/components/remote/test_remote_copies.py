@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -66,6 +67,7 @@ def test_what_is_the_same_goes_on(place: Any) -> None:
             torch.testing.assert_close((fz.fetch(ct), fz.gather(grads)["s"]), (by_x, by_w))
 
 
+@in_turns(2)
 @pytest.mark.parametrize("on", ["threads", "processes"])
 def test_what_differs_is_refused(on: str) -> None:
     def need_refused(use: Any) -> None:

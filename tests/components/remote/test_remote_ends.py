@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.components.remote.failure import error_of
@@ -72,6 +73,7 @@ if __name__ == "__main__":
 """
 
 
+@in_turns(5, "interpreters of their own")
 def test_a_forked_child_ends_nothing(tmp_path: Path) -> None:
     """It may be collected there, closed, or used: which is refused at once."""
     script = tmp_path / "forks.py"
@@ -202,6 +204,7 @@ def _sent_with(send: Callable[[Any], None], early: bool, does: Callable[[], obje
     return sent
 
 
+@in_turns(6)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("on", ["threads", "processes"])

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 
@@ -72,6 +73,7 @@ def need_close(got: Any, expected: Any) -> None:
             assert x == y
 
 
+@in_turns(4)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_it_is_the_function_on_the_whole_batch(component: Any, data: st.DataObject) -> None:
@@ -102,6 +104,7 @@ def test_it_is_the_function_on_the_whole_batch(component: Any, data: st.DataObje
     torch.testing.assert_close(fz.fetch(fz.global_norm(own)), norm, rtol=1e-10, atol=0)
 
 
+@in_turns(2)
 def test_steps_are_those_of_one_process(component: Any) -> None:
     """A whole loss, uneven shares included, and one step by hand."""
     step, params = builds.built(0, stage=0)
@@ -155,6 +158,7 @@ def test_values_are_kept_and_gone_back_to(component: Any) -> None:
     need_close(fz.fetch(component.forward(first, x, ("loss",))), fz.fetch(loss))
 
 
+@in_turns(4)
 def test_the_loop_of_two_components(component: Any) -> None:
     """DESIGN's multimodal loop: the same with handles as with steps of this process."""
     generator = torch.Generator().manual_seed(6)

@@ -17,7 +17,7 @@ import pytest
 import remote_builds as builds
 import torch
 import torch.utils._pytree as torch_pytree
-from nightly import at_length
+from nightly import at_length, in_turns
 
 import fzero as fz
 
@@ -49,6 +49,7 @@ DEATHS = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("what", DEATHS)
 def test_a_rank_that_dies_is_named(what: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Within about a second, also where the other rank waits for it in a collective."""
@@ -146,6 +147,7 @@ def _built_apart(rank: int) -> tuple[Any, ...]:
     return fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))), {"w": builds.ONES}
 
 
+@in_turns(2)
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("on", ["threads", "processes"])
 def test_no_call_meets_the_collectives_of_one_that_failed_before(on: str, waits: bool) -> None:
@@ -248,6 +250,7 @@ def places(which: str) -> Any:
     return fz.remote(build, 2 if which == "vision" else 1, name=which, timeout=20)
 
 
+@in_turns(3, "processes that start slowly")
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     before = {*os.listdir("/dev/shm")}
@@ -273,6 +276,7 @@ if __name__ == "__main__":
 """
 
 
+@in_turns(2)
 @pytest.mark.parametrize("kill", [True, pytest.param(False, marks=at_length)])
 def test_no_rank_outlives_its_controlling_process(kill: bool, tmp_path: Path) -> None:
     """Killed, and ended without a close: silently."""

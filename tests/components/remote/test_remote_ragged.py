@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from test_remote_dims import P, need_close, pulled_back
 
 import fzero as fz
@@ -97,6 +98,7 @@ def test_the_way_back_is_the_transpose_to_the_last_bit(components: list[Any], da
     assert (got * y).sum() == (x.values * fz.fetch(ct)).sum()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3, 1)])
 def test_rows_of_a_ranks_examples_over_a_further_axis(sizes: tuple[int, int], components: list[Any]) -> None:
     """Examples over dp, and the rows of each rank's over sp, several tensors of them; and on to ranks of other cuts."""

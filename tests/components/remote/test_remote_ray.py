@@ -16,7 +16,7 @@ import pytest
 import remote_builds as builds
 import torch
 import torch.utils._pytree as torch_pytree
-from nightly import at_length
+from nightly import at_length, in_turns
 
 import fzero as fz
 from fzero.components.remote import on_ray
@@ -61,6 +61,7 @@ def loop(on: str) -> list[torch.Tensor]:
         return out
 
 
+@in_turns(3, "processes that start slowly")
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
     """And an actor that dies is named, and one that finds no room: by the same actors, which start slowly."""
     del cluster

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+from nightly import in_turns
 from test_remote_dims import P, need_close, pulled_back
 
 import fzero as fz
@@ -21,6 +22,7 @@ def layer(fn: Any, plan: dict[str, int], sizes: tuple[int, int], in_specs: Any, 
     return fz.remote(build, sizes[0] * sizes[1], "threads", in_specs=in_specs, out_specs=out_specs)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sizes", [((1, 2), (1, 2)), ((2, 2), (1, 3)), ((1, 3), (2, 1)), ((3, 1), (2, 2))])
 def test_features_go_from_columns_to_rows(sizes: tuple[tuple[int, int], tuple[int, int]]) -> None:
     """Nobody has all of them; outputs, grads and input cotangents are those of one process."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+from nightly import in_turns
 
 import fzero as fz
 
@@ -34,6 +35,7 @@ def base(optimizer: Any = None) -> fz.Step:
     return fz.train_step(builds.program, optimizer or fz.adamw(0.01))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("on", ["threads"])
 def test_transforms_go_on_inside(name: str, on: str) -> None:
@@ -160,6 +162,7 @@ out = [own.forward(state, x, "sleep") for _ in range(10)]
 """
 
 
+@in_turns(5, "interpreters of their own")
 def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
     """Silently, in the midst of their calls."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
