@@ -31,7 +31,7 @@ class Bodies:
     def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool) -> None:
         self.mode, self.decompositions, self.inline = mode, decompositions, inline
         self.regions: list[Traced] = []
-        self.silent: dict[int, set[int]] = {}  # the places of the cotangents of a region that were zero in each pullback
+        self.silent: dict[int, set[int]] = {}  # places of a region's cotangents that are zero in each pullback
         self._known: dict[object, tuple[int, Opened]] = {}
 
     def gathered(self, group: int) -> torch.Tensor:

@@ -48,8 +48,8 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
 
 
 def _same(one: Node, other: Node) -> bool:
-    x, y = one.meta.get("val"), other.meta.get("val")
-    return x is not None and (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    x, y = one.meta["val"], other.meta["val"]
+    return (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
 def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Collection[int]]) -> None:

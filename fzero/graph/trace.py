@@ -253,9 +253,9 @@ def _parted(
     fused = {n for n in forward if fuses and _is_pointwise(n)}
     least: Collection[Node] = ()
     if fused and not recompute:
-        ends = {x for n in nodes if n in pulled and n in after for x in n.all_input_nodes}
+        ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
         ends |= {x for x in grads if isinstance(x, Node)}
-        least = _cut([n for n in ends if n in first], lambda n: n in fused or again(n), fused, stored)
+        least = _cut([n for n in ends if n in first], lambda n: n in fused or again(n), {*forward}, fused, stored)
     if recompute:
         pulled |= {n for n in forward if draws(n)} if any(draws(n) for n in pulled) else set()
         pulled = _ancestors(pulled, stop=set(tangents))
@@ -298,14 +298,18 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _cut(
-    ends: Sequence[Node], again: Callable[[Node], bool], fused: Collection[Node], stored: Collection[Node]
+    ends: Sequence[Node],
+    again: Callable[[Node], bool],
+    forward: Collection[Node],
+    fused: Collection[Node],
+    stored: Collection[Node],
 ) -> set[Node]:
     """What a pullback is given so that the least memory is written and read: a minimal cut of the forward.
 
     Args:
         ends: what it needs of the forward.
         again: whether it can compute a value anew.
-        fused: what is written to memory only if somebody else than these needs it.
+        fused: what the forward writes to memory only if somebody else than these needs it.
         stored: what costs nothing.
     """
     import networkx
@@ -322,7 +326,7 @@ def _cut(
         if is_view(node):
             graph.add_edge((node, 0), (node, 1))
         else:
-            alone = node in fused and all(user in fused for user in node.users)
+            alone = node in fused and all(user in fused or user not in forward for user in node.users)
             size = 0 if node in stored or not isinstance(value, torch.Tensor) else value.numel() * value.itemsize
             graph.add_edge((node, 0), (node, 1), capacity=size * (2 if alone else 1))
         for x in node.all_input_nodes if again(node) else ():
