@@ -140,7 +140,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts how often a tensor's memory was written to; 0 for a tensor of inference mode, which does not count."""
+    """Counts how often a tensor's memory was written to, below every functorch level; 0 in inference mode."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 

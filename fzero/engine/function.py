@@ -24,7 +24,7 @@ from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten, versions_of
+from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
 from fzero.formats.formats import Plain
 from fzero.purity.look import looking_at
 from fzero.purity.strict import is_strict
@@ -243,7 +243,7 @@ def call_function(
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
-    entered = versions_of([leaf for leaf, _ in full])
+    entered = [private.version(leaf) for leaf, _ in full]
 
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -295,7 +295,7 @@ def call_function(
         if known:
             need_invariant(split_result(step, out)[0], known)
         has_run(known, before, given)
-    for (_, group), version, now in zip(full, entered, versions_of([leaf for leaf, _ in full]), strict=True):
+    for (_, group), version, now in zip(full, entered, [private.version(leaf) for leaf, _ in full], strict=True):
         if now != version:
             raise ValueError(
                 f"step: the function writes to leaf {' or '.join(repr(slot.path) for slot in group.slots)} in place, "

@@ -313,14 +313,14 @@ Guarded = Sequence[tuple[weakref.ref[torch.Tensor], int]]
 
 def guarded(tensors: Sequence[torch.Tensor]) -> Guarded:
     """How often tensors that a pullback may need have been written to."""
-    return [(weakref.ref(x), private.version(private.unwrapped(x))) for x in tensors]
+    return [(weakref.ref(x), private.version(x)) for x in tensors]
 
 
 def need_unwritten(tensors: Guarded) -> None:
     """Refuses a write to an input or an output since the run, which the graph may have kept."""
     for reference, before in tensors:
         x = reference()
-        if x is not None and private.version(private.unwrapped(x)) != before:
+        if x is not None and private.version(x) != before:
             raise RuntimeError(
                 f"pullback: an input or an output of the forward, of shape {tuple(x.shape)}, has been modified by an "
                 "inplace operation since, and the pullback may need what it was. Write to a copy: x.clone()."

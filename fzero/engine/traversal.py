@@ -232,7 +232,7 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     if traversal is None:
         return None, (0,) * len(values)
     full = numbers.get
-    return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
+    return traversal.layout, tuple([-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values])
 
 
 def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool, bool]:

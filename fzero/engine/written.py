@@ -39,11 +39,6 @@ def stored(params: Sharded) -> list[tuple[Key | Part, torch.Tensor]]:
     return [(name, x) for name, x in every if isinstance(x, torch.Tensor)]
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each has been written to."""
-    return [private.version(private.unwrapped(x)) for x in tensors]
-
-
 @contextlib.contextmanager
 def unwritten(state: TrainState, who: str) -> Iterator[None]:
     """Around a run of a function on a state's params, or a pullback.
@@ -56,10 +51,10 @@ def unwritten(state: TrainState, who: str) -> Iterator[None]:
     """
     every = stored(state.params)
     names, buffers = [name for name, _ in every], [x for _, x in every]
-    before = versions_of(buffers)
+    before = list(map(private.version, buffers))
 
     def kill() -> str | None:
-        now = versions_of(buffers)
+        now = list(map(private.version, buffers))
         if now == before:
             return None
         written = next(name for name, x, y in zip(names, before, now, strict=True) if x != y)

@@ -31,6 +31,7 @@ class Bodies:
     def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool) -> None:
         self.mode, self.decompositions, self.inline = mode, decompositions, inline
         self.regions: list[Traced] = []
+        self.silent: dict[int, set[int]] = {}  # places of a region's cotangents that are zero in each pullback
         self._known: dict[object, tuple[int, Opened]] = {}
 
     def gathered(self, group: int) -> torch.Tensor:
@@ -123,7 +124,10 @@ class _Called(torch.autograd.Function):
         traced: Traced = ctx.traced
         if of_torch.grad_levels() > 2:
             raise Inline
-        given = []
+        given, metas = [], operators.tracing.get()
+        assert isinstance(metas, Bodies)
+        silent = {place for place, i in enumerate(traced.real) if cotangents[i] is None}
+        metas.silent[ctx.number] = metas.silent.get(ctx.number, silent) & silent
         for i, (shape, dtype, device) in zip(traced.real, ctx.metas, strict=True):
             own = cotangents[i]
             given.append(torch.zeros(shape, dtype=dtype, device=device) if own is None else own.contiguous())

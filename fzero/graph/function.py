@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
-from fzero.graph import inductor, of_torch, operators, program
+from fzero.graph import inductor, of_torch, operators, passes, program
 from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
@@ -117,6 +117,7 @@ class Function:
                     except Inline:
                         continue
             break
+        passes.of_use(traced.forward, bodies.regions, bodies.silent)
         every = [traced.forward, *[each for region in bodies.regions for each in (region.forward, region.pullback)]]
         for module in every:
             need_plain(module.graph.nodes)

@@ -127,7 +127,7 @@ def trace(
     for node in graph.nodes:
         _tidied(node)
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    return _parted(module, outs, tangents, grads, constants, real, recompute, free)
+    return _parted(module, outs, tangents, grads, constants, real, recompute, free, fuses=bool(decompositions))
 
 
 def _lifted(module: GraphModule) -> list[torch.Tensor]:
@@ -221,6 +221,7 @@ def _parted(
     real: Sequence[int],
     recompute: bool,
     free: Collection[int],
+    fuses: bool,
 ) -> Traced:
     """Cuts the graph of both into a forward and a pullback."""
     nodes = list(module.graph.nodes)
@@ -247,8 +248,14 @@ def _parted(
             source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
             of_param = node.target in of_torch.CASTS and source is not None and _root(source) in stored
             cheap[node] = is_view(node) or of_param
-        return cheap[node]
+        return cheap[node] or (node in fused and node not in least)
 
+    fused = {n for n in forward if fuses and _is_pointwise(n)}
+    least: Collection[Node] = ()
+    if fused and not recompute:
+        ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
+        ends |= {x for x in grads if isinstance(x, Node)}
+        least = _cut([n for n in ends if n in first], lambda n: n in fused or again(n), {*forward}, fused, stored)
     if recompute:
         pulled |= {n for n in forward if draws(n)} if any(draws(n) for n in pulled) else set()
         pulled = _ancestors(pulled, stop=set(tangents))
@@ -283,6 +290,52 @@ def _parted(
         values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Tells whether Inductor computes an operator element by element, in one pass with those around it."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node)
+
+
+def _cut(
+    ends: Sequence[Node],
+    again: Callable[[Node], bool],
+    forward: Collection[Node],
+    fused: Collection[Node],
+    stored: Collection[Node],
+) -> set[Node]:
+    """What a pullback is given so that the least memory is written and read: a minimal cut of the forward.
+
+    Args:
+        ends: what it needs of the forward.
+        again: whether it can compute a value anew.
+        fused: what the forward writes to memory only if somebody else than these needs it.
+        stored: what costs nothing.
+    """
+    import networkx
+
+    graph: Any = networkx.DiGraph()
+    graph.add_nodes_from(("begin", "end"))
+    todo, seen = list(ends), set(ends)
+    for node in ends:
+        graph.add_edge((node, 1), "end")
+    for node in todo:  # which grows
+        if not again(node):
+            graph.add_edge("begin", (node, 0))
+        value = node.meta.get("val")
+        if is_view(node):
+            graph.add_edge((node, 0), (node, 1))
+        else:
+            alone = node in fused and all(user in fused or user not in forward for user in node.users)
+            size = 0 if node in stored or not isinstance(value, torch.Tensor) else value.numel() * value.itemsize
+            graph.add_edge((node, 0), (node, 1), capacity=size * (2 if alone else 1))
+        for x in node.all_input_nodes if again(node) else ():
+            graph.add_edge((x, 1), (node, 0))
+            if x not in seen:
+                seen.add(x)
+                todo.append(x)
+    _, (first, _) = networkx.minimum_cut(graph, "begin", "end")
+    return {node for node in todo if (node, 0) in first and (node, 1) not in first}
 
 
 def _root(node: Node) -> Node:

@@ -64,7 +64,7 @@ def versions(tree: object) -> Sequence[int]:
     """Those of a tree's buffers, in the order of its groups."""
     if not isinstance(tree, Sharded):
         return ()
-    return [private.version(private.unwrapped(tree.local(key))) for key in tree.groups]
+    return [private.version(tree.local(key)) for key in tree.groups]
 
 
 def _without_gaps(tree: Sharded) -> Sharded:

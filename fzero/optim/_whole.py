@@ -206,12 +206,12 @@ class _Whole:
         for (i, dtype), x in zip(places.items(), own, strict=False):
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
-        before = private.version(private.unwrapped(p))
+        before = private.version(p)
         run, draw = self.optimizer.update, draw or Draw(0, 0)
         # so that whoever updates this leaf draws the same
         with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), of_leaf("update", path):
             found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **taken(run, extra))
-        if private.version(private.unwrapped(p)) != before:
+        if private.version(p) != before:
             raise ValueError(
                 f"whole: the update of leaf {path!r} writes to its param in place. That is a copy, so the write is "
                 "lost. Return what is to be added to it as its update."

@@ -98,7 +98,7 @@ class Piece(StandIn):
             # as where it was made, as others may read it there, too
             with private.outside_inference(), torch.enable_grad(), private.below_transforms(self.level):
                 self.value = maps.gather(self.local, self.axis, self.along, self.sizes)
-            self.version = private.version(private.unwrapped(self.value))
+            self.version = private.version(self.value)
         return self.value
 
     def outside(self) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Piece(StandIn):
         if self.value is None:
             return
         does = "returns a view of" if storage_of(self.value) in views else ""
-        does = "writes to" if private.version(private.unwrapped(self.value)) != self.version else does
+        does = "writes to" if private.version(self.value) != self.version else does
         if does:
             raise ValueError(
                 f"A unit {does} an argument of shape {tuple(self.shape)}, of which each rank has a piece "
@@ -202,12 +202,12 @@ def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> obje
     leaves, spec = pytree.flatten((args, kwargs or {}))
     own = [x for x in leaves if isinstance(x, Piece)]
     args, kwargs = pytree.unflatten(spec, [whole(x) if isinstance(x, Piece) else x for x in leaves])
-    before = [private.version(private.unwrapped(x.whole())) for x in own]
+    before = [private.version(x.whole()) for x in own]
     out = func(*args, **(kwargs or {}))
     storages = {storage_of(x) for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)}
     for x, version in zip(own, before, strict=True):
         value = x.whole()
-        written = writes(func, kwargs) or private.version(private.unwrapped(value)) != version
+        written = writes(func, kwargs) or private.version(value) != version
         if written or storage_of(value) in storages:
             x.local = None
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -28,7 +27,7 @@ class LeafSquares(Mapping[int, torch.Tensor]):
     """
 
     def __init__(self, leaves: Sequence[int], vector: torch.Tensor) -> None:
-        if any(a > b for a, b in itertools.pairwise(leaves)):
+        if sorted(leaves) != list(leaves):
             order = sorted(range(len(leaves)), key=leaves.__getitem__)
             leaves, vector = [leaves[i] for i in order], vector[order]
         self.leaves, self.vector = leaves, vector
@@ -51,7 +50,7 @@ class LeafSquares(Mapping[int, torch.Tensor]):
 
 def square(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each, in float64: [pieces]."""
-    if private.transforms() or any(piece.requires_grad for piece in pieces):
+    if private.transforms() or any([piece.requires_grad for piece in pieces]):
         wide = [piece.to(torch.float64).reshape(-1) for piece in pieces]
         return torch.stack([torch.dot(x, x) for x in wide])  # in one pass, and with derivatives of any order at zero
     return norms_of(pieces).square()

@@ -224,7 +224,7 @@ def writes(func: object, kwargs: Named) -> bool:
 
 
 def _version(copy: torch.Tensor) -> int:
-    return private.version(private.unwrapped(copy))
+    return private.version(copy)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

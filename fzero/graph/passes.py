@@ -1,0 +1,88 @@
+"""Passes over the graph of a function: what nobody uses of a region is not computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fzero.graph import operators
+from fzero.graph.trace import Traced, is_view, result_of
+
+_aten = torch.ops.aten
+_SCALED = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default}  # zero if an operand is
+_LINEAR = {  # zero if the first operand is
+    *(_aten.div.Tensor, _aten.div.Scalar, _aten.sum.default, _aten.sum.dim_IntList, _aten.clone.default),
+    *(_aten._to_copy.default, torch.ops.prims.convert_element_type.default),
+}
+
+
+def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
+    """A pullback some of whose inputs, cotangents by which nobody differentiates, are zero: less is left to add."""
+    graph = pullback.graph
+    zero = {node for i, node in enumerate(graph.find_nodes(op="placeholder")) if i in places}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        first, second = (*node.args, None, None)[:2]
+        if (node.target, 0) in ((_aten.scalar_tensor.default, first), (_aten.full.default, second)):
+            zero.add(node)
+        elif node.target in _SCALED and (first in zero or second in zero):
+            zero.add(node)
+        elif (node.target in _LINEAR or is_view(node)) and first in zero:
+            zero.add(node)
+        elif node.target is _aten.where.self and node.args[1] in zero and node.args[2] in zero:
+            zero.add(node)
+        elif node.target is _aten.add.Tensor and not node.kwargs:
+            for own, other in ((first, second), (second, first)):
+                if own in zero and isinstance(other, Node) and _same(other, node):
+                    node.replace_all_uses_with(other)
+                    zero |= {node} if other in zero else set()
+                    break
+    graph.eliminate_dead_code()
+    return pullback
+
+
+def _same(one: Node, other: Node) -> bool:
+    x, y = one.meta["val"], other.meta["val"]
+    return (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Collection[int]]) -> None:
+    """Takes out of regions, and of their calls in a graph, what nobody uses.
+
+    Args:
+        silent: for each region that is pulled back, the places among its cotangents of those that are always zero.
+    """
+    graph = module.graph
+    for number, region in enumerate(regions):
+        held = len(region.saved)
+        silenced(region.pullback, {held + i for i in silent.get(number, ())})
+        inputs = list(region.pullback.graph.find_nodes(op="placeholder"))
+        gone = [i for i, node in enumerate(inputs) if not node.users]
+        for i in gone:
+            region.pullback.graph.erase_node(inputs[i])
+        region.pullback.recompile()
+        operands = len(region.forward.graph.find_nodes(op="placeholder")) - len(region.constants)
+        given = [i for i in range(len(inputs)) if i >= held or -1 - region.saved[i] < operands]  # the others: constants
+        for node in graph.find_nodes(op="call_function", target=operators.PULL):
+            if node.args[1] == number:
+                node.args = [x for i, x in zip(given, node.args[0], strict=True) if i not in gone], number
+        saved = [place for i, place in enumerate(region.saved) if i not in gone]
+        regions[number] = dataclasses.replace(region, saved=saved)
+    graph.eliminate_dead_code()
+    used: dict[int, set[Any]] = {}
+    for node in graph.find_nodes(op="call_function", target=operators.REGION):
+        places = used.setdefault(node.args[1], set())
+        places |= {user.args[1] for user in node.users if user.target is operator.getitem}
+    for number, region in enumerate(regions):
+        own = region.forward.graph
+        end = next(iter(own.find_nodes(op="output")))
+        end.args = ([x if i in used.get(number, ()) else None for i, x in enumerate(result_of(region.forward))],)
+        own.eliminate_dead_code()
+        region.forward.recompile()
+    module.recompile()

@@ -1,0 +1,100 @@
+"""Passes over graphs: what a pullback is given, and what nobody uses."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fzero as fz
+from fzero.graph import inductor, of_torch, operators, passes
+from fzero.graph.trace import Traced, trace
+from fzero.kernels import build
+
+F64 = torch.float64
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+
+
+def traced(fn: Any, *given: torch.Tensor, fuses: bool) -> Traced:
+    mode = of_torch.fake_mode()
+    with mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        run = lambda xs: (outs := [fn(*xs)], range(len(outs)), ())
+        return trace(run, fakes, range(len(fakes)), inductor.table() if fuses else {})
+
+
+def between(made: Traced) -> int:
+    """Elements that the forward puts out for the pullback alone."""
+    outs = next(iter(made.forward.graph.find_nodes(op="output"))).args[0]
+    return sum(x.meta["val"].numel() for x in outs[made.outputs :])  # type: ignore[union-attr]
+
+
+def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x @ gate) * (x @ up) @ down
+
+
+def test_a_pullback_computes_again_what_is_cheap() -> None:
+    given = [torch.randn(3, 4), torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 4)]
+    assert between(traced(swiglu, *given, fuses=False)) > 2 * 24
+    made = traced(swiglu, *given, fuses=True)
+    assert between(made) == 2 * 24, "the two products; what is computed of them by element is computed again"
+    out, *saved = made.forward(*given)
+    held = [([out, *saved][i] if i >= 0 else given[-1 - i]) for i in made.saved]
+    expected = torch.func.vjp(swiglu, *given)[1](torch.ones(3, 4))
+    for found, other in zip(made.pullback(*held, torch.ones(3, 4)), expected, strict=True):
+        torch.testing.assert_close(found, other)
+
+
+def test_what_is_drawn_is_kept() -> None:
+    made = traced(lambda x: torch.nn.functional.dropout(x, 0.5) * x, torch.randn(100), fuses=True)
+    assert not made.draws[1]
+
+
+@pytest.mark.parametrize("silent", [(), (0,), (1,), (0, 1)])
+def test_cotangents_that_are_zero(silent: tuple[int, ...]) -> None:
+    def pullback(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+        kept = torch.where(x > 0, first, torch.scalar_tensor(0.0))
+        return [kept * 2.0 + (-second / x).to(torch.float64).to(x.dtype), first.expand(2, 3) + second]
+
+    x, *given = torch.randn(3), torch.randn(3), torch.randn(3)
+    given = [torch.zeros(3) if i in silent else own for i, own in enumerate(given)]
+    module = make_fx(pullback)(x, *given)
+    before = len(module.graph.nodes)
+    made = passes.silenced(module, [1 + i for i in silent])
+    made.recompile()
+    assert len(made.graph.nodes) < before or not silent
+    for found, other in zip(made(x, *given), pullback(x, *given), strict=True):
+        torch.testing.assert_close(found, other)
+
+
+@needs_compiler
+def test_what_nobody_uses_of_a_step_is_not_computed() -> None:
+    """The derivative of the norm of the gradient, here, and the last step's moments."""
+    loss = lambda p, x: (torch.tanh(x @ p["w"]) - 1.0).square().mean()
+    params, x = {"w": torch.randn(4, 4, dtype=F64)}, torch.randn(3, 4, dtype=F64)
+    of: list[Any] = []
+
+    def meta(by: str) -> Any:
+        def after(lr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            step = fz.train_step(loss, fz.adamw(lr))
+            state = step.init(params)
+            for _ in range(2):
+                state, metrics = step(state, x)
+            return step.forward(state, x) if by == "loss" else metrics["grad_norm"]  # type: ignore[no-any-return]
+
+        return torch.func.grad(after)
+
+    rate = torch.tensor(0.01, dtype=F64)
+    for by in ("loss", "grad_norm"):
+        plain, fast = meta(by), fz.jit(meta(by), backend="graph")
+        for _ in range(2):
+            torch.testing.assert_close(fast(rate, x), plain(rate, x), rtol=1e-10, atol=1e-12)
+        of.append(fast.graph(rate, x))
+    pulled = [module.graph.find_nodes(op="call_function", target=operators.PULL) for module in of]
+    assert [len(nodes) for nodes in pulled] == [2, 2]
+    for module in of:
+        for node in module.graph.find_nodes(op="call_function", target=operators.REGION):
+            assert all(user.target is operator.getitem and user.users for user in node.users)
