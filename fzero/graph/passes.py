@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -75,7 +74,7 @@ def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Coll
         saved = [place for i, place in enumerate(region.saved) if i not in gone]
         regions[number] = dataclasses.replace(region, saved=saved)
     graph.eliminate_dead_code()
-    used: dict[int, set[Any]] = {}
+    used: dict[object, set[object]] = {}
     for node in graph.find_nodes(op="call_function", target=operators.REGION):
         places = used.setdefault(node.args[1], set())
         places |= {user.args[1] for user in node.users if user.target is operator.getitem}
