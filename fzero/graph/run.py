@@ -122,9 +122,9 @@ def made(
     table = inductor.table() if backend == "inductor" else {}
     for inline in (False, True):
         mode = of_torch.fake_mode()
-        tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
+        tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
         with contextlib.suppress(Inline), tracer:
-            return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
+            return Program(traced_call(step, tracer, flat, spec, wanted or ()), backend)
     raise AssertionError
 
 

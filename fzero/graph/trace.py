@@ -126,6 +126,8 @@ def trace(
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
         _tidied(node)
+        if node.target in operators.MESSAGES:
+            node.meta["message"] = operators.now().messages[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
     return _parted(module, outs, tangents, grads, constants, real, recompute, free)
 
@@ -225,14 +227,17 @@ def _parted(
     """Cuts the graph of both into a forward and a pullback."""
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    after: set[Node] = set(tangents)  # what depends on a cotangent
-    for node in nodes:
+    begin = nodes.index(tangents[0]) if tangents else len(nodes)
+    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.MESSAGES]}  # the pullback's own
+    for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in nodes if draws(n) and n not in after])
+    effects = [n for n in nodes if draws(n) or n.target in operators.MESSAGES]
+    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    pulled = _ancestors([x for x in grads if isinstance(x, Node)], stop=set(tangents))
+    sent = [n for n in effects if n in after and n.target in operators.MESSAGES]
+    pulled = _ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}
@@ -250,12 +255,13 @@ def _parted(
         return cheap[node]
 
     if recompute:
-        pulled |= {n for n in forward if draws(n)} if any(draws(n) for n in pulled) else set()
-        pulled = _ancestors(pulled, stop=set(tangents))
+        drawing = any(draws(n) for n in pulled)
+        effects = [n for n in effects if n in first and (drawing or n.target in operators.MESSAGES)]
+        pulled = _ancestors(pulled.union(effects), stop=set(tangents))
     own: set[Node] = set()
     saved: dict[Node, None] = {}
     todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
-    todo += [n for n in nodes if recompute and n in pulled and n in first and draws(n)]
+    todo += effects if recompute else []
     todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
     for node in todo:  # which grows
         if node in own or node in saved:
