@@ -6,12 +6,14 @@ import contextvars
 import itertools
 import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from fzero.base import private
 from fzero.base.context import variable
+from fzero.base.random import seeded
 from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -27,6 +29,7 @@ class Graph(Protocol):
 
     def begin(self, start: Start, send: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> Came: ...
     def told(self, axis: Axis, numbers: tuple[int, ...], tag: Hashable) -> list[tuple[int, ...]]: ...
+    def stream(self, draw: Callable[[], seeded]) -> AbstractContextManager[None]: ...
 
 
 graph: contextvars.ContextVar[Graph | None] = variable("graph", None)

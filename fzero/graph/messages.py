@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
+from fzero.base.random import seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import Came, Start
@@ -40,6 +42,22 @@ class Messages(list[Message]):
                     "was traced. Cut into equal pieces (pad the batch), give the sizes (sizes=), or leave jit out."
                 )
 
-        self.append(Message(compare))
-        operators.TOLD(len(self) - 1)
+        self._aside(compare)
         return expected
+
+    @contextlib.contextmanager
+    def stream(self, draw: Callable[[], seeded]) -> Iterator[None]:
+        """Inside, random numbers are those of another stream, whose seed each run draws."""
+        streams: list[seeded] = []
+
+        def begin() -> None:
+            streams.append(draw())
+            streams[-1].__enter__()
+
+        self._aside(begin)
+        yield
+        self._aside(lambda: streams.pop().__exit__(None, None, None))
+
+    def _aside(self, run: Callable[[], object]) -> None:
+        self.append(Message(run))
+        operators.ASIDE(len(self) - 1)

@@ -3,7 +3,7 @@
 They run while a step is traced only, on tensors without values: the code that is made of a graph calls what they stand
 for. `gather(k)` is the full buffer of group `k`; `reduce(x, k)` adds to the gradient of group `k`; `region(xs, n)` and
 `pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `send(xs, m)` begins the `m`-th message of
-the function's own, `arrived(sent, m)` is what has come of it, and `told(m)` compares what ranks tell each other.
+the function's own, `arrived(sent, m)` is what has come of it, and `aside(m)` does what has no tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Metas(Protocol):
 
 
 class Message(NamedTuple):
-    """A message of the function's own: what runs, and the tensors without values that come."""
+    """A message of the function's own: what runs, and the tensors without values that come. Or what is done aside."""
 
     start: Callable[..., object]
     like: Sequence[torch.Tensor] = ()
@@ -56,7 +56,7 @@ for _schema, _fake in (
     ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().pulled(region)),
     ("send(Tensor[] xs, int message) -> Tensor", lambda xs, message: xs[0].new_empty(())),
     ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _arrived(message)),
-    ("told(int message) -> Tensor", lambda message: torch.empty((), device="cpu")),
+    ("aside(int message) -> Tensor", lambda message: torch.empty((), device="cpu")),
 ):
     _LIBRARY.define(_schema)
     torch.library.register_fake(f"fzero::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
@@ -68,8 +68,8 @@ REGION = torch.ops.fzero.region.default
 PULL = torch.ops.fzero.pull.default
 SEND = torch.ops.fzero.send.default
 ARRIVED = torch.ops.fzero.arrived.default
-TOLD = torch.ops.fzero.told.default
-MESSAGES = {SEND, ARRIVED, TOLD}  # other ranks wait for them, whether or not their values are used here
+ASIDE = torch.ops.fzero.aside.default
+MESSAGES = {SEND, ARRIVED, ASIDE}  # other ranks wait for them, whether or not their values are used here
 for _each in MESSAGES:
     torch.fx.has_side_effect(_each)
 OWN = {GATHER, REDUCE, REGION, PULL, *MESSAGES}

@@ -154,7 +154,7 @@ def compiled(
                 lines.append(f"with calls.seeded({seed}):")
                 indent = "    "
             lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
-        elif node.target in (operators.SEND, operators.TOLD):
+        elif node.target in (operators.SEND, operators.ASIDE):
             lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
         elif node.target is operators.ARRIVED:
             lines.append(f"{name} = {constant(node.args[0])}()")
