@@ -236,8 +236,8 @@ def need_traceable(step: Spec, state: TrainState) -> None:
         what = (
             f"states or activations in {name_of(memories[0])} (fz.offload)"
             if memories
-            else "names to keep (fz.remat(save=...))"
-            if row.names.all
+            else "names to put on the host (fz.remat(offload=...))"
+            if row.names.offload
             else "fz.compile"
             if row.compile
             else ""

@@ -56,6 +56,7 @@ for _schema, _fake in (
     ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().pulled(region)),
     ("send(Tensor[] xs, int message) -> Tensor", lambda xs, message: xs[0].new_empty(())),
     ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _arrived(message)),
+    ("named(Tensor x, str name) -> Tensor", lambda x, name: x.new_empty(())),
     ("aside(int message) -> Tensor", lambda message: torch.empty((), device="cpu")),
 ):
     _LIBRARY.define(_schema)
@@ -70,8 +71,10 @@ SEND = torch.ops.fzero.send.default
 ARRIVED = torch.ops.fzero.arrived.default
 ASIDE = torch.ops.fzero.aside.default
 MESSAGES = {SEND, ARRIVED, ASIDE}  # other ranks wait for them, whether or not their values are used here
-for _each in MESSAGES:
+NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
+for _each in (*MESSAGES, NAMED):
     torch.fx.has_side_effect(_each)
+SENT = {SEND, ARRIVED}
 OWN = {GATHER, REDUCE, REGION, PULL, *MESSAGES}
 
 

@@ -51,7 +51,7 @@ def trace(
     primals: Sequence[torch.Tensor],
     wanted: Sequence[int],
     decompositions: of_torch.Table,
-    recompute: bool = False,
+    recompute: Collection[str] | None = None,
     free: Collection[int] = (),
     level: bool = False,
     still: Callable[[], Collection[int]] = tuple,
@@ -62,7 +62,7 @@ def trace(
         fn: `fn(primals) -> (outputs, places of those with cotangents, what else is differentiated)`, called once.
         primals: tensors of the fake mode that is active.
         wanted: the places of those that are differentiated.
-        recompute: whether the pullback computes again what it needs of the forward.
+        recompute: the names of values to save, where the pullback computes again what else it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
         level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
@@ -221,10 +221,15 @@ def _parted(
     grads: Sequence[Any],
     constants: Sequence[torch.Tensor],
     real: Sequence[int],
-    recompute: bool,
+    recompute: Collection[str] | None,
     free: Collection[int],
 ) -> Traced:
     """Cuts the graph of both into a forward and a pullback."""
+    kept: set[Node] = set()  # of the forward, by their names
+    for node in module.graph.find_nodes(op="call_function", target=operators.NAMED):
+        if node.args[1] in (recompute or ()):
+            kept.add(node.args[0])  # type: ignore[arg-type]
+        module.graph.erase_node(node)
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
@@ -246,22 +251,26 @@ def _parted(
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
         if node.op == "placeholder":
             return False
-        if node not in first or recompute or node.target is operators.GATHER:
+        if node not in first or node.target is operators.GATHER:
             return True
+        if recompute is not None:
+            came = bool(recompute) and _is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
+            return not came and node not in kept
         if node not in cheap:
             source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
             of_param = node.target in of_torch.CASTS and source is not None and _root(source) in stored
             cheap[node] = is_view(node) or of_param
         return cheap[node]
 
-    if recompute:
+    if recompute is not None:
         drawing = any(draws(n) for n in pulled)
-        effects = [n for n in effects if n in first and (drawing or n.target in operators.MESSAGES)]
+        sends = not recompute  # else what has come is kept, as it is without a graph
+        effects = [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
         pulled = _ancestors(pulled.union(effects), stop=set(tangents))
     own: set[Node] = set()
     saved: dict[Node, None] = {}
     todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
-    todo += effects if recompute else []
+    todo += effects if recompute is not None else []
     todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
     for node in todo:  # which grows
         if node in own or node in saved:
@@ -273,10 +282,10 @@ def _parted(
         todo += [x for x in node.all_input_nodes if x not in tangents]
     held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
-    kept = [n for n in held if n.op != "placeholder" and n not in out_of]
-    fw = extracted(module, placeholders, forward, [*outs, *kept])
+    apart = [n for n in held if n.op != "placeholder" and n not in out_of]
+    fw = extracted(module, placeholders, forward, [*outs, *apart])
     bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
-    numbers = {**out_of, **{node: i for i, node in enumerate(kept, len(outs))}}
+    numbers = {**out_of, **{node: i for i, node in enumerate(apart, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
         forward=fw,

@@ -12,6 +12,7 @@ import torch
 from fzero.base import collecting, private, pytree
 from fzero.base.carriers import changing, flatten_first
 from fzero.base.context import during, proves
+from fzero.base.replay import naming
 from fzero.comm import pieces
 from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
@@ -221,7 +222,7 @@ class Tracer(Traversal):
         sizes = [group.split_sizes for group in groups]
         device = self.device
         casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, signature.remat, signature.grad
+        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, signature.remat, signature.names, signature.grad
         acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
         own = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
         key = own, *rest
@@ -230,7 +231,7 @@ class Tracer(Traversal):
             traced, op._spec_out, takes, recipes, signature.collects = known
             op._leaving = Leaving([], takes, list(recipes))
             return traced
-        traced = self._region(op, operands, wanted, count, signature.remat)
+        traced = self._region(op, operands, wanted, count, signature.names.save if signature.remat else None)
         assert op._leaving is not None
         recipes = list(op._leaving.recipes)
         made_inside = all(isinstance(x, (Slot, Same)) and not isinstance(x, torch.Tensor) for x in recipes)
@@ -240,7 +241,7 @@ class Tracer(Traversal):
         return traced
 
     def _region(
-        self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: bool
+        self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: Sequence[str] | None
     ) -> Traced:
         keys = op.signature.keys
 
@@ -348,7 +349,7 @@ def traced_call(
         returned[:] = [(outputs, others), counts]
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
-    with tracer.mode, during(operators.tracing, tracer), during(pieces.graph, tracer.messages):
+    with tracer.mode, during(operators.tracing, tracer), during(pieces.graph, tracer.messages), during(naming, operators.NAMED):
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
         traced = trace(run, given, numbers, tracer.decompositions)
