@@ -140,8 +140,8 @@ class _Calls(Calls):
     def take(self, group: int) -> torch.Tensor:
         return self._schedule.take(self._keys[group])[0]
 
-    def ahead(self, group: int) -> None:
-        self._schedule.gather_ahead((self._keys[group],))
+    def ahead(self, groups: Sequence[int]) -> None:
+        self._schedule.gather_ahead(tuple([self._keys[group] for group in groups]))
 
     def keep(self, group: int, full: torch.Tensor) -> None:
         key = self._keys[group]

@@ -53,6 +53,7 @@ def trace(
     decompositions: of_torch.Table,
     recompute: Collection[str] | None = None,
     free: Collection[int] = (),
+    stays: Collection[int] = (),
     level: bool = False,
     still: Callable[[], Collection[int]] = tuple,
 ) -> Traced:
@@ -64,6 +65,7 @@ def trace(
         wanted: the places of those that are differentiated.
         recompute: the names of values to save, where the pullback computes again what else it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
+        stays: the groups whose buffers the pullback is given, and does not gather again.
         level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
@@ -129,7 +131,7 @@ def trace(
         if node.target in operators.MESSAGES:
             node.meta["message"] = operators.now().messages[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    return _parted(module, outs, tangents, grads, constants, real, recompute, free)
+    return _parted(module, outs, tangents, grads, constants, real, recompute, free, stays)
 
 
 def _lifted(module: GraphModule) -> list[torch.Tensor]:
@@ -223,6 +225,7 @@ def _parted(
     real: Sequence[int],
     recompute: Collection[str] | None,
     free: Collection[int],
+    stays: Collection[int],
 ) -> Traced:
     """Cuts the graph of both into a forward and a pullback."""
     kept: set[Node] = set()  # of the forward, by their names
@@ -252,7 +255,7 @@ def _parted(
         if node.op == "placeholder":
             return False
         if node not in first or node.target is operators.GATHER:
-            return True
+            return node not in first or node.args[0] not in stays
         if recompute is not None:
             came = bool(recompute) and _is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
             return not came and node not in kept

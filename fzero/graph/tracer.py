@@ -101,8 +101,8 @@ class Tracer(Traversal):
         self.next_seed, self.traced_unit = self._next, self.unit_call
 
     def __exit__(self, *_: object) -> None:
-        self.uses, self.tokens, self.params = {}, {}, None  # or the state's buffers would be held
-        del self.next_seed, self.traced_unit
+        self.uses, self.tokens = {}, {}  # or the state's buffers would be held
+        del self.next_seed, self.traced_unit, self.params
 
     def _next(self) -> int:
         self.drawn += 1
@@ -222,16 +222,17 @@ class Tracer(Traversal):
         sizes = [group.split_sizes for group in groups]
         device = self.device
         casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, signature.remat, signature.names, signature.grad
+        own = signature.remat, signature.names, signature.grad
+        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, own
         acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
-        own = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
-        key = own, *rest
+        which = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
+        key = which, *rest
         known = self._traced.get(key)
         if known is not None:
             traced, op._spec_out, takes, recipes, signature.collects = known
             op._leaving = Leaving([], takes, list(recipes))
             return traced
-        traced = self._region(op, operands, wanted, count, signature.names.save if signature.remat else None)
+        traced = self._region(op, operands, wanted, count)
         assert op._leaving is not None
         recipes = list(op._leaving.recipes)
         made_inside = all(isinstance(x, (Slot, Same)) and not isinstance(x, torch.Tensor) for x in recipes)
@@ -240,10 +241,8 @@ class Tracer(Traversal):
                 self._traced[key] = traced, op._spec_out, op._leaving.takes, recipes, signature.collects
         return traced
 
-    def _region(
-        self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: Sequence[str] | None
-    ) -> Traced:
-        keys = op.signature.keys
+    def _region(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
+        keys, recompute = op.signature.keys, op.signature.names.save if op.signature.remat else None
 
         def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
             leaves = self._views(keys, given[:count])
@@ -308,9 +307,7 @@ def _held(operands: Sequence[torch.Tensor], traced: Traced, place: int) -> torch
     return operands[place] if place < len(operands) else None
 
 
-def traced_call(
-    step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
-) -> Call:
+def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]) -> Call:
     """Traces the step's function.
 
     Args:
@@ -349,10 +346,12 @@ def traced_call(
         returned[:] = [(outputs, others), counts]
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
-    with tracer.mode, during(operators.tracing, tracer), during(pieces.graph, tracer.messages), during(naming, operators.NAMED):
+    own = during(pieces.graph, tracer.messages), during(naming, operators.NAMED)
+    with tracer.mode, during(operators.tracing, tracer), own[0], own[1]:
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
-        traced = trace(run, given, numbers, tracer.decompositions)
+        stays = [i for i, key in enumerate(tracer.keys) if not key.unit]
+        traced = trace(run, given, numbers, tracer.decompositions, stays=stays)
     for each in (traced, *[region.traced for region in tracer.regions]):
         need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
     if tracer.inlined and any(traced.draws):

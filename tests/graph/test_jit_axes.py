@@ -73,7 +73,9 @@ def mesh_of(*sizes: int) -> Any:
 
 
 @settings(max_examples=4)
-@given(blocks=zoo.drawn_blocks, stage=st.integers(0, 3), sequence=st.booleans(), remat=st.booleans(), data=st.booleans())
+@given(
+    blocks=zoo.drawn_blocks, stage=st.integers(0, 3), sequence=st.booleans(), remat=st.booleans(), data=st.booleans()
+)
 def test_drawn_models_on_slices(blocks: Any, stage: int, sequence: bool, remat: bool, data: bool) -> None:
     def main(rank: int) -> None:
         mesh, model = mesh_of(2 if data and stage else 1, 2), zoo.made(blocks, False)

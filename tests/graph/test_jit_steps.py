@@ -155,10 +155,6 @@ def checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return out.mean()  # type: ignore[no-any-return]
 
 
-def exchanging(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return fz.parallel.sum(unit(p["blocks"][0], x), fz.parallel.axis(None, "dp")).mean()
-
-
 @pytest.mark.parametrize(
     ("fn", "match"),
     [
@@ -171,15 +167,6 @@ def test_refused(fn: Any, match: str) -> None:
     step = jit(fz.train_step(fn, fz.sgd(0.1)))
     with pytest.raises(ValueError, match=match):
         step(step.init(PARAMS), drawn(3, 4))
-
-
-def test_exchanges_between_ranks_are_refused() -> None:
-    def main(rank: int) -> None:
-        step = jit(fz.shard_zero2(fz.train_step(exchanging, fz.sgd(0.1))))
-        with pytest.raises(ValueError, match="exchanges values between ranks"):
-            step(step.init(PARAMS), drawn(3, 4, seed=rank))
-
-    run_ranks(main, 2)
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -205,7 +192,8 @@ def test_names_are_kept_and_the_rest_is_recomputed(save: tuple[str, ...]) -> Non
         hidden = fz.name(F.dropout(x, 0.3) @ q["w"], "hidden")
         return x + F.dropout(fz.name(torch.tanh(hidden) @ q["v"], "out").exp(), 0.3)
 
-    params = {"blocks": [{"w": drawn(4, 8, seed=i) / 4, "v": drawn(8, 4, seed=9 + i) / 4} for i in range(3)], "s": drawn(4)}
+    blocks = [{"w": drawn(4, 8, seed=i) / 4, "v": drawn(8, 4, seed=9 + i) / 4} for i in range(3)]
+    params = {"blocks": blocks, "s": drawn(4)}
     step = fz.remat(fz.train_step(through(fz.unit(body)), fz.adamw(1e-2)), save=save)
     fast = jit(step)
     states = [step.init(params), step.init(params)]
