@@ -63,7 +63,8 @@ def test_drawn_policies_and_states(policy: str, more: list[str], stage: int, cop
     ranks = (4 if copies else 2) if stage else 1
 
     def main(rank: int) -> None:
-        mesh = torch.distributed.init_device_mesh("cpu", (ranks // 2 or 1, min(ranks, 2)), mesh_dim_names=("copies", "dp"))
+        sizes = (ranks // 2 or 1, min(ranks, 2))
+        mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "dp"))
         shard = functools.partial(getattr(fz, f"shard_zero{stage or 1}"), mesh=mesh, replicate="copies")
         every = {**MORE, "shard": shard, "jit": lambda step: fz.jit(step, backend="graph")}
         loss, params = scenarios.tiny_lm()
