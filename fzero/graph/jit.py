@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -15,12 +15,11 @@ from fzero.comm import backend, pieces
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
-from fzero.engine.run import Run
 from fzero.engine.weighing import counted
 from fzero.graph.alike import closed_over
 from fzero.graph.errors import tracing
 from fzero.graph.opened import as_number, value_of
-from fzero.graph.run import GraphRun, Program, forward_only, made
+from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
@@ -89,13 +88,7 @@ class Jit:
         own: Callable[[], Any],
         *,
         argnums: Collection[int] | None,
-        seed: tuple[int, ...],
-        scale: float,
-        unreduced: bool,
-        alone: bool,
-        partial: bool,
-        mask: Mask,
-        again: Callable[[], Run],
+        **asked: Unpack[Asked],
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         if self._plain or surrounded():
@@ -104,12 +97,12 @@ class Jit:
         wanted = wanted_of(inputs, argnums)
         key = self._key("vjp", step, state, given, wanted)
         out = self._first(key, step, state, own)
-        program = self._program(key, step, state, given, wanted, seed)
+        program = self._program(key, step, state, given, wanted, asked["seed"])
         if out is not None and program is not None:
             program.need_dtypes(out.meta)
         if out is not None or program is None:
             return out or own()
-        return GraphRun(program, step, state, given, wanted, seed, scale, unreduced, alone, partial, mask, again)
+        return GraphRun(program, step, state, given, wanted, **asked)
 
     def forward(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -160,13 +160,23 @@ class _Calls(Calls):
         return seeded(self._seeds[number])
 
 
+class Asked(TypedDict):
+    """What a run is asked for, as in `Run`; `again` makes one of the same."""
+
+    seed: tuple[int, ...]
+    scale: float
+    unreduced: bool
+    alone: bool
+    partial: bool
+    mask: Mask
+    again: Callable[[], Run]
+
+
 class GraphRun(Outcome):
     """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
 
     Args:
         wanted: the places of the flat inputs that are differentiated.
-        seed, scale, unreduced, alone, partial, mask: as in `Run`.
-        again: makes a `Run` of the same.
     """
 
     def __init__(
@@ -176,23 +186,18 @@ class GraphRun(Outcome):
         state: TrainState,
         inputs: Sequence[object],
         wanted: list[int],
-        seed: tuple[int, ...],
-        scale: float,
-        unreduced: bool,
-        alone: bool,
-        partial: bool,
-        mask: Mask,
-        again: Callable[[], Run],
+        **asked: Unpack[Asked],
     ) -> None:
-        super().__init__(state, inputs, (), scale, mask)
+        mask, seed = asked["mask"], asked["seed"]
+        super().__init__(state, inputs, (), asked["scale"], mask)
         self.wanted = wanted
-        self._program, self._partial, self._again = program, partial, again
+        self._program, self._partial, self._again = program, asked["partial"], asked["again"]
         self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
         self._pulling = threading.RLock()
         flat, _ = pytree.flatten(tuple(inputs))
         call, traced = program.call, program.call.traced
-        traversal, *_ = traversal_of(step, state, seed, unreduced, mask=mask)
-        traversal.schedule.keeps = alone
+        traversal, *_ = traversal_of(step, state, seed, asked["unreduced"], mask=mask)
+        traversal.schedule.keeps = asked["alone"]
         self._traversal: Traversal | None = traversal
         own = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
         calls, out = _forward(program, traversal, seed, own)
