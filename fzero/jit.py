@@ -56,8 +56,8 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
         `torch.fx.GraphModule`) and `lower(*args)`, which traces and compiles ahead of time.
 
     Raises:
-        ValueError: an unknown backend; in a call, what a graph does not take, with what to do: `fz.offload`, names of
-            `fz.remat`, tensor axes, pipelines, `fz.tape`; in a function random numbers, and states of several ranks.
+        ValueError: an unknown backend; in a call, what a graph does not take, with what to do: `fz.offload`, pipelines,
+            `fz.tape`; in a function random numbers, and states of several ranks.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1))

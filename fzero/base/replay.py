@@ -29,6 +29,8 @@ from fzero.base.pytree import tensors_in
 P = ParamSpec("P")
 T = TypeVar("T")
 _current: contextvars.ContextVar[Tracing | None] = variable("tracing", None)
+# takes the values that have names, and these, in a function that is traced into a graph
+naming: contextvars.ContextVar[Callable[[torch.Tensor, str], object] | None] = variable("naming", None)
 CONSTANT = -1  # stands for what depends on nothing that the function is given; inputs are -2, -3, ...
 _aten = torch.ops.aten
 _UNSEEN = {_aten.detach.default, torch.ops.prim.device.default}  # graphs save by the one, fake tensors call the other
@@ -318,9 +320,11 @@ def done() -> None:
 
 def name(x: torch.Tensor, name: str) -> None:
     """Gives a value a name in the run that is traced on this thread, if any."""
-    tracing = _current.get()
+    tracing, graph = _current.get(), naming.get()
     if tracing is not None:
         tracing.name(x, name)
+    if graph is not None:
+        graph(x.detach(), name)
 
 
 def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:

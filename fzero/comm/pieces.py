@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from fzero.base import private
+from fzero.base.context import variable
+from fzero.base.random import seeded
 from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Wait, done
 from fzero.comm.playing import playing
 
+Came = Callable[[], list[torch.Tensor]]  # waits, and gives what has come
+Start = Callable[[Sequence[torch.Tensor]], Came]
+
+
+class Graph(Protocol):
+    """What messages are parts of, where a function is traced."""
+
+    def begin(self, start: Start, send: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> Came: ...
+    def told(self, axis: Axis, numbers: tuple[int, ...], tag: Hashable) -> list[tuple[int, ...]]: ...
+    def stream(self, draw: Callable[[], seeded]) -> AbstractContextManager[None]: ...
+
+
+graph: contextvars.ContextVar[Graph | None] = variable("graph", None)
+# takes what ranks tell each other: (ranks, words, this one's numbers) -> all numbers
+heard: contextvars.ContextVar[MutableMapping[object, list[tuple[int, ...]]] | None] = variable("heard", None)
 SMALL = 1 << 15  # elements of a sum that every rank sends whole: one message each way costs less than two
 
 
@@ -43,19 +63,57 @@ def exchange(
     axis: Axis, send: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], tag: Hashable
 ) -> list[torch.Tensor]:
     """What every rank has sent to this one, in rank order: new tensors of these shapes."""
-    like = send[axis.rank]
-    receive = [like.new_empty(tuple(shape)) for shape in shapes]
-    start_exchange(axis, [piece.contiguous() for piece in send], receive, tag)()
-    return receive
+    return begin(axis, send, shapes, tag)()
+
+
+def begin(axis: Axis, send: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], tag: Hashable) -> Came:
+    """Begins an exchange; the result waits for its end, and gives what has come."""
+
+    def start(send: Sequence[torch.Tensor]) -> Came:
+        receive = made(send)
+        wait = start_exchange(axis, send, receive, tag)
+        return lambda: (wait(), send, receive)[2]  # what is sent lives until then
+
+    def made(send: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [send[axis.rank].new_empty(tuple(shape)) for shape in shapes]
+
+    send = [piece.contiguous() for piece in send]
+    traced = graph.get() if axis.size > 1 else None
+    return start(send) if traced is None else traced.begin(start, send, made(send))
+
+
+def fill(
+    axis: Axis, whole: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Hashable
+) -> torch.Tensor:
+    """An exchange whose pieces are those of one tensor, one after the other in its memory; it returns that."""
+
+    def start(send: Sequence[torch.Tensor]) -> Came:
+        new = send[axis.rank].new_empty(shape)
+        parts = new.view(-1).split([math.prod(each) for each in shapes])
+        into = [part.view(each) for part, each in zip(parts, shapes, strict=True)]
+        wait = start_exchange(axis, send, into, tag)
+        return lambda: (wait(), send, [new])[2]
+
+    shape, shapes = whole.shape, [piece.shape for piece in receive]
+    traced = graph.get() if axis.size > 1 else None
+    if traced is not None:
+        return traced.begin(start, send, [whole])()[0]
+    start_exchange(axis, send, receive, tag)()
+    return whole
 
 
 def told(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[tuple[int, ...]]:
     """The numbers of every rank, in rank order: equally many on each."""
     if axis.size == 1 or axis.fake:
         return [tuple(numbers)] * axis.size
+    if (traced := graph.get()) is not None:
+        return traced.told(axis, tuple(numbers), tag)
     with private.below_transforms():
         own = torch.tensor(numbers, dtype=torch.int64, device=axis.device)
-        return [tuple(x.tolist()) for x in exchange(axis, [own] * axis.size, [own.shape] * axis.size, tag)]
+        every = [tuple(x.tolist()) for x in exchange(axis, [own] * axis.size, [own.shape] * axis.size, tag)]
+    if (known := heard.get()) is not None:
+        known[axis.members, tag, tuple(numbers)] = every
+    return every
 
 
 def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.Tensor:
@@ -65,9 +123,16 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
     tag = f"{tag} of {tuple(x.shape)}"
     if not axis.adds_here:
         assert axis.group is not None
-        out, words = x.clone(memory_format=torch.contiguous_format), f"all_reduce {op}"
-        axis._announced(words, tag, out, axis.group, into=(out,))(backend.all_reduce)(out, axis.group, op)
-        return out
+        group, words = axis.group, f"all_reduce {op}"
+
+        def start(send: Sequence[torch.Tensor]) -> Came:
+            out = send[0].clone(memory_format=torch.contiguous_format)
+            axis._announced(words, tag, out, group, into=(out,))(backend.all_reduce)(out, group, op)
+            return lambda: [out]
+
+        traced = graph.get()
+        like = [torch.empty_like(x, memory_format=torch.contiguous_format)]
+        return (start([x]) if traced is None else traced.begin(start, [x], like))()[0]
     flat = x.reshape(-1)
     if axis.size == 2 or flat.numel() < SMALL:
         return _combined(exchange(axis, [flat] * axis.size, [flat.shape] * axis.size, tag), op).view(x.shape)
@@ -102,10 +167,11 @@ def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: H
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     tag = f"{tag} of {list(sizes)} along dim {dim} beside {others}"
     leads = math.prod(x.shape[:dim]) == 1  # then the pieces lie one after the other in memory, too
-    full = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])) if leads else None
-    receive = list(full.split(list(sizes), dim)) if full is not None else [x.new_empty(shape) for shape in shapes]
-    start_exchange(axis, [x.contiguous()] * axis.size, receive, tag)()
-    return torch.cat(receive, dim) if full is None else full
+    send = [x.contiguous()] * axis.size
+    if not leads:
+        return torch.cat(exchange(axis, send, shapes, tag), dim)
+    full = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+    return fill(axis, full, send, full.split(list(sizes), dim), tag)
 
 
 def _combined(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:

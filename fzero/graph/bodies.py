@@ -28,6 +28,8 @@ class Bodies:
         inline: whether each step's operators are part of the function's own graph.
     """
 
+    messages: Sequence[operators.Message] = ()
+
     def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool) -> None:
         self.mode, self.decompositions, self.inline = mode, decompositions, inline
         self.regions: list[Traced] = []

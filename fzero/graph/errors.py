@@ -17,8 +17,8 @@ from fzero.graph.trace import OWN_GENERATOR
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
-    "jit: the function exchanges values between ranks (fz.parallel, torch.distributed, a synchronised batch norm), "
-    "which graphs do not take yet. Leave jit out."
+    "jit: the function exchanges values between ranks by torch.distributed or a synchronised batch norm, which graphs "
+    "do not take. Take the maps of fz.parallel, or leave jit out."
 )
 CHECKPOINTS = (
     "jit: the function uses torch.utils.checkpoint or saved-tensor hooks, which run in the pullback and are no part of "

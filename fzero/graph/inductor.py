@@ -19,10 +19,11 @@ _made: dict[str, Run] = {}
 def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawing: bool = False) -> Run:
     """`run(xs) -> outputs`, which empties the list of inputs.
 
-    What draws random numbers runs as it is: its numbers are those of torch's operators.
+    What draws random numbers runs as it is: its numbers are those of torch's operators. So do messages.
     """
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    if drawing or not any(n.op == "call_function" for n in module.graph.nodes):
+    called = {n.target for n in module.graph.nodes if n.op == "call_function"}
+    if drawing or not called.difference(operators.OWN) or called.intersection(operators.OWN):
         return program.compiled(in_pieces(module), constants=constants)
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
@@ -43,7 +44,6 @@ def table() -> of_torch.Table:
     return of_torch.inductor_decompositions()
 
 
-_OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL}
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code
 
 
@@ -53,8 +53,8 @@ def in_pieces(module: GraphModule) -> GraphModule:
     counts: dict[int, int] = {}
     items = [n for n in module.graph.nodes if n.op == "call_function"]
     for node in items:
-        special = node.target in _OWN or draws(node)
-        if node.target is operator.getitem and node.args[0].target in _OWN:
+        special = node.target in operators.OWN or draws(node)
+        if node.target is operator.getitem and node.args[0].target in operators.OWN:
             numbers[node.name] = numbers[node.args[0].name]
             continue
         if special or not plain:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import in_differentiated
+from fzero.base.context import during, in_differentiated
+from fzero.comm import backend, pieces
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
-from fzero.engine.run import Run
 from fzero.engine.weighing import counted
 from fzero.graph.alike import closed_over
 from fzero.graph.errors import tracing
 from fzero.graph.opened import as_number, value_of
-from fzero.graph.run import GraphRun, Program, forward_only, made
+from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
@@ -46,6 +47,7 @@ class Jit:
         self._programs: dict[object, Program] = {}
         self.traces = 0
         self._begun: set[object] = set()
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
     def __reduce__(self) -> tuple[object, ...]:
         return Jit, (self.backend, self.static, self.fallback)
@@ -86,13 +88,7 @@ class Jit:
         own: Callable[[], Any],
         *,
         argnums: Collection[int] | None,
-        seed: tuple[int, ...],
-        scale: float,
-        unreduced: bool,
-        alone: bool,
-        partial: bool,
-        mask: Mask,
-        again: Callable[[], Run],
+        **asked: Unpack[Asked],
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         if self._plain or surrounded():
@@ -101,12 +97,12 @@ class Jit:
         wanted = wanted_of(inputs, argnums)
         key = self._key("vjp", step, state, given, wanted)
         out = self._first(key, step, state, own)
-        program = self._program(key, step, state, given, wanted, seed)
+        program = self._program(key, step, state, given, wanted, asked["seed"])
         if out is not None and program is not None:
             program.need_dtypes(out.meta)
         if out is not None or program is None:
             return out or own()
-        return GraphRun(program, step, state, given, wanted, seed, scale, unreduced, alone, partial, mask, again)
+        return GraphRun(program, step, state, given, wanted, **asked)
 
     def forward(
         self,
@@ -135,12 +131,12 @@ class Jit:
         On several ranks it is the first call of a verb, which all make at once, whatever shapes each is given:
         messages come in one order.
         """
-        axis = state.params.axis
-        key = key if axis.ranks == 1 else (*key[:4], axis.identity, axis.rank)
+        key = key if place() is None else (*key[:4], state.params.axis.identity, place())
         if key in self._begun:
             return None
         need_traceable(step, state)
-        out = own()
+        with during(pieces.heard, self._heard):
+            out = own()
         self._begun.add(key)
         return out
 
@@ -154,15 +150,16 @@ class Jit:
         seed: tuple[int, ...],
     ) -> Program | None:
         """The program of a call; None where it cannot be traced, and need not."""
-        known = self._programs.get(key)
+        known = self._known(key)
         if known is not None:
             return known
         try:
-            with tracing():
-                known = self._programs.get(key)
+            with tracing(), during(pieces.heard, self._heard):
+                known = self._known(key)
                 if known is not None:  # another rank's thread was first
                     return known
-                known = self._programs[key] = made(step, state, inputs, wanted, seed, self.backend)
+                known = made(step, state, inputs, wanted, seed, self.backend)
+                self._programs[(key, place()) if known.call.messages else key] = known
         except Exception as error:
             if not self.fallback:
                 raise
@@ -174,6 +171,9 @@ class Jit:
         self.traces += 1
         self._tell(inputs)
         return known
+
+    def _known(self, key: object) -> Program | None:
+        return self._programs.get(key) or self._programs.get((key, place()))
 
     def _tell(self, inputs: Sequence[object]) -> None:
         """Says once that a step was traced for the tenth time."""
@@ -212,6 +212,11 @@ def _rows(step: Spec) -> tuple[object, ...]:
     return step.rules, step.has_aux, step.carries, step.microbatches.means
 
 
+def place() -> object:
+    """This rank, where there are others: its messages, and first runs, are its own."""
+    return weakref.ref(world) if (world := backend.world()) is not None else None
+
+
 def surrounded() -> bool:
     """Tells whether something goes on through operators here, or looks at them, which would not see a graph."""
     return private.transforms() or in_differentiated() or private.dispatch_modes()
@@ -224,13 +229,11 @@ def need_traceable(step: Spec, state: TrainState) -> None:
         what = (
             f"states or activations in {name_of(memories[0])} (fz.offload)"
             if memories
-            else "names to keep (fz.remat(save=...))"
-            if row.names.all
+            else "names to put on the host (fz.remat(offload=...))"
+            if row.names.offload
             else "fz.compile"
             if row.compile
             else ""
         )
         if what:
             raise ValueError(f"jit: got leaf {row.path!r} with {what}, which graphs do not take. Leave it or jit out.")
-    if state.params.axis.tensor is not None or state.params.axis.further:
-        raise ValueError("jit: got a step over a tensor or sequence axis, which graphs do not take yet. Leave jit out.")

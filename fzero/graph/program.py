@@ -24,8 +24,8 @@ class Calls:
         """The full buffer of a group."""
         raise NotImplementedError
 
-    def ahead(self, group: int) -> None:
-        """Begins to gather one."""
+    def ahead(self, groups: Sequence[int]) -> None:
+        """Begins to gather some."""
         raise NotImplementedError
 
     def keep(self, group: int, full: torch.Tensor) -> None:
@@ -109,9 +109,11 @@ def compiled(
     for x, node in last.items():
         dying.setdefault(node, []).append(x)
     gathers = [n for n in nodes if n.target is operators.GATHER]
-    following = dict(itertools.pairwise(gathers))
-    again = [] if keeps is None else [n for n in keeps.graph.nodes if n.target is operators.GATHER][:1]
-    kept = gathers[-1:] if again and gathers and gathers[-1].args == again[0].args else []
+    parts = [[*own] for _, own in itertools.groupby(gathers, lambda node: min(node.users, key=nodes.index))]
+    following = {before[-1]: after for before, after in itertools.pairwise(parts)}
+    pulls = [] if keeps is None else keeps.graph.find_nodes(op="call_function", target=operators.PULL)
+    again = [n.args for n in pulls[0].all_input_nodes if n.target is operators.GATHER] if pulls else []
+    kept = [n for n in parts[-1] if n.args in again] if parts else []
     placeholders = [n for n in nodes if n.op == "placeholder"]
     for i, node in enumerate(nodes):
         names[node] = f"v{i}"
@@ -139,7 +141,7 @@ def compiled(
         elif node.target is operators.GATHER:
             lines.append(f"{name} = calls.take({node.args[0]})")
             if node in following:
-                lines.append(f"calls.ahead({following[node].args[0]})")
+                lines.append(f"calls.ahead({[n.args[0] for n in following[node]]})")
             if node in kept:
                 lines.append(f"calls.keep({node.args[0]}, {name})")
         elif node.target is operators.REDUCE:
@@ -154,6 +156,10 @@ def compiled(
                 lines.append(f"with calls.seeded({seed}):")
                 indent = "    "
             lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
+        elif node.target in (operators.SEND, operators.ASIDE):
+            lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
+        elif node.target is operators.ARRIVED:
+            lines.append(f"{name} = {constant(node.args[0])}()")
         elif node.target is operator.getitem:
             lines.append(f"{name} = {constant(node.args[0])}[{node.args[1]}]")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -122,9 +122,9 @@ def made(
     table = inductor.table() if backend == "inductor" else {}
     for inline in (False, True):
         mode = of_torch.fake_mode()
-        tracer = Tracer(traversal, state.params.axis, mode, table, inline, wanted is not None)
+        tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
         with contextlib.suppress(Inline), tracer:
-            return Program(traced_call(step, state.params.structure, tracer, flat, spec, wanted or ()), backend)
+            return Program(traced_call(step, tracer, flat, spec, wanted or ()), backend)
     raise AssertionError
 
 
@@ -140,8 +140,8 @@ class _Calls(Calls):
     def take(self, group: int) -> torch.Tensor:
         return self._schedule.take(self._keys[group])[0]
 
-    def ahead(self, group: int) -> None:
-        self._schedule.gather_ahead((self._keys[group],))
+    def ahead(self, groups: Sequence[int]) -> None:
+        self._schedule.gather_ahead(tuple([self._keys[group] for group in groups]))
 
     def keep(self, group: int, full: torch.Tensor) -> None:
         key = self._keys[group]
@@ -160,13 +160,23 @@ class _Calls(Calls):
         return seeded(self._seeds[number])
 
 
+class Asked(TypedDict):
+    """What a run is asked for, as in `Run`; `again` makes one of the same."""
+
+    seed: tuple[int, ...]
+    scale: float
+    unreduced: bool
+    alone: bool
+    partial: bool
+    mask: Mask
+    again: Callable[[], Run]
+
+
 class GraphRun(Outcome):
     """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
 
     Args:
         wanted: the places of the flat inputs that are differentiated.
-        seed, scale, unreduced, alone, partial, mask: as in `Run`.
-        again: makes a `Run` of the same.
     """
 
     def __init__(
@@ -176,23 +186,18 @@ class GraphRun(Outcome):
         state: TrainState,
         inputs: Sequence[object],
         wanted: list[int],
-        seed: tuple[int, ...],
-        scale: float,
-        unreduced: bool,
-        alone: bool,
-        partial: bool,
-        mask: Mask,
-        again: Callable[[], Run],
+        **asked: Unpack[Asked],
     ) -> None:
-        super().__init__(state, inputs, (), scale, mask)
+        mask, seed = asked["mask"], asked["seed"]
+        super().__init__(state, inputs, (), asked["scale"], mask)
         self.wanted = wanted
-        self._program, self._partial, self._again = program, partial, again
+        self._program, self._partial, self._again = program, asked["partial"], asked["again"]
         self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
         self._pulling = threading.RLock()
         flat, _ = pytree.flatten(tuple(inputs))
         call, traced = program.call, program.call.traced
-        traversal, *_ = traversal_of(step, state, seed, unreduced, mask=mask)
-        traversal.schedule.keeps = alone
+        traversal, *_ = traversal_of(step, state, seed, asked["unreduced"], mask=mask)
+        traversal.schedule.keeps = asked["alone"]
         self._traversal: Traversal | None = traversal
         own = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
         calls, out = _forward(program, traversal, seed, own)

@@ -51,8 +51,9 @@ def trace(
     primals: Sequence[torch.Tensor],
     wanted: Sequence[int],
     decompositions: of_torch.Table,
-    recompute: bool = False,
+    recompute: Collection[str] | None = None,
     free: Collection[int] = (),
+    stays: Collection[int] = (),
     level: bool = False,
     still: Callable[[], Collection[int]] = tuple,
 ) -> Traced:
@@ -62,8 +63,9 @@ def trace(
         fn: `fn(primals) -> (outputs, places of those with cotangents, what else is differentiated)`, called once.
         primals: tensors of the fake mode that is active.
         wanted: the places of those that are differentiated.
-        recompute: whether the pullback computes again what it needs of the forward.
+        recompute: the names of values to save, where the pullback computes again what else it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
+        stays: the groups whose buffers the pullback is given, and does not gather again.
         level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
@@ -126,8 +128,10 @@ def trace(
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
         _tidied(node)
+        if node.target in operators.MESSAGES:
+            node.meta["message"] = operators.now().messages[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    return _parted(module, outs, tangents, grads, constants, real, recompute, free, fuses=bool(decompositions))
+    return _parted(module, outs, tangents, grads, constants, real, recompute, free, stays, bool(decompositions))
 
 
 def _lifted(module: GraphModule) -> list[torch.Tensor]:
@@ -219,21 +223,30 @@ def _parted(
     grads: Sequence[Any],
     constants: Sequence[torch.Tensor],
     real: Sequence[int],
-    recompute: bool,
+    recompute: Collection[str] | None,
     free: Collection[int],
+    stays: Collection[int],
     fuses: bool,
 ) -> Traced:
     """Cuts the graph of both into a forward and a pullback."""
+    kept: set[Node] = set()  # of the forward, by their names
+    for node in module.graph.find_nodes(op="call_function", target=operators.NAMED):
+        if node.args[1] in (recompute or ()):
+            kept.add(node.args[0])  # type: ignore[arg-type]
+        module.graph.erase_node(node)
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    after: set[Node] = set(tangents)  # what depends on a cotangent
-    for node in nodes:
+    begin = nodes.index(tangents[0]) if tangents else len(nodes)
+    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.MESSAGES]}  # the pullback's own
+    for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in nodes if draws(n) and n not in after])
+    effects = [n for n in nodes if draws(n) or n.target in operators.MESSAGES]
+    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    pulled = _ancestors([x for x in grads if isinstance(x, Node)], stop=set(tangents))
+    sent = [n for n in effects if n in after and n.target in operators.MESSAGES]
+    pulled = _ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}
@@ -242,8 +255,11 @@ def _parted(
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
         if node.op == "placeholder":
             return False
-        if node not in first or recompute or node.target is operators.GATHER:
-            return True
+        if node not in first or node.target is operators.GATHER:
+            return node not in first or node.args[0] not in stays
+        if recompute is not None:
+            came = bool(recompute) and _is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
+            return not came and node not in kept
         if node not in cheap:
             source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
             of_param = node.target in of_torch.CASTS and source is not None and _root(source) in stored
@@ -252,17 +268,19 @@ def _parted(
 
     fused = {n for n in forward if fuses and _is_pointwise(n)}
     least: Collection[Node] = ()
-    if fused and not recompute:
+    if fused and recompute is None:
         ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
         ends |= {x for x in grads if isinstance(x, Node)}
-        least = _cut([n for n in ends if n in first], lambda n: n in fused or again(n), {*forward}, fused, stored)
-    if recompute:
-        pulled |= {n for n in forward if draws(n)} if any(draws(n) for n in pulled) else set()
-        pulled = _ancestors(pulled, stop=set(tangents))
+        least = _cut([n for n in ends if n in first], again, {*forward}, fused, stored)
+    if recompute is not None:
+        drawing = any(draws(n) for n in pulled)
+        sends = not recompute  # else what has come is kept, as it is without a graph
+        effects = [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
+        pulled = _ancestors(pulled.union(effects), stop=set(tangents))
     own: set[Node] = set()
     saved: dict[Node, None] = {}
     todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
-    todo += [n for n in nodes if recompute and n in pulled and n in first and draws(n)]
+    todo += effects if recompute is not None else []
     todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
     for node in todo:  # which grows
         if node in own or node in saved:
@@ -274,10 +292,10 @@ def _parted(
         todo += [x for x in node.all_input_nodes if x not in tangents]
     held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
-    kept = [n for n in held if n.op != "placeholder" and n not in out_of]
-    fw = extracted(module, placeholders, forward, [*outs, *kept])
+    apart = [n for n in held if n.op != "placeholder" and n not in out_of]
+    fw = extracted(module, placeholders, forward, [*outs, *apart])
     bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
-    numbers = {**out_of, **{node: i for i, node in enumerate(kept, len(outs))}}
+    numbers = {**out_of, **{node: i for i, node in enumerate(apart, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
         forward=fw,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -11,19 +12,25 @@ import torch
 from fzero.base import collecting, private, pytree
 from fzero.base.carriers import changing, flatten_first
 from fzero.base.context import during, proves
-from fzero.comm.axis import Axis
+from fzero.base.replay import naming
+from fzero.comm import pieces
 from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Leaving, Same, Slot
+from fzero.engine.schedule import Record
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.alike import form_of
+from fzero.graph.alike import Identity, form_of
 from fzero.graph.errors import need_plain
+from fzero.graph.messages import Messages
 from fzero.graph.trace import Traced, is_real, like, result_of, trace
+from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
+from fzero.table.placements import FirstRun, followed, marks_of, notes, noting
+from fzero.table.placements import form_of as form_given
 from fzero.table.spec import Spec
 
 
@@ -55,6 +62,7 @@ class Call(NamedTuple):
     collected: Mapping[str, int]  # names, and how many values of each are at the end of the outputs
     seeds: int
     keys: Sequence[Key]
+    messages: bool  # whether it has some of its own
     differentiated: Sequence[int]  # the groups of what is differentiated besides the inputs, in order
 
     def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object]:
@@ -71,13 +79,14 @@ class Tracer(Traversal):
     def __init__(
         self,
         own: Traversal,
-        axis: Axis,
+        params: Sharded,
         mode: Mode,
         decompositions: of_torch.Table,
         inline: bool,
         derived: bool,
     ) -> None:
-        super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
+        super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
+        self.params, self.messages = params, Messages()
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.mode, self.decompositions, self.inline, self.derived = mode, decompositions, inline, derived
         self.acts = True
@@ -93,11 +102,19 @@ class Tracer(Traversal):
 
     def __exit__(self, *_: object) -> None:
         self.uses, self.tokens = {}, {}  # or the state's buffers would be held
-        del self.next_seed, self.traced_unit
+        del self.next_seed, self.traced_unit, self.params
 
     def _next(self) -> int:
         self.drawn += 1
         return 0
+
+    def first_runs(self, step: Spec, given: object) -> dict[object, FirstRun]:
+        """What first runs of the function on slices showed, of those that were differentiated as this one is."""
+        form, found = form_given(given), dict[Any, Any]()
+        with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
+            found = self.params.axis.records.get(step.fn, {})
+        known = [x.first_runs for key, x in found.items() if isinstance(x, Record) and key[1] == self.derived]
+        return next((own for own in known if form in own), {})
 
     # ---- what the graph's operators return
 
@@ -163,9 +180,9 @@ class Tracer(Traversal):
         op = CalledOp.__new__(CalledOp)
         op.traversal, op.signature, op.unit, op._eager = self, signature, signature.unit, fn
         op.name = f"unit {signature.unit!r}"
-        op._flat, op._spec, op._notes, op._noted = flat, spec, None, ()
         fulls = [self.full(key) for key in signature.keys]
         tensors: list[Any] = [flat[place] for place in signature.tensors]
+        op._flat, op._spec, op._notes, op._noted = flat, spec, notes.get(), marks_of(notes.get(), tensors)
         with autocast_to(self, signature.casts):
             if self.inline or private.level() or any(map(private.is_wrapped, tensors)):
                 self.inlined = True
@@ -205,14 +222,17 @@ class Tracer(Traversal):
         sizes = [group.split_sizes for group in groups]
         device = self.device
         casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, signature.remat, signature.grad
-        key = (form_of(op._eager), *rest)
+        own = signature.remat, signature.names, signature.grad
+        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, own
+        acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
+        which = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
+        key = which, *rest
         known = self._traced.get(key)
         if known is not None:
             traced, op._spec_out, takes, recipes, signature.collects = known
             op._leaving = Leaving([], takes, list(recipes))
             return traced
-        traced = self._region(op, operands, wanted, count, signature.remat)
+        traced = self._region(op, operands, wanted, count)
         assert op._leaving is not None
         recipes = list(op._leaving.recipes)
         made_inside = all(isinstance(x, (Slot, Same)) and not isinstance(x, torch.Tensor) for x in recipes)
@@ -221,10 +241,8 @@ class Tracer(Traversal):
                 self._traced[key] = traced, op._spec_out, op._leaving.takes, recipes, signature.collects
         return traced
 
-    def _region(
-        self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int, recompute: bool
-    ) -> Traced:
-        keys = op.signature.keys
+    def _region(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
+        keys, recompute = op.signature.keys, op.signature.names.save if op.signature.remat else None
 
         def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
             leaves = self._views(keys, given[:count])
@@ -289,9 +307,7 @@ def _held(operands: Sequence[torch.Tensor], traced: Traced, place: int) -> torch
     return operands[place] if place < len(operands) else None
 
 
-def traced_call(
-    step: Spec, structure: pytree.Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
-) -> Call:
+def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]) -> Call:
     """Traces the step's function.
 
     Args:
@@ -299,18 +315,23 @@ def traced_call(
         wanted: the places of those that are differentiated.
     """
     places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-    returned: list[Any] = []
+    params, returned = tracer.params, list[Any]()
 
     def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
         filled = list(flat)
         for place, x in zip(places, given, strict=True):
             filled[place] = x
         inputs: tuple[Any, ...] = pytree.unflatten(spec, filled)
-        tree = pytree.unflatten(structure, tracer.leaves({}))
+        leaves = tracer.leaves({})
+        tree = pytree.unflatten(params.structure, leaves)
+        about = inputs, tracer.table.sequence
+        known, follow = followed(tracer.tensor, leaves, tracer.layout.rows, tracer.first_runs(step, about), about, None)
         with (
             autocast(tracer.device, tracer.table.outside),
             tracer.running(),
             during(proves, False),
+            during(notes, known),
+            follow,
             collecting.run() as collected,
         ):
             out = step.fn(tree, *inputs)
@@ -325,10 +346,12 @@ def traced_call(
         returned[:] = [(outputs, others), counts]
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
-    with tracer.mode, during(operators.tracing, tracer):
+    own = during(pieces.graph, tracer.messages), during(naming, operators.NAMED)
+    with tracer.mode, during(operators.tracing, tracer), own[0], own[1]:
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
-        traced = trace(run, given, numbers, tracer.decompositions)
+        stays = [i for i, key in enumerate(tracer.keys) if not key.unit]
+        traced = trace(run, given, numbers, tracer.decompositions, stays=stays)
     for each in (traced, *[region.traced for region in tracer.regions]):
         need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
     if tracer.inlined and any(traced.draws):
@@ -338,7 +361,7 @@ def traced_call(
         )
     groups = [group for group, _ in tracer.fulls]
     splits, counts = returned
-    return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, groups)
+    return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, bool(tracer.messages), groups)
 
 
 def _given_out(x: object) -> object:

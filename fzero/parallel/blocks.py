@@ -218,8 +218,7 @@ def _tiles(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> Iterator[tuple[slice
         rows = slice(first, min(first + height, count))
         own = seen.visible.of(rows.start, rows.stop)
         # neither end ever falls: the first token sees the first of all that is seen, and the last one the last
-        lowest, low = [int(own.low[i]) - start for i in (0, -1)]
-        high, highest = [int(own.high[i]) - start for i in (0, -1)]
+        (lowest, low), (high, highest) = [[place - start for place in each] for each in own.ends()]
         columns: Columns = []
         end = min(highest, width)
         for place in range(max(lowest, 0), end, EDGE):

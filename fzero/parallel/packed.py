@@ -55,8 +55,7 @@ def to_heads(
     receive = whole.split(list(lengths))
     send = [packed(each, receive[rank] if rank == ax.rank else None) for rank, each in enumerate(tensors)]
     tag = f"{tag} of {list(lengths)} tokens to heads {kinds}"
-    pieces.start_exchange(ax, send, receive, tag)()
-    return unpacked(whole, own)
+    return unpacked(pieces.fill(ax, whole, send, receive, tag), own)
 
 
 def to_tokens(
@@ -69,11 +68,10 @@ def to_tokens(
         kinds: for every rank the heads and d of each tensor.
     """
     send = buffer.split(list(lengths))
-    own = send[ax.rank]
-    receive = [own.new_empty((*own.shape[:2], sum([heads * d for heads, d in kind]))) for kind in kinds]
+    shapes = [(*send[ax.rank].shape[:2], sum([heads * d for heads, d in kind])) for kind in kinds]
     tag = f"{tag} of {[list(kind) for kind in kinds]} heads to {list(lengths)} tokens"
-    pieces.start_exchange(ax, send, receive, tag)()
-    return [unpacked(each, kind) for each, kind in zip(receive, kinds, strict=True)]
+    came = pieces.exchange(ax, send, shapes, tag)
+    return [unpacked(each, kind) for each, kind in zip(came, kinds, strict=True)]
 
 
 # ---- the same as linear maps, which every derivative goes through

@@ -9,6 +9,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.random import Seeds, seeded
+from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.axis import need_axis
 from fzero.parallel.types import running
@@ -36,7 +37,12 @@ def own_stream(ax: Axis) -> Iterator[None]:
     if running.get() is not None:  # a dry run, whose numbers are nobody's
         yield
         return
-    with private.below_transforms():
-        drawn = int(torch.randint(1 << 62, (), device="cpu"))
-    with seeded(Seeds(drawn, ax.rank).next()):
+
+    def draw() -> seeded:
+        with private.below_transforms():
+            drawn = int(torch.randint(1 << 62, (), device="cpu"))
+        return seeded(Seeds(drawn, ax.rank).next())
+
+    traced = pieces.graph.get()
+    with draw() if traced is None else traced.stream(draw):
         yield

@@ -13,7 +13,6 @@ import torch
 from fzero.base import flash, private
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.comm.backend import Wait
 from fzero.parallel import blocks, maps
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
 from fzero.parallel.axis import need_axis
@@ -269,15 +268,15 @@ class RingPlan:
         ahead = self._start(own, distances[0])
         try:
             for number, by in enumerate(distances):
-                buffer, wait = ahead
-                wait()
+                buffers, source = ahead(), (self.rank - by) % len(self.lengths)
+                ahead = list
                 if number + 1 < len(distances):
                     ahead = self._start(own, distances[number + 1])
-                source, target = [(self.rank + step) % len(self.lengths) for step in (-by, by)]
+                target = (self.rank + by) % len(self.lengths)
                 seen, shown = self._seen(self.rank, source), self._seen(target, self.rank)
-                yield Arrival(source, target, seen, shown, *unpacked(buffer, kinds))
+                yield Arrival(source, target, seen, shown, *unpacked(buffers[source], kinds))
         finally:
-            ahead[1]()  # also where an error ends this: what is under way would meet a later message
+            ahead()  # also where an error ends this: what is under way would meet a later message
 
     def _around(self, by: int) -> tuple[list[int], list[int]]:
         """All ranks, and those whose blocks they get at a distance."""
@@ -289,17 +288,17 @@ class RingPlan:
         pairs = itertools.product(self.spans[rank], self.spans[source])
         return any(self.sees.of(*own).any(*other) for own, other in pairs)
 
-    def _start(self, own: torch.Tensor, by: int) -> tuple[torch.Tensor, Wait]:
+    def _start(self, own: torch.Tensor, by: int) -> pieces.Came:
         """Begins to send this rank's block to the rank `by` places behind, and to get that of the one before."""
         assert self.ax is not None
         source, target = (self.rank - by) % self.ax.size, (self.rank + by) % self.ax.size
         count = self.lengths[source] if self._seen(self.rank, source) else 0
-        whole, empty = own.new_empty((count, *own.shape[1:])), own[:0]
+        empty = own[:0]
         shown = own if self._seen(target, self.rank) else empty
         send = [shown if rank == target else empty for rank in range(self.ax.size)]
-        receive = [whole if rank == source else own.new_empty(empty.shape) for rank in range(self.ax.size)]
+        shapes = [(count if rank == source else 0, *own.shape[1:]) for rank in range(self.ax.size)]
         tag = f"parallel.ring by {by} of {list(self.lengths)} tokens of {tuple(own.shape[1:])}"
-        return whole, pieces.start_exchange(self.ax, send, receive, tag)
+        return pieces.begin(self.ax, send, shapes, tag)
 
     def _return(self, block: Arrival, grads: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Sends the cotangents of a block back to its rank, and adds those that come for this rank's own."""

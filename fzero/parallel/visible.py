@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, thread_state
 from fzero.base.arguments import by_new_names, named, need_bool, need_int, need_number, wrong
+from fzero.comm import pieces
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Documents = Sequence[int] | torch.Tensor
 SHORTEST = 32  # tokens on average that regions are worth their while for
 
@@ -88,21 +93,40 @@ def _need_documents(documents: Documents | None, who: str) -> tuple[int, ...] | 
     return out
 
 
+def with_values(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function of what tokens see, which is known where the rest is traced, too."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        traced = pieces.graph.get() is not None
+        with thread_state.without_dispatch_modes() if traced else contextlib.nullcontext():
+            return fn(*args, **kwargs)
+
+    return run
+
+
 class Visible(NamedTuple):
     """What some tokens see: all from `low[i]` to before `high[i]`, by places in the whole sequence; neither falls."""
 
     low: torch.Tensor
     high: torch.Tensor
 
+    @with_values
     def of(self, start: int, stop: int) -> Visible:
         """The same of some of the tokens."""
         return Visible(self.low[start:stop], self.high[start:stop])
 
+    @with_values
     def any(self, start: int, stop: int) -> bool:
         """Tells whether any of the tokens, which lie one after the other, sees any from `start` to before `stop`."""
         if not len(self.low) or start >= stop:
             return False
         return int(self.low[0]) < stop and int(self.high[-1]) > start  # each sees itself: there is no gap between
+
+    @with_values
+    def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where what the first token and the last one see begins, and where it ends."""
+        return (int(self.low[0]), int(self.low[-1])), (int(self.high[0]), int(self.high[-1]))
 
     def hidden(self, places: torch.Tensor) -> torch.Tensor:
         """True where a token does not see that of a place: [tokens, places]."""
@@ -110,6 +134,7 @@ class Visible(NamedTuple):
         return (places < low) | (places >= high)
 
 
+@with_values
 @private.below_transforms()  # what belongs to a level of a derivative cannot be used in another one
 def visible(total: int, options: Options) -> Visible:
     """What each token of a sequence sees."""
@@ -137,6 +162,7 @@ class Region(NamedTuple):
     causal: bool
 
 
+@with_values
 def regions(seen: Visible, place: int, start: int, width: int) -> list[Region] | None:
     """What some tokens see of a block of others as a few regions; None where it has another shape.
 

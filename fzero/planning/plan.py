@@ -21,6 +21,7 @@ from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
+from fzero.planning.turns import Turn, turn_lines, turns_of
 from fzero.planning.update import Taken, taken
 from fzero.planning.words import HEAD, by_name, cells, sent_as, table
 from fzero.state.init import leaf_specs
@@ -71,6 +72,8 @@ class Plan:
             rank with whole params, and one microbatch.
         flops: with `inputs=`, FLOPs of a microbatch's forward and pullback, without recomputation. They count matrix
             products, convolutions and attention. Otherwise 0.
+        schedule: of a step of `fz.jit`, what is on its way between the ranks of the sharded axis while which unit
+            computes.
     """
 
     rows: tuple[Row, ...]
@@ -94,6 +97,7 @@ class Plan:
     peak: Mapping[str, int] = field(hash=False)
     activations: tuple[Activations, ...] = ()
     flops: int = 0
+    schedule: tuple[Turn, ...] = ()
 
     @property
     def mesh(self) -> Mapping[str, int]:
@@ -201,6 +205,7 @@ class Plan:
                 f"between steps: {by_name(places)}; at most in a step: {by_name(self.peak)}, and activations",
                 f"moved per {step}: host to device {down}, device to host {up}; disk read {read}, written {written}",
             ]
+        lines += ["", *turn_lines(self.schedule)] if self.schedule else []
         return [*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])]
 
 
@@ -336,6 +341,7 @@ def planned(
         peak=traffic.peak(step, pieces, layout, update, gathered),
         activations=activations,
         flops=flops,
+        schedule=turns_of(layout) if step.graphs is not None else (),
     )
 
 

@@ -102,7 +102,7 @@ def uses_of(step: Spec, layout: Layout, unit: str) -> int:
     """How often the params of a unit that runs once are brought to the device for it."""
     if unit == ROOT:
         return 1
-    last = max((name for name in step.table(layout).acting if name != ROOT), key=_in_order)
+    last = max((name for name in step.table(layout).acting if name != ROOT), key=in_order)
     return 1 + pullbacks(step) - (unit == last)
 
 
@@ -110,6 +110,6 @@ def pullbacks(step: Spec) -> int:
     return 2 if step.fusion and step.fused_norm == "twice" else 1
 
 
-def _in_order(unit: str) -> list[tuple[int, str]]:
+def in_order(unit: str) -> list[tuple[int, str]]:
     """Sorts units as numbers are counted: blocks.10 behind blocks.9."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", unit)]

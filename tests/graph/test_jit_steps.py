@@ -155,10 +155,6 @@ def checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return out.mean()  # type: ignore[no-any-return]
 
 
-def exchanging(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return fz.parallel.sum(unit(p["blocks"][0], x), fz.parallel.axis(None, "dp")).mean()
-
-
 @pytest.mark.parametrize(
     ("fn", "match"),
     [
@@ -171,15 +167,6 @@ def test_refused(fn: Any, match: str) -> None:
     step = jit(fz.train_step(fn, fz.sgd(0.1)))
     with pytest.raises(ValueError, match=match):
         step(step.init(PARAMS), drawn(3, 4))
-
-
-def test_exchanges_between_ranks_are_refused() -> None:
-    def main(rank: int) -> None:
-        step = jit(fz.shard_zero2(fz.train_step(exchanging, fz.sgd(0.1))))
-        with pytest.raises(ValueError, match="exchanges values between ranks"):
-            step(step.init(PARAMS), drawn(3, 4, seed=rank))
-
-    run_ranks(main, 2)
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -199,15 +186,45 @@ def _uneven(rank: int) -> Any:
     return out
 
 
+@pytest.mark.parametrize("save", [(), ("hidden",), ("hidden", "out")])
+def test_names_are_kept_and_the_rest_is_recomputed(save: tuple[str, ...]) -> None:
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = fz.name(F.dropout(x, 0.3) @ q["w"], "hidden")
+        return x + F.dropout(fz.name(torch.tanh(hidden) @ q["v"], "out").exp(), 0.3)
+
+    blocks = [{"w": drawn(4, 8, seed=i) / 4, "v": drawn(8, 4, seed=9 + i) / 4} for i in range(3)]
+    params = {"blocks": blocks, "s": drawn(4)}
+    step = fz.remat(fz.train_step(through(fz.unit(body)), fz.adamw(1e-2)), save=save)
+    fast = jit(step)
+    states = [step.init(params), step.init(params)]
+    for i in range(3):
+        (states[0], want), (states[1], got) = step(states[0], drawn(3, 4, seed=i)), fast(states[1], drawn(3, 4, seed=i))
+        assert_trees_equal({**want}, {**got})
+        assert_trees_equal(fz.gather(states[0].params), fz.gather(states[1].params))
+    graph: Any = fast.graphs
+    (program,) = graph._programs.values()
+    pullback = program.call.regions[1].traced.pullback.graph
+    products = pullback.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) == 4 + 2 - len(save)  # four of the pullback, and those that run again
+
+
 def offloaded(step: fz.Step) -> fz.Step:
     return fz.offload(step, moments="host")
+
+
+def offloaded_activations(step: fz.Step) -> fz.Step:
+    return fz.offload(step, activations="host")
+
+
+def named(step: fz.Step) -> fz.Step:
+    return fz.remat(step, offload=("y",))
 
 
 def compiled(step: fz.Step) -> fz.Step:
     return fz.compile(step)
 
 
-@pytest.mark.parametrize("transform", [offloaded, compiled, lambda step: fz.offload(step, activations="host")])
+@pytest.mark.parametrize("transform", [offloaded, offloaded_activations, named, compiled])
 def test_what_no_graph_takes_is_named(transform: Any) -> None:
     step = jit(transform(fz.train_step(through(unit), fz.adamw(1e-2))))
     with pytest.raises(ValueError, match=r"jit: got leaf '.*' with"):
@@ -240,7 +257,7 @@ def test_a_graph_is_read_and_made_ahead() -> None:
         names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "fzero" in str(node.target)]
         assert isinstance(graph, torch.fx.GraphModule)
         assert names.count("region") == names.count("pull") == 3 and names.count("reduce") == 4
-        assert names.count("gather") == 7  # the root's stays, each unit's comes again for its pullback
+        assert names.count("gather") == 6  # the root's stays, and the first unit's pullback needs none
         assert step.traces == 1
 
     run_ranks(main, 2)

@@ -1,0 +1,174 @@
+"""Steps of fz.jit over tensor and sequence axes, whose messages are operators of the graph: the step without it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+pytestmark = pytest.mark.usefixtures("hazards")
+F64, D, V = torch.float64, 8, 11
+
+
+class Block(nn.Module):
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attention = nn.Linear(D, 3 * D), nn.Linear(D, D), attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = [each.unflatten(-1, (4, -1)).transpose(1, 2) for each in fz.name(self.qkv(x), "qkv").chunk(3, -1)]
+        return x + F.dropout(self.out(self.attention(q, k, v).transpose(1, 2).flatten(2)), 0.2)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.2))
+
+
+class Model(nn.Module):
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.embedding, self.blocks, self.head = nn.Embedding(V, D), nn.ModuleList([block(), block()]), nn.Linear(D, V)
+        self.to(F64)
+        generator = torch.Generator().manual_seed(0)
+        for x in self.parameters():
+            nn.init.normal_(x, std=0.3, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def compare(step: fz.Step, params: Any, batches: Any, backend: str = "graph") -> fz.Step:
+    """Some updates and evaluations with and without a graph."""
+    fast = fz.jit(step, backend=backend)
+    same = assert_trees_equal if backend == "graph" else functools.partial(assert_trees_close, rtol=1e-10)
+    states = [step.init(params), step.init(params)]
+    for batch in batches:
+        (states[0], want), (states[1], got) = step(states[0], *batch), fast(states[1], *batch)
+        same({**got}, {**want})
+        same(fast.forward(states[1], *batch), step.forward(states[0], *batch))
+    same(fz.gather(states[1].params), fz.gather(states[0].params))
+    return fast
+
+
+def mesh_of(*sizes: int) -> Any:
+    return torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+
+
+@settings(max_examples=4)
+@given(
+    blocks=zoo.drawn_blocks, stage=st.integers(0, 3), sequence=st.booleans(), remat=st.booleans(), data=st.booleans()
+)
+def test_drawn_models_on_slices(blocks: Any, stage: int, sequence: bool, remat: bool, data: bool) -> None:
+    def main(rank: int) -> None:
+        mesh, model = mesh_of(2 if data and stage else 1, 2), zoo.made(blocks, False)
+        apply, params = fz.functional(model)
+        plan = {**model.plan([True] * len(blocks)), "embedding": "vocabulary"}
+        step = fz.shard_tensor(fz.train_step(zoo.loss_of(apply), fz.adamw(1e-2)), plan, mesh=mesh, sequence=sequence)
+        step = getattr(fz, f"shard_zero{stage}")(step, mesh=mesh) if stage else step
+        compare(fz.remat(step) if remat else step, params, [zoo.batches(2)[rank // 2]] * 3)
+
+    run_ranks(main, 4 if data and stage else 2)
+
+
+def parted(rank: int, backend: str = "graph") -> None:
+    """Megatron's cuts, dropout of slices, and a loss of slices of the vocabulary."""
+    mesh = mesh_of(1, 2)
+    ax, (apply, params) = fz.parallel.axis(mesh, "tp"), fz.functional(Model(Mlp))
+    plan = {"*.up": "column", "*.down": "row", "embedding": "vocabulary", "head": "column"}
+
+    def loss(p: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return fz.parallel.cross_entropy(apply(p, tokens), targets, ax)
+
+    step = fz.shard_tensor(fz.train_step(loss, fz.adamw(1e-2)), plan, mesh=mesh)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, V, (3, 2, 2, 6), generator=generator)
+    fast = compare(fz.remat(fz.shard_zero3(step, mesh=mesh)), params, batches, backend)
+    assert fast.traces == 2  # a step, and a forward
+
+
+def along(rank: int, kind: str, remat: bool = False, tokens: int = 9) -> None:
+    """Attention over pieces of a sequence, and a mean over the tokens of all ranks."""
+    ax = fz.parallel.axis(None, "sp")
+    plain = fz.parallel.attention
+    attention = {
+        "ring": lambda: fz.parallel.ring(ax, is_causal=True),
+        "zigzag": lambda: fz.parallel.ring(ax, order="zigzag", window=4),
+        "ulysses": lambda: fz.parallel.ulysses(plain, ax, is_causal=True),
+        "chunks": lambda: fz.parallel.ulysses(plain, ax, 2, is_causal=True),
+    }[kind]()
+    apply, params = fz.functional(Model(lambda: Block(attention)))
+
+    def loss(p: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(apply(p, tokens).flatten(0, 1), targets.flatten(), reduction="none")
+        return fz.parallel.weighted_mean(losses, (targets.flatten() >= 0).double(), ax)
+
+    step = fz.shard_zero3(fz.train_step(loss, fz.adamw(1e-2)), axis="sp")
+    batches, order = [], kind if kind == "zigzag" else "contiguous"
+    for whole in torch.randint(0, V, (3, 2, tokens), generator=torch.Generator().manual_seed(1)):
+        own = fz.parallel.shard_sequence({"input_ids": whole, "labels": whole}, ax, order=order)
+        batches.append((own["input_ids"], own["shift_labels"]))
+    names = ("qkv",) if kind == "ring" else ()
+    compare(fz.remat(step, save=names) if remat else step, params, batches)
+
+
+@pytest.mark.parametrize(("kind", "remat"), [("ring", True), ("zigzag", False), ("ulysses", False), ("chunks", True)])
+def test_attention_over_a_cut_sequence(kind: str, remat: bool) -> None:
+    run_ranks(functools.partial(along, kind=kind, remat=remat), 2)
+
+
+def test_slices() -> None:
+    run_ranks(parted, 2)
+
+
+def on_processes(rank: int) -> None:
+    with fz.testing.hazards(seed=rank):
+        parted(rank, "inductor")
+        along(rank, "ring")
+
+
+def test_on_processes() -> None:
+    run_ranks(on_processes, 2, backend="processes", timeout=240)
+
+
+def test_sizes_that_change_are_refused_on_every_rank() -> None:
+    def main(rank: int) -> None:
+        ax = fz.parallel.axis(None, "sp")
+        step = fz.train_step(lambda p, x: (fz.parallel.gather(x, ax, 0) * p["w"]).sum(), fz.sgd(0.1))
+        fast = fz.jit(fz.shard_zero2(step, axis="sp"), backend="graph")
+        state = fast.init({"w": torch.ones(2)})
+        for rows in (2 + rank, 2 + rank, 4, 4):  # uneven as in the first run, then even
+            state, _ = fast(state, torch.ones(rows, 2))
+        with pytest.raises(ValueError, match="pieces of other sizes"):
+            fast(state, torch.ones(4 + rank, 2))
+
+    run_ranks(main, 2)
+
+
+def test_messages_by_torch_distributed_are_refused() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().sum()
+        torch.distributed.all_reduce(total)
+        return (x * p["w"]).sum() + total
+
+    with fz.testing.fake_mesh({"dp": 2}):
+        fast = fz.jit(fz.shard_zero2(fz.train_step(fn, fz.sgd(0.1))), backend="graph")
+        with pytest.raises(ValueError, match=r"by torch\.distributed"):
+            fast.lower(fast.init({"w": torch.ones(2)}), torch.ones(2))
