@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,24 @@ from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.jit import KEPT, surrounded
-from fzero.graph.opened import Opened, is_state, value_of
+from fzero.graph.hosts import Hosts
+from fzero.graph.opened import Opened, is_state, kinds_of, over_axes, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
+
+
+Key = tuple[object, ...]
+
+
+class Made(NamedTuple):
+    """The program of one signature: what runs, the form of its result, its graph, and what that calls."""
+
+    run: program.Run
+    result: Opened
+    traced: Traced
+    hosts: Hosts
 
 
 class Function:
@@ -32,7 +45,8 @@ class Function:
 
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
-        self._programs: dict[object, tuple[program.Run, Opened, Traced]] = {}
+        self._programs: dict[object, Made] = {}
+        self._kinds: dict[object, dict[object, list[type]]] = {}  # of results without a graph, by their structure
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
@@ -46,26 +60,38 @@ class Function:
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
             return self.fn(*args, **kwargs)  # plain autograd goes through it
-        known = self._programs.get(key)
-        if known is None or not known[1].seen:
+        kinds = self._kinds.setdefault(key[1:], {})  # whatever its shapes, which may be others on other ranks
+        made = self._program(key, given) if kinds else None
+        if made is None or made.result.spec not in kinds:
             out = self.fn(*args, **kwargs)
-            try:
-                (known or self._add(key, given))[1].see(out)
-            except Exception as error:
-                if not self.fallback:
-                    raise
-                self._plain = True
-                warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=2)
+            kinds.update([kinds_of(out)])
+            made = self._program(key, given)
+            if made is not None and made.result.spec not in kinds:
+                raise ValueError(f"jit: {name_of(self.fn)} returns {made.result.spec} in a graph, and without {[*kinds]}.")
             return out
-        run, result, _ = known
-        with torch.no_grad():
-            out = run([x.detach() for x in given.tensors])
-        return result.made(out, values=True)
+        axes = made.hosts.axes_of_run(given.axes)
+        with torch.no_grad(), made.hosts.running(axes, given.updates):
+            out = made.run([x.detach() for x in given.tensors])
+        out = made.result.made(out, values=True, kinds=kinds[made.result.spec])
+        return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
+
+    def _program(self, key: Key, given: Opened) -> Made | None:
+        """The program of a call; None where it cannot be traced, and need not."""
+        if self._plain:
+            return None
+        try:
+            return self._programs.get(key) or self._add(key, given)
+        except Exception as error:
+            if not self.fallback:
+                raise
+            self._plain = True
+            warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=3)
+            return None
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
         given, key = self._given(args, kwargs)
-        return (self._programs.get(key) or self._add(key, given))[2].forward
+        return (self._programs.get(key) or self._add(key, given)).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
@@ -74,7 +100,7 @@ class Function:
             self._add(key, given)
         return self
 
-    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, object]:
+    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, Key]:
         fixed = {i: args[i] for i in self.static if i < len(args)}
         rest = [None if i in fixed else x for i, x in enumerate(args)]
         given = Opened((rest, dict(kwargs)), numbers=True)
@@ -82,9 +108,9 @@ class Function:
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (given.form, metas, own, ambient, closed_over(self.fn))
+        return given, (metas, given.form, own, ambient, closed_over(self.fn))
 
-    def _add(self, key: object, given: Opened) -> tuple[program.Run, Opened, Traced]:
+    def _add(self, key: Key, given: Opened) -> Made:
         for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), is_state)[0] if is_state(x)]:
             row = next((row for row in state.layout.rows if row.policy.rounding == "stochastic"), None)
             if row is not None:
@@ -92,10 +118,11 @@ class Function:
                     f"jit: got a function of a state whose leaf {row.path!r} is rounded stochastically, expected one "
                     "without: a function's graph draws nothing yet. Take fz.jit(step), whose updates draw as ever."
                 )
-            if state.params.axis.ranks > 1:
+        for axis in given.axes:
+            if axis.tensor is not None or axis.further:
                 raise ValueError(
-                    f"jit: got a function of a state over {state.params.axis.ranks} ranks, expected one of a single "
-                    "rank: a function's graph has no messages yet. Take fz.jit(step), whose graphs have."
+                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
+                    "Leave jit out."
                 )
         results: list[Opened] = []
 
@@ -110,7 +137,7 @@ class Function:
         for inline in (False, True):
             with tracing(), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]
-                bodies = Bodies(mode, table, inline)
+                bodies = Bodies(mode, table, inline, hosts := Hosts(given.axes))
                 with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
                     try:
                         traced = trace(run, own, (), table, level=True)
@@ -135,5 +162,5 @@ class Function:
         self.traces += 1
         if len(self._programs) >= KEPT:
             del self._programs[next(iter(self._programs))]
-        self._programs[key] = made = program_of, results[0], traced
+        self._programs[key] = made = Made(program_of, results[0], traced, hosts)
         return made

@@ -22,7 +22,8 @@ def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawin
     What draws random numbers runs as it is: its numbers are those of torch's operators.
     """
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    if drawing or not any(n.op == "call_function" for n in module.graph.nodes):
+    called = [n.target for n in module.graph.nodes if n.op == "call_function"]
+    if drawing or not called or operators.HOST in called:
         return program.compiled(in_pieces(module), constants=constants)
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
@@ -43,7 +44,7 @@ def table() -> of_torch.Table:
     return of_torch.inductor_decompositions()
 
 
-_OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL}
+_OWN = {operators.GATHER, operators.REDUCE, operators.REGION, operators.PULL, operators.HOST}
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code
 
 

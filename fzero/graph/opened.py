@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import pytree
-from fzero.state.sharded import Sharded, is_item
+from fzero.comm.axis import Axis
+from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 
 
@@ -24,13 +25,19 @@ class Opened:
     Attributes:
         tensors: all of them.
         counts: the places of the counts among them.
-        seen: whether it is known which leaves are numbers of Python.
+        axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
     """
 
     def __init__(self, tree: object, numbers: bool) -> None:
         leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
+        self.axes, self.updates = list[Axis](), list[Any]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
+            if isinstance(node, (TrainState, Sharded)):
+                axis = node.params.axis if isinstance(node, TrainState) else node.axis
+                if axis.identity not in [own.identity for own in self.axes]:
+                    self.axes.append(axis)
+                    self.updates.append(getattr(node, "step", 0))
             scaled = isinstance(node, Sharded) and node.scale != 1.0
             if isinstance(node, pytree.Count) or scaled:
                 what = "grads with a loss scale" if scaled else "an optimizer's count outside of its state"
@@ -40,7 +47,6 @@ class Opened:
                 )
         self.tensors: list[torch.Tensor] = []
         self.counts: set[int] = set()  # places
-        self.seen = False
         self._makers: list[tuple[str, Any]] = []
         forms: list[object] = []
         for leaf in leaves:
@@ -52,7 +58,8 @@ class Opened:
                 begin = len(self.tensors) + len(own)
                 self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
-                forms.append((spec, leaf.seed, leaf.signature, len(counts)))
+                place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
+                forms.append((spec, leaf.seed, leaf.signature, len(counts), place))
             elif isinstance(leaf, torch.Tensor):
                 self._makers.append(("tensor", None))
                 self.tensors.append(leaf)
@@ -64,35 +71,51 @@ class Opened:
             else:
                 self._makers.append(("value", leaf))
                 forms.append(value_of(leaf))
-        self.form = self.spec, tuple(forms)
+        self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
-    def see(self, tree: object) -> None:
-        """Takes from a result without a graph which of its leaves are numbers of Python."""
-        self.seen = True
-        for i, leaf in enumerate(pytree.flatten(tree, is_leaf=is_state)[0]):
-            if type(leaf) in (bool, int, float) and self._makers[i][0] == "tensor":
-                self._makers[i] = "number", type(leaf)
-
-    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
+    def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[type] = ()) -> Any:
         """The tree again, with other tensors.
 
         Args:
             values: whether counts become numbers.
+            kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        return pytree.unflatten(self.spec, [self._one(*maker, rest, values) for maker in self._makers])
+        leaves = [self._one(*maker, rest, values) for maker in self._makers]
+        for i, kind in enumerate(kinds):
+            if kind in (bool, int, float) and isinstance(leaves[i], torch.Tensor):
+                leaves[i] = kind(leaves[i])
+        return pytree.unflatten(self.spec, leaves)
 
     def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:
         if kind == "value":
             return about
         if kind == "tensor":
             return next(rest)
-        if kind == "number":
-            return about(next(rest))
         spec, own, counts, _ = about
         state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
         every = [next(rest) for _ in range(counts)]
         return _with_counts(state, [int(x) for x in every] if values else every)
+
+
+def kinds_of(tree: object) -> tuple[pytree.Spec, list[type]]:
+    """The structure of a result, and the types of its leaves."""
+    leaves, spec = pytree.flatten(tree, is_leaf=is_state)
+    return spec, [type(leaf) for leaf in leaves]
+
+
+def over_axes(tree: Any, axes: Mapping[str, Axis]) -> Any:
+    """A result over other axes, by the identities of those that it was traced over."""
+    if all(axis.identity == identity for identity, axis in axes.items()):
+        return tree
+
+    def one(x: Any) -> Any:
+        if isinstance(x, TrainState):
+            own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
+            return x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
+        return x.replaced(axis=axes.get(x.axis.identity, x.axis)) if isinstance(x, Sharded) else x
+
+    return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))
 
 
 def is_state(x: object) -> bool:
