@@ -46,7 +46,7 @@ class Function:
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
         self._programs: dict[object, Made] = {}
-        self._kinds: dict[object, dict[object, list[type]]] = {}  # of results without a graph, by their structure
+        self._kinds: dict[object, dict[int, list[type]]] = {}  # of results without a graph, by their number
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
@@ -62,17 +62,20 @@ class Function:
             return self.fn(*args, **kwargs)  # plain autograd goes through it
         kinds = self._kinds.setdefault(key[1:], {})  # whatever its shapes, which may be others on other ranks
         made = self._program(key, given) if kinds else None
-        if made is None or made.result.spec not in kinds:
+        if made is None or made.result.count not in kinds:
             out = self.fn(*args, **kwargs)
-            kinds.update([kinds_of(out)])
+            kinds.update(kinds_of(out))
             made = self._program(key, given)
-            if made is not None and made.result.spec not in kinds:
-                raise ValueError(f"jit: {name_of(self.fn)} returns {made.result.spec} in a graph, and without {[*kinds]}.")
+            if made is not None and made.result.count not in kinds:
+                raise ValueError(
+                    f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} without; "
+                    "expected as many. Let nothing but its arguments decide what it returns."
+                )
             return out
         axes = made.hosts.axes_of_run(given.axes)
         with torch.no_grad(), made.hosts.running(axes, given.updates):
             out = made.run([x.detach() for x in given.tensors])
-        out = made.result.made(out, values=True, kinds=kinds[made.result.spec])
+        out = made.result.made(out, values=True, kinds=kinds[made.result.count])
         return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
 
     def _program(self, key: Key, given: Opened) -> Made | None:
@@ -105,6 +108,12 @@ class Function:
         rest = [None if i in fixed else x for i, x in enumerate(args)]
         given = Opened((rest, dict(kwargs)), numbers=True)
         given.fixed = fixed  # type: ignore[attr-defined]
+        for axis in given.axes:
+            if axis.tensor is not None or axis.further:
+                raise ValueError(
+                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
+                    "Leave jit out."
+                )
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         own = tuple((i, value_of(x)) for i, x in fixed.items())
@@ -117,12 +126,6 @@ class Function:
                 raise ValueError(
                     f"jit: got a function of a state whose leaf {row.path!r} is rounded stochastically, expected one "
                     "without: a function's graph draws nothing yet. Take fz.jit(step), whose updates draw as ever."
-                )
-        for axis in given.axes:
-            if axis.tensor is not None or axis.further:
-                raise ValueError(
-                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
-                    "Leave jit out."
                 )
         results: list[Opened] = []
 

@@ -24,7 +24,8 @@ class Opened:
 
     Attributes:
         tensors: all of them.
-        counts: the places of the counts among them.
+        count: of its leaves.
+        counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
     """
@@ -46,7 +47,7 @@ class Opened:
                     "return the state."
                 )
         self.tensors: list[torch.Tensor] = []
-        self.counts: set[int] = set()  # places
+        self.count, self.counts = len(leaves), set[int]()
         self._makers: list[tuple[str, Any]] = []
         forms: list[object] = []
         for leaf in leaves:
@@ -98,10 +99,10 @@ class Opened:
         return _with_counts(state, [int(x) for x in every] if values else every)
 
 
-def kinds_of(tree: object) -> tuple[pytree.Spec, list[type]]:
-    """The structure of a result, and the types of its leaves."""
-    leaves, spec = pytree.flatten(tree, is_leaf=is_state)
-    return spec, [type(leaf) for leaf in leaves]
+def kinds_of(tree: object) -> dict[int, list[type]]:
+    """The types of a result's leaves, by their number."""
+    leaves, _ = pytree.flatten(tree, is_leaf=is_state)
+    return {len(leaves): [type(leaf) for leaf in leaves]}
 
 
 def over_axes(tree: Any, axes: Mapping[str, Axis]) -> Any:
