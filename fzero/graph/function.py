@@ -153,8 +153,9 @@ class Function:
         drawing = next((node for module in every for node in module.graph.nodes if draws(node)), None)
         if drawing is not None:
             raise ValueError(
-                f"jit: the function draws random numbers ({drawing.target}), which a function's graph does not have "
-                "yet. Give the noise as an input, or take fz.jit(step), whose graphs draw what the step draws."
+                f"jit: the function draws random numbers ({drawing.target}) outside of steps, from torch's default "
+                "generator, which a graph would leave as it is. Give the noise as an input, or draw in a step's "
+                "function, whose seed is the state's."
             )
         program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
         if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):

@@ -1,26 +1,31 @@
-"""What a function's graph calls besides torch's operators: messages between ranks."""
+"""What a function's graph calls besides torch's operators: messages between ranks, and what draws random numbers."""
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import private
-from fzero.base.context import during
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.base import private, pytree
+from fzero.base.context import during, variable
+from fzero.base.operators import Operator, kind_of
+from fzero.base.random import Later, seeded
 from fzero.comm.axis import Axis
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
+from fzero.graph.trace import like
 
 Run = Callable[[Sequence[torch.Tensor], Sequence[Axis]], Sequence[torch.Tensor]]
-Form = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class _Call(NamedTuple):
-    """`run(xs, axes) -> outputs`, and the form of each output."""
+    """`run(xs, axes) -> outputs`, and tensors without values that are like these."""
 
     run: Run
-    forms: Sequence[Form]
+    likes: Sequence[torch.Tensor]
 
 
 class Hosts:
@@ -78,16 +83,92 @@ class Hosts:
 
         def run(xs: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Sequence[torch.Tensor]:
             own = axes[place].uncut if whole else axes[place]
-            return [getattr(own, verb)(xs[0], tag, *more)]
+            return [getattr(own, verb)(xs[0], tag, *more).contiguous()]
 
-        shape = tuple(x.shape) if rows is None else (rows, *x.shape[1:])
-        return self.call(run, [x], [(shape, *(more or (x.dtype,)), x.device)])[0]
+        with of_torch.untraced():
+            out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(more or (x.dtype,))[0])
+        return self.call(run, [x], [out])[0]
 
-    def call(self, run: Run, xs: Sequence[torch.Tensor], forms: Sequence[Form]) -> list[torch.Tensor]:
+    def call(self, run: Run, xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What `run` makes of tensors, as a node of the graph."""
-        self.calls.append(_Call(run, forms))
-        return operators.host(len(self.calls) - 1, xs)
+        self.calls.append(_Call(run, likes))
+        own = [of_torch.unknown(x) for x in xs]  # what is known in a trace would be computed with there
+        return operators.host(len(self.calls) - 1, own)
+
+    def of_count(
+        self, run: Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]], count: torch.Tensor,
+        xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """What `run(count, xs)` makes of a number that a run knows, and of tensors, in the forms of others."""
+        return self.call(lambda own, _: run(int(own[0]), own[1:]), [private.unwrapped(count), *xs], likes)
+
+    def drawing(self, seed: int) -> Drawing:
+        """Around operators that draw random numbers by a seed."""
+        return Drawing(self, seed)
 
     def without_values(self, number: int) -> list[torch.Tensor]:
         """What a call returns in a trace."""
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.calls[number].forms]
+        return [like(x) for x in self.calls[number].likes]
+
+
+# whether an operator runs for the shapes of its results alone, of which the streams around it know nothing
+_looking: contextvars.ContextVar[bool] = variable("looking_at_shapes", False)
+
+
+class Drawing(TorchDispatchMode):
+    """Inside a trace: what draws random numbers draws them from one stream, whose state is a value of the graph.
+
+    Args:
+        seed: that the stream begins with.
+    """
+
+    def __init__(self, hosts: Hosts, seed: int) -> None:
+        super().__init__()
+        self._hosts, self._seed = hosts, seed
+        self._states: dict[torch.device, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kind, kwargs = kind_of(func), kwargs or {}
+        flat, spec = pytree.flatten((args, kwargs))
+        if _looking.get() or not kind.draws(args, kwargs) or any(isinstance(x, torch.Generator) for x in flat):
+            return func(*args, **kwargs)
+        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        devices = [x for x in flat if isinstance(x, torch.device)]
+        device = flat[places[0]].device if places else devices[0] if devices else torch.device("cpu")
+
+        def called(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            filled = list(flat)
+            for place, x in zip(places, xs, strict=True):
+                filled[place] = like(flat[place]).copy_(x) if kind.targets else x  # it fills in the order of memory
+            own, named = pytree.unflatten(spec, filled)
+            return pytree.leaves(func(*own, **named))
+
+        def run(xs: Sequence[torch.Tensor], _: object) -> Sequence[torch.Tensor]:
+            region = seeded(0, {device: xs[0]})
+            with region:
+                return [*called(xs[1:]), region.state(device)]
+
+        state = self._states.get(device)
+        if state is None:
+            state = self._begun(device)
+        given = [flat[place] for place in places]
+        with of_torch.untraced(), during(_looking, True):
+            outs = called([like(x) for x in given])
+        *found, self._states[device] = self._hosts.call(run, [state, *given], [*outs, state])
+        for target, x in zip(written := kind.written(args, kwargs), found, strict=False):
+            target.copy_(x)
+        return written[0] if written else found[0] if len(found) == 1 else tuple(found)
+
+    def _begun(self, device: torch.device) -> torch.Tensor:
+        """The state of the stream before anything is drawn."""
+        seed = self._seed
+        numbers = [x for x in seed.numbers if isinstance(x, torch.Tensor)] if isinstance(seed, Later) else []
+        count = numbers[0] if numbers else torch.zeros((), device="cpu")
+
+        def run(count: int, _: object) -> Sequence[torch.Tensor]:
+            own = seed.of(count) if isinstance(seed, Later) else seed
+            return [torch.Generator(device).manual_seed(own).get_state()]
+
+        return self._hosts.of_count(run, count, (), [torch.Generator(device).get_state()])[0]

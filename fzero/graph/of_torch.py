@@ -30,6 +30,12 @@ def is_constant(x: torch.Tensor) -> bool:
     return getattr(x, "constant", None) is not None
 
 
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    """The same value, which a trace does not know."""
+    known = getattr(x, "constant", None)
+    return x if known is None else torch.full(x.shape, known.item(), dtype=x.dtype, device=x.device)
+
+
 def fake_mode() -> Any:
     """A mode in which operators compute shapes alone. Tensors with values may be closed over."""
     from torch._subclasses.fake_tensor import FakeTensorMode
