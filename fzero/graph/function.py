@@ -9,20 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.graph import inductor, of_torch, operators, program
 from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
-from fzero.graph.jit import KEPT, surrounded
 from fzero.graph.hosts import Hosts
-from fzero.graph.opened import Opened, is_state, kinds_of, over_axes, value_of
+from fzero.graph.jit import KEPT, surrounded
+from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
-
 
 Key = tuple[object, ...]
 
@@ -68,8 +66,8 @@ class Function:
             made = self._program(key, given)
             if made is not None and made.result.count not in kinds:
                 raise ValueError(
-                    f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} without; "
-                    "expected as many. Let nothing but its arguments decide what it returns."
+                    f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} "
+                    "without; expected as many. Let nothing but its arguments decide what it returns."
                 )
             return out
         axes = made.hosts.axes_of_run(given.axes)
@@ -120,13 +118,6 @@ class Function:
         return given, (metas, given.form, own, ambient, closed_over(self.fn))
 
     def _add(self, key: Key, given: Opened) -> Made:
-        for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), is_state)[0] if is_state(x)]:
-            row = next((row for row in state.layout.rows if row.policy.rounding == "stochastic"), None)
-            if row is not None:
-                raise ValueError(
-                    f"jit: got a function of a state whose leaf {row.path!r} is rounded stochastically, expected one "
-                    "without: a function's graph draws nothing yet. Take fz.jit(step), whose updates draw as ever."
-                )
         results: list[Opened] = []
 
         def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import private, pytree

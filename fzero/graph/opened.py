@@ -12,6 +12,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
+from fzero.state.values import with_codes
 
 
 class Opened:
@@ -106,14 +107,14 @@ def kinds_of(tree: object) -> dict[int, list[type]]:
 
 
 def over_axes(tree: Any, axes: Mapping[str, Axis]) -> Any:
-    """A result over other axes, by the identities of those that it was traced over."""
-    if all(axis.identity == identity for identity, axis in axes.items()):
-        return tree
+    """A result over other axes, by the identities of those that it was traced over; its states with codes again."""
+    same = all(axis.identity == identity for identity, axis in axes.items())
 
     def one(x: Any) -> Any:
         if isinstance(x, TrainState):
             own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
-            return x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
+            x = x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
+            return with_codes(x)
         return x.replaced(axis=axes.get(x.axis.identity, x.axis)) if isinstance(x, Sharded) else x
 
     return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))

@@ -2,8 +2,8 @@
 
 They run while a step is traced only, on tensors without values: the code that is made of a graph calls what they stand
 for. `gather(k)` is the full buffer of group `k`; `reduce(x, k)` adds to the gradient of group `k`; `region(xs, n)` and
-`pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `host(xs, n)` is the `n`-th of the calls that
-a function's graph makes besides (`graph/hosts.py`), and runs as it is.
+`pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `host(xs, n)` is the `n`-th call that a
+function's graph makes besides (`graph/hosts.py`), and runs as it is.
 """
 
 from __future__ import annotations

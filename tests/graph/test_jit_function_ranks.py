@@ -84,7 +84,9 @@ def values(tree: Any) -> Any:
     """A result with its states as the full leaves that they hold."""
     if isinstance(tree, fz.TrainState):
         return fz.gather(tree.params), fz.gather(tree.moments), tree.step, tree.seed
-    return tuple(map(values, tree)) if type(tree) is tuple else fz.gather(tree) if isinstance(tree, fz.Sharded) else tree
+    if isinstance(tree, fz.Sharded):
+        return fz.gather(tree)
+    return tuple(map(values, tree)) if type(tree) is tuple else tree
 
 
 def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
