@@ -15,14 +15,14 @@ from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.hosts import Hosts
-from fzero.graph.jit import KEPT, surrounded
+from fzero.graph.jit import KEPT, MANY, surrounded, warn_of_many
 from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
 
-Key = tuple[object, ...]
+Key = tuple[Any, ...]
 
 
 class Made(NamedTuple):
@@ -43,8 +43,8 @@ class Function:
 
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
-        self._programs: dict[object, Made] = {}
-        self._kinds: dict[object, dict[int, list[type]]] = {}  # of results without a graph, by their number
+        self._programs: dict[Key, Made] = {}
+        self._kinds: dict[Key, dict[int, list[type]]] = {}  # of results without a graph, by their number
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
@@ -63,6 +63,8 @@ class Function:
         if made is None or made.result.count not in kinds:
             out = self.fn(*args, **kwargs)
             kinds.update(kinds_of(out))
+            if len(self._kinds) > KEPT:
+                del self._kinds[next(iter(self._kinds))]
             made = self._program(key, given)
             if made is not None and made.result.count not in kinds:
                 raise ValueError(
@@ -155,6 +157,12 @@ class Function:
                 "would not give. Give it as an input, or detach() it."
             )
         self.traces += 1
+        if self.traces == MANY:
+            before = next(reversed(self._programs))
+            shapes = f"tensors of shapes {[shape for shape, *_ in key[0]]}"
+            parts = shapes, "states or values", "static arguments", "dtypes", "tensors that it closes over"
+            changed = [part for part, old, new in zip(parts, before, key, strict=True) if old != new]
+            warn_of_many(f"other {' and '.join(changed)} of {name_of(self.fn)}")
         if len(self._programs) >= KEPT:
             del self._programs[next(iter(self._programs))]
         self._programs[key] = made = Made(program_of, results[0], traced, hosts)

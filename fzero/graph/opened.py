@@ -54,14 +54,14 @@ class Opened:
         for leaf in leaves:
             if isinstance(leaf, TrainState):
                 own, spec = torch_pytree.tree_flatten(leaf)
-                _need_plain_counts(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
+                own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
                 self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
                 begin = len(self.tensors) + len(own)
                 self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
-                forms.append((spec, leaf.seed, leaf.signature, len(counts), place))
+                forms.append((spec, leaf.seed, leaf.signature, place, *own_counts))
             elif isinstance(leaf, torch.Tensor):
                 self._makers.append(("tensor", None))
                 self.tensors.append(leaf)
@@ -136,15 +136,6 @@ def value_of(x: object) -> object:
     return type(x), repr(x) if isinstance(x, float) else x
 
 
-def _need_plain_counts(state: TrainState) -> None:
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-    if any(isinstance(x, pytree.Count) and (x.missed or x.paused) for x in nodes):
-        raise ValueError(
-            "jit: got a function of a state whose leaves have been frozen for a while and count their own updates, "
-            "which a function's graph does not take. Take fz.jit(step)."
-        )
-
-
 def as_number(x: float) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
 
@@ -153,9 +144,12 @@ def _as_count(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
 
 
+def _nodes(state: TrainState) -> list[Any]:
+    return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
+
+
 def _counts_of(state: TrainState) -> list[Any]:
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-    return [state.step, *[x.value for x in nodes if isinstance(x, pytree.Count)]]
+    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
 
 
 def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
