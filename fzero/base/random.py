@@ -6,6 +6,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -91,19 +92,20 @@ class seeded:
     seed; torch.manual_seed does not reach that one. `states` are those of generators that have been drawn from already.
     """
 
-    __slots__ = ("default", "generators", "outer", "seed", "start", "states")
+    __slots__ = ("default", "generators", "outer", "seed", "start", "states", "traced")
 
     def __init__(self, seed: int | None, states: Mapping[torch.device, torch.Tensor] | None = None) -> None:
         self.seed, self.start = seed, states
         self.default: tuple[torch.Generator, ...] = ()
         self.generators: dict[torch.device, torch.Generator] | None = None
+        self.traced: AbstractContextManager[object] | None = None  # what takes their place in a trace
 
     def __enter__(self) -> None:
         if self.seed is None:
             return
         if (graph := jitting.get()) is not None:
-            self.outer = graph.hosts.drawing(self.seed)
-            self.outer.__enter__()
+            self.traced = drawing = graph.hosts.drawing(self.seed)
+            drawing.__enter__()
             return
         if not intercept.acts_for_main():
             self.generators = {}
@@ -128,8 +130,8 @@ class seeded:
                     del _in_use[_in_use.index(self) :]  # with any inside that an interrupt has kept from ending
         elif self.generators is not None:
             intercept.swap_stream(self.outer)
-        elif self.seed is not None:  # in a trace
-            self.outer.__exit__(None, None, None)
+        elif self.traced is not None:
+            self.traced.__exit__(None, None, None)
 
     def _begin(self, generator: torch.Generator) -> torch.Generator:
         state = self.start.get(generator.device) if self.start else None

@@ -55,13 +55,15 @@ class Opened:
             if isinstance(leaf, TrainState):
                 own, spec = torch_pytree.tree_flatten(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
+                # what no tensor of the graph holds
                 own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
+                numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
                 self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
                 begin = len(self.tensors) + len(own)
                 self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
-                forms.append((spec, leaf.seed, leaf.signature, place, *own_counts))
+                forms.append((spec, leaf.seed, leaf.signature, place, *own_counts, *numbers_of))
             elif isinstance(leaf, torch.Tensor):
                 self._makers.append(("tensor", None))
                 self.tensors.append(leaf)
@@ -85,8 +87,8 @@ class Opened:
         rest = iter(tensors)
         leaves = [self._one(*maker, rest, values) for maker in self._makers]
         for i, kind in enumerate(kinds):
-            if kind in (bool, int, float) and isinstance(leaves[i], torch.Tensor):
-                leaves[i] = kind(leaves[i])
+            if kind in (bool, int, float) and isinstance(x := leaves[i], torch.Tensor):
+                leaves[i] = kind(x)
         return pytree.unflatten(self.spec, leaves)
 
     def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:

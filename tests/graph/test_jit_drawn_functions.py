@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero as fz
+from fzero.base import pytree
 from fzero.testing import assert_trees_close, run_ranks
 
 BITS = {"param": torch.bfloat16, "compute": torch.float32, "rounding": "stochastic", "straight_through": True}
@@ -105,11 +106,11 @@ def compare(case: Drawn, rank: int) -> None:
 
 def plainly(case: Drawn, loss: Any, params: Any, x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
     """The gradient, in torch alone."""
-    flat, spec = torch.utils._pytree.tree_flatten(params)
+    flat, spec = pytree.flatten(params)
     moved = {"input": x, "rate": rate}
     moved[case.by] = moved[case.by].clone().requires_grad_()
     own, moments = [p.clone().requires_grad_() for p in flat], [torch.zeros_like(p) for p in flat]
-    value = lambda own, x: loss(torch.utils._pytree.tree_unflatten(own, spec), x)
+    value = lambda own, x: loss(pytree.unflatten(spec, own), x)
     for i in range(case.steps):
         grads = torch.autograd.grad(value(own, moved["input"] * (i + 1)), own, create_graph=True)
         moments = [0.9 * m + g for m, g in zip(moments, grads, strict=True)]

@@ -71,7 +71,13 @@ def pushed(step: fz.Step, state: fz.TrainState, x: torch.Tensor, y: torch.Tensor
     return torch.func.jvp(lambda x: after(step, state, x, y), (x,), (y @ y.T @ x,))
 
 
-CASES = {"steps": two, "scan": scanned, "state": by_state, "rate": by_rate, "grads": grads, "jvp": pushed}
+def gathered(step: fz.Step, state: fz.TrainState, x: torch.Tensor, y: torch.Tensor) -> Any:
+    state, _ = two(step, state, x, y)
+    return fz.gather(state.params), fz.global_norm(step.vjp(state, x, y)[1](torch.ones((), dtype=F64))[0])
+
+
+CASES = {"gathered": gathered, "steps": two, "scan": scanned, "state": by_state, "rate": by_rate, "grads": grads}
+CASES["jvp"] = pushed
 STAGES: dict[str, Shard] = {
     "zero1": fz.shard_zero1,
     "zero2": fz.shard_zero2,
@@ -104,8 +110,10 @@ def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
     return fast
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stage", STAGES)
+OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("steps", "accumulated"), ("rate", "accumulated")]
+
+
+@pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
 def test_numbers_of_the_function(name: str, stage: str) -> None:
     run_ranks(functools.partial(compare, name=name, stage=stage), 2)
 
