@@ -46,6 +46,7 @@ class Function:
         self._programs: dict[Key, Made] = {}
         self._kinds: dict[Key, dict[int, list[type]]] = {}  # of results without a graph, by their number
         self.traces = 0
+        self._several = False  # whether its states lie on several ranks
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
 
@@ -58,14 +59,16 @@ class Function:
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
             return self.fn(*args, **kwargs)  # plain autograd goes through it
-        kinds = self._kinds.setdefault(key[1:], {})  # whatever its shapes, which may be others on other ranks
+        kinds = self._kinds.get(self._begun(key, given), {})
         made = self._program(key, given) if kinds else None
-        if made is None or made.result.count not in kinds:
+        if made is None or not (self._several or made.result.count in kinds):
             out = self.fn(*args, **kwargs)
+            made = self._program(key, given)
+            self._several = self._several or any(axis.ranks > 1 for axis in (made.hosts.axes if made else given.axes))
+            kinds = self._kinds.setdefault(self._begun(key, given), {})
             kinds.update(kinds_of(out))
             if len(self._kinds) > KEPT:
                 del self._kinds[next(iter(self._kinds))]
-            made = self._program(key, given)
             if made is not None and made.result.count not in kinds:
                 raise ValueError(
                     f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} "
@@ -75,8 +78,15 @@ class Function:
         axes = made.hosts.axes_of_run(given.axes)
         with torch.no_grad(), made.hosts.running(axes, given.updates):
             out = made.run([x.detach() for x in given.tensors])
-        out = made.result.made(out, values=True, kinds=kinds[made.result.count])
+        out = made.result.made(out, values=True, kinds=kinds.get(made.result.count, ()))
         return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
+
+    def _begun(self, key: Key, given: Opened) -> Key:
+        """What is known of functions that have run without a graph: each signature does first, whatever its shapes.
+
+        On several ranks only the first call of all does, which all make at once: no rank may send what others do not.
+        """
+        return tuple([(axis.ranks, axis.data_rank) for axis in given.axes]) if self._several else key[1:]
 
     def _program(self, key: Key, given: Opened) -> Made | None:
         """The program of a call; None where it cannot be traced, and need not."""
@@ -85,7 +95,7 @@ class Function:
         try:
             return self._programs.get(key) or self._add(key, given)
         except Exception as error:
-            if not self.fallback:
+            if not self.fallback or (self._several and self.traces):  # other ranks run their graphs
                 raise
             self._plain = True
             warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=3)

@@ -110,7 +110,7 @@ def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
     return fast
 
 
-OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("steps", "accumulated"), ("rate", "accumulated")]
+OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("rate", "accumulated")]
 
 
 @pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
@@ -193,6 +193,21 @@ def test_a_function_without_states_given() -> None:
         fast = fz.jit(fn, backend="graph")
         for seed in range(3):
             assert_trees_equal(fast(*data(rank, seed=seed)), fn(*data(rank, seed=seed)))
+
+    run_ranks(main, 2)
+
+
+def test_ranks_have_other_values() -> None:
+    """A flag that one rank alone changes traces there: no rank runs the function while others run their graphs."""
+
+    def main(rank: int) -> None:
+        step = fz.shard_zero3(STEP)
+        fn = lambda state, x, y, flag: step(state, x * 2 if flag else x, y)[0]
+        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
+        for call in range(4):
+            given = *data(rank), bool(rank) and call > 1
+            assert_trees_close(values(fast(state, *given)), values(fn(state, *given)), rtol=1e-10)
+        assert fast.traces == 1 + rank
 
     run_ranks(main, 2)
 
