@@ -19,6 +19,7 @@ from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
 from fzero.comm.known import GroupName, group_of, name_of_group, need_here, need_running
+from fzero.comm.mesh_axes import axes_in, need_axes
 from fzero.comm.playing import playing
 
 P = ParamSpec("P")
@@ -364,27 +365,6 @@ class Axis:
             said = next((each for each in self._by_all(said, what, group) if each), "")
         if said:
             raise ValueError(said)
-
-
-def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of one mesh axis or of several."""
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis") -> None:
-    """Refuses axes that a mesh does not have, or that come in another order than the mesh's."""
-    known = mesh.mesh_dim_names or ()
-    for name in wanted:
-        if name not in known:
-            raise ValueError(
-                f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
-                f"{argument}=, or name it in init_device_mesh(..., mesh_dim_names=...)."
-            )
-    if [*wanted] != sorted(wanted, key=known.index):
-        raise ValueError(
-            f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
-            "is the slowest."
-        )
 
 
 def _first_difference(text: str, other: str) -> str:

@@ -22,7 +22,7 @@ from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
 
-Key = tuple[Any, ...]
+Key = tuple[object, ...]
 
 
 class Made(NamedTuple):
@@ -169,7 +169,7 @@ class Function:
         self.traces += 1
         if self.traces == MANY:
             before = next(reversed(self._programs))
-            shapes = f"tensors of shapes {[shape for shape, *_ in key[0]]}"
+            shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"
             parts = shapes, "states or values", "static arguments", "dtypes", "tensors that it closes over"
             changed = [part for part, old, new in zip(parts, before, key, strict=True) if old != new]
             warn_of_many(f"other {' and '.join(changed)} of {name_of(self.fn)}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import private, pytree
 from fzero.base.context import during, variable
@@ -15,6 +14,7 @@ from fzero.base.operators import Operator, kind_of
 from fzero.base.random import Later, seeded
 from fzero.comm.axis import Axis
 from fzero.graph import of_torch, operators
+from fzero.graph.of_torch import TorchDispatchMode
 from fzero.graph.trace import like
 
 Run = Callable[[Sequence[torch.Tensor], Sequence[Axis]], Sequence[torch.Tensor]]
@@ -71,8 +71,10 @@ class Hosts:
         own = [axis.of_next_run(count) for axis, count in zip(axes, counts, strict=True)] if self.calls else []
         return during(operators.hosting, lambda xs, number: self.calls[number].run(xs, own))
 
-    def sent(self, axis: Axis, verb: str, x: torch.Tensor, rows: int | None, tag: object, *more: Any) -> torch.Tensor:
-        """The result of `axis.verb(x, tag, *more)`, a message between ranks.
+    def sent(
+        self, axis: Axis, verb: str, x: torch.Tensor, rows: int | None, tag: object, *dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The result of `axis.verb(x, tag, *dtype)`, a message between ranks.
 
         Args:
             rows: its leading dim; None where it has the shape of `x`.
@@ -82,10 +84,10 @@ class Hosts:
 
         def run(xs: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Sequence[torch.Tensor]:
             own = axes[place].uncut if whole else axes[place]
-            return [getattr(own, verb)(xs[0], tag, *more).contiguous()]
+            return [getattr(own, verb)(xs[0], tag, *dtype).contiguous()]
 
         with of_torch.untraced():
-            out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(more or (x.dtype,))[0])
+            out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(*dtype, x.dtype)[0])
         return self.call(run, [x], [out])[0]
 
     def call(self, run: Run, xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

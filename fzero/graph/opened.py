@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -13,6 +13,8 @@ from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.values import with_codes
+
+T = TypeVar("T")
 
 
 class Opened:
@@ -33,7 +35,7 @@ class Opened:
 
     def __init__(self, tree: object, numbers: bool) -> None:
         leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
-        self.axes, self.updates = list[Axis](), list[Any]()
+        self.axes, self.updates = list[Axis](), list[int]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
             if isinstance(node, (TrainState, Sharded)):
                 axis = node.params.axis if isinstance(node, TrainState) else node.axis
@@ -108,11 +110,11 @@ def kinds_of(tree: object) -> dict[int, list[type]]:
     return {len(leaves): [type(leaf) for leaf in leaves]}
 
 
-def over_axes(tree: Any, axes: Mapping[str, Axis]) -> Any:
+def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
     """A result over other axes, by the identities of those that it was traced over; its states with codes again."""
     same = all(axis.identity == identity for identity, axis in axes.items())
 
-    def one(x: Any) -> Any:
+    def one(x: object) -> object:
         if isinstance(x, TrainState):
             own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
             x = x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
@@ -146,7 +148,7 @@ def _as_count(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
 
 
-def _nodes(state: TrainState) -> list[Any]:
+def _nodes(state: TrainState) -> list[object]:
     return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
