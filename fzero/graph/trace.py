@@ -229,10 +229,15 @@ def _parted(
     for node in nodes:
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in nodes if draws(n) and n not in after])
+    # messages are all sent, and in the order of the trace: on a rank without a slice nothing may hang on some of them
+    begun = min(map(nodes.index, tangents), default=len(nodes))
+    sent = [i for i, n in enumerate(nodes) if n.target is operators.HOST]
+    ends = [x for x in outs if isinstance(x, Node)] + [nodes[i] for i in sent if i < begun]
+    needed = _ancestors(ends + [n for n in nodes if draws(n) and n not in after])
     needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    pulled = _ancestors([x for x in grads if isinstance(x, Node)], stop=set(tangents))
+    ends = [x for x in grads if isinstance(x, Node)] + [nodes[i] for i in sent if i > begun]
+    pulled = _ancestors(ends, stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}

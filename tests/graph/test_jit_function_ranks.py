@@ -115,7 +115,7 @@ OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("rate",
 
 @pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
 def test_numbers_of_the_function(name: str, stage: str) -> None:
-    run_ranks(functools.partial(compare, name=name, stage=stage), 2)
+    run_ranks(functools.partial(compare, name=name, stage=stage), 2, timeout=300)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -133,7 +133,7 @@ def test_inductor_on_processes() -> None:
 
 
 def test_messages() -> None:
-    """They are those that the function sends, but for what nobody reads, in one order on every rank."""
+    """They come in one order on every rank, also where decompositions leave less to do on one without a slice."""
 
     def main(rank: int) -> Any:
         fast = compare(rank, "steps", "zero3")
@@ -142,7 +142,7 @@ def test_messages() -> None:
             fast(state, *data(rank))
         with recorded_collectives() as unjitted:
             two(fz.shard_zero3(STEP), state, *data(rank))
-        assert sorted(records, key=str)[0] in unjitted and len(records) <= len(unjitted)
+        assert len(records) <= len(unjitted)
         return [(operation, str(tag), size) for operation, tag, size in records]
 
     first, *others = run_ranks(main, 3)
