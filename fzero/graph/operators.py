@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch.fx.node import has_side_effect
 
 from fzero.base.context import jitting, variable
 
@@ -51,7 +52,7 @@ GATHER = torch.ops.fzero.gather.default
 REDUCE = torch.ops.fzero.reduce.default
 REGION = torch.ops.fzero.region.default
 PULL = torch.ops.fzero.pull.default
-HOST = torch.fx.node.has_side_effect(torch.ops.fzero.host.default)  # or a trace would drop what nobody reads
+HOST = has_side_effect(torch.ops.fzero.host.default)  # or a trace would drop what nobody reads
 Hosting = Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]
 hosting: contextvars.ContextVar[Hosting | None] = variable("hosting", None)  # runs the host's calls of a graph
 
