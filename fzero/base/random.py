@@ -6,11 +6,13 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from fzero.base import intercept
+from fzero.base.context import jitting
 from fzero.base.interrupts import noted_by
 
 _MASK = (1 << 64) - 1
@@ -47,16 +49,34 @@ def _mixed(state: int, number: int) -> int:
     return state ^ (state >> 31)
 
 
+class Later(int):
+    """A seed in a graph: that of `Seeds(*numbers)` after so many calls, of which a run knows the numbers."""
+
+    numbers: tuple[int | torch.Tensor, ...]
+    calls: int
+
+    def of(self, count: int) -> int:
+        """The seed, where the number that the graph has is this one."""
+        seeds = Seeds(*[count if isinstance(x, torch.Tensor) else x for x in self.numbers])
+        seeds._calls = self.calls - 1
+        return seeds.next()
+
+
 class Seeds:
     """63-bit seeds, one after the other, from several numbers (splitmix64 steps, Steele et al. 2014)."""
 
     def __init__(self, *numbers: int) -> None:
         self._calls, self._state = 0, _START
-        for number in numbers:
+        self._later = numbers if any(isinstance(x, torch.Tensor) for x in numbers) else ()
+        for number in numbers if not self._later else ():
             self._state = _mixed(self._state, number)
 
     def next(self) -> int:
         self._calls += 1
+        if self._later:
+            out = Later()
+            out.numbers, out.calls = self._later, self._calls
+            return out
         return _mixed(self._state, self._calls) >> 1
 
     def give_back(self) -> None:
@@ -72,15 +92,20 @@ class seeded:
     seed; torch.manual_seed does not reach that one. `states` are those of generators that have been drawn from already.
     """
 
-    __slots__ = ("default", "generators", "outer", "seed", "start", "states")
+    __slots__ = ("default", "generators", "outer", "seed", "start", "states", "traced")
 
     def __init__(self, seed: int | None, states: Mapping[torch.device, torch.Tensor] | None = None) -> None:
         self.seed, self.start = seed, states
         self.default: tuple[torch.Generator, ...] = ()
         self.generators: dict[torch.device, torch.Generator] | None = None
+        self.traced: AbstractContextManager[object] | None = None  # what takes their place in a trace
 
     def __enter__(self) -> None:
         if self.seed is None:
+            return
+        if (graph := jitting.get()) is not None:
+            self.traced = drawing = graph.hosts.drawing(self.seed)
+            drawing.__enter__()
             return
         if not intercept.acts_for_main():
             self.generators = {}
@@ -105,12 +130,20 @@ class seeded:
                     del _in_use[_in_use.index(self) :]  # with any inside that an interrupt has kept from ending
         elif self.generators is not None:
             intercept.swap_stream(self.outer)
+        elif self.traced is not None:
+            self.traced.__exit__(None, None, None)
 
     def _begin(self, generator: torch.Generator) -> torch.Generator:
         state = self.start.get(generator.device) if self.start else None
         assert self.seed is not None
         generator.manual_seed(self.seed) if state is None else generator.set_state(state)
         return generator
+
+    def state(self, device: torch.device) -> torch.Tensor:
+        """The state of what is drawn from on a device, inside."""
+        own = next((each for each in self.default if each.device.type == device.type), None) or self.generator(device)
+        assert own is not None
+        return own.get_state()
 
     # ---- a stream, as `intercept` asks for it
 

@@ -13,11 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fzero.base import private
+from fzero.base.context import jitting
 from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
 from fzero.comm.known import GroupName, group_of, name_of_group, need_here, need_running
+from fzero.comm.mesh_axes import axes_in, need_axes
 from fzero.comm.playing import playing
 
 P = ParamSpec("P")
@@ -94,6 +96,8 @@ class Axis:
 
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
+        if (graph := jitting.get()) is not None:  # each run of which begins one of its own
+            return graph.begun(self._with(component=label, identity=uuid.uuid4().hex, further={}), self)
         identity = uuid.uuid4().hex
         for group in self._all_groups:
             identity = self._by_all(identity, f"init of {label!r}", group)[0]
@@ -249,6 +253,9 @@ class Axis:
             if not private.same_place(full, shard):
                 full.copy_(shard)
             return done
+        if jitting.get() is not None:
+            full.copy_(self.gather(shard, tag))
+            return done
         assert self.group is not None
         explained = self._announced("all_gather", tag, shard, self.group, into=(full,))
         number = self._number("all_gather", tag)
@@ -256,6 +263,8 @@ class Axis:
 
     def gather(self, shard: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
+        if self.size > 1 and (graph := jitting.get()) is not None:
+            return graph.sent(self, "gather", shard, shard.shape[0] * self.size, tag)
         full = shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:]))
         self.start_gather(full, shard, tag)()
         return full
@@ -270,6 +279,8 @@ class Axis:
         full, dtype = full.contiguous(), dtype or full.dtype
         if self.ranks == 1:
             return full.to(dtype), done
+        if (graph := jitting.get()) is not None:
+            return graph.sent(self, "reduce_scatter", full, full.shape[0] // self.size, tag, dtype), done
         if self.group is not None and self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
             explained = self._announced("reduce_scatter", tag, full, self.group, into=(out,))
@@ -295,10 +306,14 @@ class Axis:
 
     def sum(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The sum over the sharded axis: replicas hold the same values."""
+        if self.size > 1 and (graph := jitting.get()) is not None:
+            return graph.sent(self, "sum", tensor, None, tag)
         return self._sum(tensor, tag, self._groups[:1] if self.size > 1 else ())
 
     def mean(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The mean over all ranks that hold different data."""
+        if self.ranks > 1 and (graph := jitting.get()) is not None:
+            return graph.sent(self, "mean", tensor, None, tag)
         total = self._sum(tensor, tag, self._groups)
         return total / self.ranks if self.ranks > 1 else total
 
@@ -336,7 +351,8 @@ class Axis:
 
     def check_same(self, text: str, what: str, advice: str) -> None:
         """Raises ValueError on every rank where the ranks' texts differ."""
-        said, groups = "", self._all_groups
+        # a graph's function has run without it before, and has compared
+        said, groups = "", self._all_groups if jitting.get() is None else ()
         for group in groups:
             first, *others = self._by_all(text, what, group)
             own = self.tensor if self.tensor is not None and group is self.tensor.group else self
@@ -349,27 +365,6 @@ class Axis:
             said = next((each for each in self._by_all(said, what, group) if each), "")
         if said:
             raise ValueError(said)
-
-
-def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of one mesh axis or of several."""
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis") -> None:
-    """Refuses axes that a mesh does not have, or that come in another order than the mesh's."""
-    known = mesh.mesh_dim_names or ()
-    for name in wanted:
-        if name not in known:
-            raise ValueError(
-                f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
-                f"{argument}=, or name it in init_device_mesh(..., mesh_dim_names=...)."
-            )
-    if [*wanted] != sorted(wanted, key=known.index):
-        raise ValueError(
-            f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
-            "is the slowest."
-        )
 
 
 def _first_difference(text: str, other: str) -> str:

@@ -39,8 +39,6 @@ Sums = dict[Key, Buffer]  # which may be offloaded
 
 def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
     """The seed of everything random in one run."""
-    if jitting.get() is not None:
-        return (0,)  # nothing is drawn in a graph of states
     return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.base import collecting, private, pytree
-from fzero.base.context import during, proves
+from fzero.base.context import during, jitting, proves
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
@@ -64,7 +64,7 @@ def traversal_of(
     params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
     # in ZeRO-1 and 2 one rank alone may run forward
-    numbered = runs and (derived or table.gathers or bool(params.stale))
+    numbered = runs and jitting.get() is None and (derived or table.gathers or bool(params.stale))
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
     for key in params.groups:
         row = params.layout.groups[key].row
@@ -237,7 +237,9 @@ def call_function(
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
-    traversal.schedule.expect(state.params.axis.records, step.fn, form)
+    # what a trace calls says nothing of runs, and other ranks may not trace
+    records = state.params.axis.records if jitting.get() is None else {}
+    traversal.schedule.expect(records, step.fn, form)
     storages = {storage_of(buffer) for _, buffer in stored(state.params)}
     first = not traversal.schedule.ran_before or is_strict()
     leaves, layout = traversal.leaves(primals), traversal.layout

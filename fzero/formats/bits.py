@@ -97,6 +97,11 @@ class Counters:
 
 def first_of(seed: int, count: int, path: str) -> int:
     """The counter of a leaf's first block."""
+    if isinstance(count, torch.Tensor):
+        raise ValueError(
+            "jit: the function's update draws random numbers by a count of its own (fz.gradient_noise, fz.whole, Muon "
+            "with stochastic rounding), which a function's graph does not have. Take fz.jit(step)."
+        )
     said = f"{seed} {count} {path}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
 

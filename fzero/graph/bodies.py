@@ -14,6 +14,7 @@ from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch, operators
 from fzero.graph.alike import Identity
+from fzero.graph.hosts import Hosts
 from fzero.graph.opened import Opened
 from fzero.graph.trace import Traced, is_real, like, result_of, trace
 from fzero.graph.tracer import Inline
@@ -26,12 +27,14 @@ class Bodies:
 
     Args:
         inline: whether each step's operators are part of the function's own graph.
+        hosts: what the graph calls besides torch's operators.
     """
 
     messages: Sequence[operators.Message] = ()
 
-    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool) -> None:
-        self.mode, self.decompositions, self.inline = mode, decompositions, inline
+    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, hosts: Hosts) -> None:
+        self.mode, self.decompositions, self.inline, self.hosts = mode, decompositions, inline, hosts
+        self.sent, self.begun = hosts.sent, hosts.begun
         self.regions: list[Traced] = []
         self.silent: dict[int, set[int]] = {}  # places of a region's cotangents that are zero in each pullback
         self._known: dict[object, tuple[int, Opened]] = {}
@@ -62,7 +65,8 @@ class Bodies:
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in operands]
         wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands)
-        key = Identity(step), Identity(verb), opened.form, metas, tuple(wanted), tuple(map(Identity, held.values()))
+        places = tuple(map(self.hosts.place_of, opened.axes))
+        key = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), *map(Identity, held.values())
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._traced(step, verb, opened, list(held), operands, wanted)
@@ -91,7 +95,7 @@ class Bodies:
             results[:] = [Opened(verb(made, state, *given), numbers=False)]
             return results[0].tensors
 
-        inner = Bodies(self.mode, self.decompositions, True)
+        inner = Bodies(self.mode, self.decompositions, True, self.hosts)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(private.unwrapped(x)) for x in operands]
             still = lambda: results[0].counts

@@ -5,22 +5,33 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.graph import inductor, of_torch, operators, passes, program
 from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
-from fzero.graph.jit import KEPT, surrounded
-from fzero.graph.opened import Opened, is_state, value_of
+from fzero.graph.hosts import Hosts
+from fzero.graph.jit import KEPT, MANY, surrounded, warn_of_many
+from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
 from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
+
+Key = tuple[object, ...]
+
+
+class Made(NamedTuple):
+    """The program of one signature: what runs, the form of its result, its graph, and what that calls."""
+
+    run: program.Run
+    result: Opened
+    traced: Traced
+    hosts: Hosts
 
 
 class Function:
@@ -32,8 +43,10 @@ class Function:
 
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
-        self._programs: dict[object, tuple[program.Run, Opened, Traced]] = {}
+        self._programs: dict[Key, Made] = {}
+        self._kinds: dict[Key, dict[int, list[type]]] = {}  # of results without a graph, by their number
         self.traces = 0
+        self._several = False  # whether its states lie on several ranks
         self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
 
@@ -46,26 +59,52 @@ class Function:
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
             return self.fn(*args, **kwargs)  # plain autograd goes through it
-        known = self._programs.get(key)
-        if known is None or not known[1].seen:
+        kinds = self._kinds.get(self._begun(key, given), {})
+        made = self._program(key, given) if kinds else None
+        if made is None or not (self._several or made.result.count in kinds):
             out = self.fn(*args, **kwargs)
-            try:
-                (known or self._add(key, given))[1].see(out)
-            except Exception as error:
-                if not self.fallback:
-                    raise
-                self._plain = True
-                warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=2)
+            made = self._program(key, given)
+            self._several = self._several or any(axis.ranks > 1 for axis in (made.hosts.axes if made else given.axes))
+            kinds = self._kinds.setdefault(self._begun(key, given), {})
+            kinds.update(kinds_of(out))
+            if len(self._kinds) > KEPT:
+                del self._kinds[next(iter(self._kinds))]
+            if made is not None and made.result.count not in kinds:
+                raise ValueError(
+                    f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} "
+                    "without; expected as many. Let nothing but its arguments decide what it returns."
+                )
             return out
-        run, result, _ = known
-        with torch.no_grad():
-            out = run([x.detach() for x in given.tensors])
-        return result.made(out, values=True)
+        axes = made.hosts.axes_of_run(given.axes)
+        with torch.no_grad(), made.hosts.running(axes, given.updates):
+            out = made.run([x.detach() for x in given.tensors])
+        out = made.result.made(out, values=True, kinds=kinds.get(made.result.count, ()))
+        return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
+
+    def _begun(self, key: Key, given: Opened) -> Key:
+        """What is known of functions that have run without a graph: each signature does first, whatever its shapes.
+
+        On several ranks only the first call of all does, which all make at once: no rank may send what others do not.
+        """
+        return tuple([(axis.ranks, axis.data_rank) for axis in given.axes]) if self._several else key[1:]
+
+    def _program(self, key: Key, given: Opened) -> Made | None:
+        """The program of a call; None where it cannot be traced, and need not."""
+        if self._plain:
+            return None
+        try:
+            return self._programs.get(key) or self._add(key, given)
+        except Exception as error:
+            if not self.fallback or (self._several and self.traces):  # other ranks run their graphs
+                raise
+            self._plain = True
+            warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=3)
+            return None
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
         given, key = self._given(args, kwargs)
-        return (self._programs.get(key) or self._add(key, given))[2].forward
+        return (self._programs.get(key) or self._add(key, given)).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
@@ -74,29 +113,23 @@ class Function:
             self._add(key, given)
         return self
 
-    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, object]:
+    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, Key]:
         fixed = {i: args[i] for i in self.static if i < len(args)}
         rest = [None if i in fixed else x for i, x in enumerate(args)]
         given = Opened((rest, dict(kwargs)), numbers=True)
         given.fixed = fixed  # type: ignore[attr-defined]
+        for axis in given.axes:
+            if axis.tensor is not None or axis.further:
+                raise ValueError(
+                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
+                    "Leave jit out."
+                )
         metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
         ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (given.form, metas, own, ambient, closed_over(self.fn))
+        return given, (metas, given.form, own, ambient, closed_over(self.fn))
 
-    def _add(self, key: object, given: Opened) -> tuple[program.Run, Opened, Traced]:
-        for state in [x for x in pytree.flatten(given.made(given.tensors, values=True), is_state)[0] if is_state(x)]:
-            row = next((row for row in state.layout.rows if row.policy.rounding == "stochastic"), None)
-            if row is not None:
-                raise ValueError(
-                    f"jit: got a function of a state whose leaf {row.path!r} is rounded stochastically, expected one "
-                    "without: a function's graph draws nothing yet. Take fz.jit(step), whose updates draw as ever."
-                )
-            if state.params.axis.ranks > 1:
-                raise ValueError(
-                    f"jit: got a function of a state over {state.params.axis.ranks} ranks, expected one of a single "
-                    "rank: a function's graph has no messages yet. Take fz.jit(step), whose graphs have."
-                )
+    def _add(self, key: Key, given: Opened) -> Made:
         results: list[Opened] = []
 
         def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -110,7 +143,7 @@ class Function:
         for inline in (False, True):
             with tracing(), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]
-                bodies = Bodies(mode, table, inline)
+                bodies = Bodies(mode, table, inline, hosts := Hosts(given.axes))
                 with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
                     try:
                         traced = trace(run, own, (), table, level=True)
@@ -124,8 +157,9 @@ class Function:
         drawing = next((node for module in every for node in module.graph.nodes if draws(node)), None)
         if drawing is not None:
             raise ValueError(
-                f"jit: the function draws random numbers ({drawing.target}), which a function's graph does not have "
-                "yet. Give the noise as an input, or take fz.jit(step), whose graphs draw what the step draws."
+                f"jit: the function draws random numbers ({drawing.target}) outside of steps, from torch's default "
+                "generator, which a graph would leave as it is. Give the noise as an input, or draw in a step's "
+                "function, whose seed is the state's."
             )
         program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
         if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):
@@ -134,7 +168,13 @@ class Function:
                 "would not give. Give it as an input, or detach() it."
             )
         self.traces += 1
+        if self.traces == MANY:
+            before = next(reversed(self._programs))
+            shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"
+            parts = shapes, "states or values", "static arguments", "dtypes", "tensors that it closes over"
+            changed = [part for part, old, new in zip(parts, before, key, strict=True) if old != new]
+            warn_of_many(f"other {' and '.join(changed)} of {name_of(self.fn)}")
         if len(self._programs) >= KEPT:
             del self._programs[next(iter(self._programs))]
-        self._programs[key] = made = program_of, results[0], traced
+        self._programs[key] = made = Made(program_of, results[0], traced, hosts)
         return made

@@ -179,12 +179,7 @@ class Jit:
         """Says once that a step was traced for the tenth time."""
         if self.traces == MANY:
             shapes = [tuple(x.shape) for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
-            warnings.warn(
-                f"jit: traced for the {MANY}th time, now for inputs of shapes {shapes}. Each set of shapes, dtypes and "
-                "static values is traced and compiled anew. Pad batches to a few lengths, and give numbers that change "
-                "as tensors.",
-                stacklevel=2,
-            )
+            warn_of_many(f"inputs of shapes {shapes}")
 
     def graph(self, step: Spec, state: TrainState, *inputs: object) -> torch.fx.GraphModule:
         """The graph of `step.vjp(state, *inputs)` by the params, for one microbatch."""
@@ -215,6 +210,19 @@ def _rows(step: Spec) -> tuple[object, ...]:
 def place() -> object:
     """This rank, where there are others: its messages, and first runs, are its own."""
     return weakref.ref(world) if (world := backend.world()) is not None else None
+
+
+def warn_of_many(now: str) -> None:
+    """Says that something was traced so many times.
+
+    Args:
+        now: for what, the last time.
+    """
+    warnings.warn(
+        f"jit: traced for the {MANY}th time, now for {now}. Each set of shapes, dtypes and static values is traced and "
+        "compiled anew. Pad batches to a few lengths, and give numbers that change as tensors.",
+        stacklevel=3,
+    )
 
 
 def surrounded() -> bool:

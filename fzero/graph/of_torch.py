@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
 CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
@@ -28,6 +29,12 @@ def is_fake(x: torch.Tensor) -> bool:
 def is_constant(x: torch.Tensor) -> bool:
     """Tells whether a tensor's value is known, as of torch.tensor(...) in a trace."""
     return getattr(x, "constant", None) is not None
+
+
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    """The same value, which a trace does not know."""
+    known = getattr(x, "constant", None)
+    return x if known is None else torch.full(x.shape, known.item(), dtype=x.dtype, device=x.device)
 
 
 def fake_mode() -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import pytree
-from fzero.state.sharded import Sharded, is_item
+from fzero.comm.axis import Axis
+from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
+from fzero.state.values import with_codes
+
+T = TypeVar("T")
 
 
 class Opened:
@@ -23,14 +27,21 @@ class Opened:
 
     Attributes:
         tensors: all of them.
-        counts: the places of the counts among them.
-        seen: whether it is known which leaves are numbers of Python.
+        count: of its leaves.
+        counts: the places of the counts among the tensors.
+        axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
     """
 
     def __init__(self, tree: object, numbers: bool) -> None:
         leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
+        self.axes, self.updates = list[Axis](), list[int]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
+            if isinstance(node, (TrainState, Sharded)):
+                axis = node.params.axis if isinstance(node, TrainState) else node.axis
+                if axis.identity not in [own.identity for own in self.axes]:
+                    self.axes.append(axis)
+                    self.updates.append(getattr(node, "step", 0))
             scaled = isinstance(node, Sharded) and node.scale != 1.0
             if isinstance(node, pytree.Count) or scaled:
                 what = "grads with a loss scale" if scaled else "an optimizer's count outside of its state"
@@ -39,20 +50,22 @@ class Opened:
                     "return the state."
                 )
         self.tensors: list[torch.Tensor] = []
-        self.counts: set[int] = set()  # places
-        self.seen = False
+        self.count, self.counts = len(leaves), set[int]()
         self._makers: list[tuple[str, Any]] = []
         forms: list[object] = []
         for leaf in leaves:
             if isinstance(leaf, TrainState):
                 own, spec = torch_pytree.tree_flatten(leaf)
-                _need_plain_counts(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
+                # what no tensor of the graph holds
+                own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
+                numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
                 self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
                 begin = len(self.tensors) + len(own)
                 self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
-                forms.append((spec, leaf.seed, leaf.signature, len(counts)))
+                place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
+                forms.append((spec, leaf.seed, leaf.signature, place, *own_counts, *numbers_of))
             elif isinstance(leaf, torch.Tensor):
                 self._makers.append(("tensor", None))
                 self.tensors.append(leaf)
@@ -64,35 +77,51 @@ class Opened:
             else:
                 self._makers.append(("value", leaf))
                 forms.append(value_of(leaf))
-        self.form = self.spec, tuple(forms)
+        self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
-    def see(self, tree: object) -> None:
-        """Takes from a result without a graph which of its leaves are numbers of Python."""
-        self.seen = True
-        for i, leaf in enumerate(pytree.flatten(tree, is_leaf=is_state)[0]):
-            if type(leaf) in (bool, int, float) and self._makers[i][0] == "tensor":
-                self._makers[i] = "number", type(leaf)
-
-    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
+    def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[type] = ()) -> Any:
         """The tree again, with other tensors.
 
         Args:
             values: whether counts become numbers.
+            kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        return pytree.unflatten(self.spec, [self._one(*maker, rest, values) for maker in self._makers])
+        leaves = [self._one(*maker, rest, values) for maker in self._makers]
+        for i, kind in enumerate(kinds):
+            if kind in (bool, int, float) and isinstance(x := leaves[i], torch.Tensor):
+                leaves[i] = kind(x)
+        return pytree.unflatten(self.spec, leaves)
 
     def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:
         if kind == "value":
             return about
         if kind == "tensor":
             return next(rest)
-        if kind == "number":
-            return about(next(rest))
         spec, own, counts, _ = about
         state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
         every = [next(rest) for _ in range(counts)]
         return _with_counts(state, [int(x) for x in every] if values else every)
+
+
+def kinds_of(tree: object) -> dict[int, list[type]]:
+    """The types of a result's leaves, by their number."""
+    leaves, _ = pytree.flatten(tree, is_leaf=is_state)
+    return {len(leaves): [type(leaf) for leaf in leaves]}
+
+
+def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
+    """A result over other axes, by the identities of those that it was traced over; its states with codes again."""
+    same = all(axis.identity == identity for identity, axis in axes.items())
+
+    def one(x: object) -> object:
+        if isinstance(x, TrainState):
+            own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
+            x = x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
+            return with_codes(x)
+        return x.replaced(axis=axes.get(x.axis.identity, x.axis)) if isinstance(x, Sharded) else x
+
+    return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))
 
 
 def is_state(x: object) -> bool:
@@ -111,15 +140,6 @@ def value_of(x: object) -> object:
     return type(x), repr(x) if isinstance(x, float) else x
 
 
-def _need_plain_counts(state: TrainState) -> None:
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-    if any(isinstance(x, pytree.Count) and (x.missed or x.paused) for x in nodes):
-        raise ValueError(
-            "jit: got a function of a state whose leaves have been frozen for a while and count their own updates, "
-            "which a function's graph does not take. Take fz.jit(step)."
-        )
-
-
 def as_number(x: float) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
 
@@ -128,9 +148,12 @@ def _as_count(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
 
 
+def _nodes(state: TrainState) -> list[object]:
+    return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
+
+
 def _counts_of(state: TrainState) -> list[Any]:
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-    return [state.step, *[x.value for x in nodes if isinstance(x, pytree.Count)]]
+    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
 
 
 def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:

@@ -3,7 +3,8 @@
 They run while a step is traced only, on tensors without values: the code that is made of a graph calls what they stand
 for. `gather(k)` is the full buffer of group `k`; `reduce(x, k)` adds to the gradient of group `k`; `region(xs, n)` and
 `pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `send(xs, m)` begins the `m`-th message of
-the function's own, `arrived(sent, m)` is what has come of it, and `aside(m)` does what has no tensors.
+a step's function, `arrived(sent, m)` is what has come of it, and `aside(m)` does what has no tensors. `host(xs, n)` is
+the `n`-th call that a function's graph makes besides (`graph/hosts.py`), and runs as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.fx.node import has_side_effect
 
-from fzero.base.context import variable
+from fzero.base.context import jitting, variable
 
 
 class Metas(Protocol):
@@ -58,6 +60,7 @@ for _schema, _fake in (
     ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _arrived(message)),
     ("named(Tensor x, str name) -> Tensor", lambda x, name: x.new_empty(())),
     ("aside(int message) -> Tensor", lambda message: torch.empty((), device="cpu")),
+    ("host(Tensor[] xs, int call) -> Tensor[]", lambda xs, call: jitting.get().hosts.without_values(call)),
 ):
     _LIBRARY.define(_schema)
     torch.library.register_fake(f"fzero::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
@@ -70,12 +73,16 @@ PULL = torch.ops.fzero.pull.default
 SEND = torch.ops.fzero.send.default
 ARRIVED = torch.ops.fzero.arrived.default
 ASIDE = torch.ops.fzero.aside.default
-MESSAGES = {SEND, ARRIVED, ASIDE}  # other ranks wait for them, whether or not their values are used here
-NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
-for _each in (*MESSAGES, NAMED):
-    torch.fx.has_side_effect(_each)
+HOST = torch.ops.fzero.host.default
 SENT = {SEND, ARRIVED}
-OWN = {GATHER, REDUCE, REGION, PULL, *MESSAGES}
+MESSAGES = {*SENT, ASIDE}
+EFFECTS = {*MESSAGES, HOST}  # other ranks wait for them, whether or not their values are used here
+OWN = {GATHER, REDUCE, REGION, PULL, *EFFECTS}
+NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
+for _each in (*EFFECTS, NAMED):
+    has_side_effect(_each)
+Hosting = Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]
+hosting: contextvars.ContextVar[Hosting | None] = variable("hosting", None)  # runs the host's calls of a graph
 
 
 def call(region: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,3 +91,16 @@ def call(region: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def pull(region: int, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return PULL(list(held), region)
+
+
+def host(number: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return HOST(list(operands), number)
+
+
+def _hosted(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    run = hosting.get()
+    assert run is not None
+    return list(run(xs, number))
+
+
+_LIBRARY.impl("host", _hosted, "CompositeExplicitAutograd")

@@ -73,7 +73,7 @@ def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Coll
                 node.args = [x for i, x in zip(given, node.args[0], strict=True) if i not in gone], number
         saved = [place for i, place in enumerate(region.saved) if i not in gone]
         regions[number] = dataclasses.replace(region, saved=saved)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in operators.OWN)  # which may send
     used: dict[object, set[object]] = {}
     for node in graph.find_nodes(op="call_function", target=operators.REGION):
         places = used.setdefault(node.args[1], set())

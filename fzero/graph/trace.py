@@ -237,15 +237,15 @@ def _parted(
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
-    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.MESSAGES]}  # the pullback's own
+    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.EFFECTS]}  # the pullback's own
     for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    effects = [n for n in nodes if draws(n) or n.target in operators.MESSAGES]
+    effects = [n for n in nodes if draws(n) or n.target in operators.EFFECTS]
     needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    sent = [n for n in effects if n in after and n.target in operators.MESSAGES]
+    sent = [n for n in effects if n in after and n.target in operators.EFFECTS]
     pulled = _ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
@@ -332,7 +332,7 @@ def _cut(
     """
     import networkx
 
-    graph: Any = networkx.DiGraph()
+    graph = networkx.DiGraph()
     graph.add_nodes_from(("begin", "end"))
     todo, seen = list(ends), set(ends)
     for node in ends:

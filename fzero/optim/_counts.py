@@ -39,10 +39,13 @@ def by_counts(
         return update(count.value + 1, like, *trees)
     if isinstance(like, Sharded):
         cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[0] < span[1]]
-        numbers = [count.value - span[2] + 1 for _, span in cuts]
+        counted = [(span[2], count.value - span[2] + 1) for _, span in cuts]
     else:
         (paths, leaves, _), own, cuts = pytree.named_leaves(like), count.own(), []
-        numbers = [own(path) + 1 for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
+        missed, paused = dict(count.missed), dict(count.paused)
+        present = [path for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
+        counted = [((missed.get(path, 0), paused.get(path)), own(path) + 1) for path in present]
+    numbers: dict[object, int] = dict(counted)  # by what tells them apart, as a graph's have no values
 
     def apart(tree: object) -> list[torch.Tensor] | None:
         if isinstance(tree, Sharded):
@@ -60,10 +63,11 @@ def by_counts(
             buffers.setdefault(key, []).append(x)
         return like.with_buffers({key: torch.cat(own) for key, own in buffers.items()})
 
-    parts, made = [apart(tree) for tree in (like, *trees)], dict[int, tuple[object, ...]]()
-    places = {number: [place for place, own in enumerate(numbers) if own == number] for number in numbers}
-    for number, own in places.items():
-        made[number] = update(number, *[None if part is None else [part[place] for place in own] for part in parts])
+    parts, made = [apart(tree) for tree in (like, *trees)], dict[object, tuple[object, ...]]()
+    places = {kind: [place for place, (own, _) in enumerate(counted) if own == kind] for kind in numbers}
+    for kind, own in places.items():
+        given = [None if part is None else [part[place] for place in own] for part in parts]
+        made[kind] = update(numbers[kind], *given)
     if not made:
         return update(count.value + 1, like, *trees)
     out = list[object]()
@@ -74,5 +78,5 @@ def by_counts(
             if part is not None
             for place, x in zip(own, part, strict=True)
         }
-        out.append(joined([found[place] for place in range(len(numbers))] if found else None))
+        out.append(joined([found[place] for place in range(len(counted))] if found else None))
     return tuple(out)

@@ -14,8 +14,8 @@ from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.base.refusals import first_words, of_higher_order
-from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
+from fzero.comm.mesh_axes import axes_in
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of

@@ -13,7 +13,8 @@ import torch
 from fzero.base import pytree
 from fzero.base.context import during, proves
 from fzero.comm import backend
-from fzero.comm.axis import Axis, axes_in
+from fzero.comm.axis import Axis
+from fzero.comm.mesh_axes import axes_in
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast
 from fzero.parallel.types import WHO

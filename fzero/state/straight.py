@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from fzero.base.context import jitting
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Companded, Format, decode, encode
 from fzero.formats.ops import Ops
@@ -46,10 +47,17 @@ class _Rounding:
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         counters = None
+        if self.draw is not None and self.draws and isinstance(self.draw.count, torch.Tensor):
+            return tuple(jitting.get().hosts.of_count(self._at, self.draw.count, values, values))
         if self.draw is not None:
             rank = self.tree.rank_of(self.key)
             counters = self.draw.counters(self.tree.layout, self.key, rank) if self.draws else Counters()
         return tuple(rounded(self.formats, values, counters))
+
+    def _at(self, count: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """In a run of a graph, which knows how many updates the state has had."""
+        assert self.draw is not None
+        return dataclasses.replace(self, draw=dataclasses.replace(self.draw, count=count))(*values)
 
     def of_member(self, number: int, randomness: str) -> _Rounding:
         """The same for one member of a map: with random bits of its own where the map says so."""

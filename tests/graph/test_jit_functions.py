@@ -180,3 +180,47 @@ def test_steps_share_a_body() -> None:
         regions = {node.args[1] for node in fast.graph(state).graph.nodes if "region" in str(node.target)}
         assert len(regions) == 1
     assert counts[0] == counts[1]
+
+
+def test_leaves_with_counts_of_their_own() -> None:
+    frozen = fz.freeze(STEP, "o", keep_moments=True)
+    thawed = frozen(fz.convert(STATES[1], frozen), X, Y)[0]
+    for step, state in ((frozen, thawed), (STEP, fz.convert(thawed, STEP))):
+        fn = lambda state, step=step: step(step(state, X, Y)[0], X, Y)[0]
+        fast = fz.jit(fn, backend="graph")
+        for _ in range(3):
+            want, got = fn(state), fast(state)
+            assert_trees_close(fz.gather(got.params), fz.gather(want.params), rtol=1e-12)
+            assert repr(got.moments) == repr(want.moments)
+            state = got
+        assert fast.traces == 1
+
+
+def test_numbers_that_a_transform_keeps() -> None:
+    """They are part of the signature: no tensor of the graph holds them."""
+    step = STEP.with_state(fz.Extra(name="n", source="mine", init=lambda _: 0, update=lambda n, _, applied: n + 1))
+    fn = lambda state: step(state, X, Y)[0]
+    fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
+    for count in range(3):
+        assert state.extra["n"] == count
+        state = fast(state)
+    assert fast.traces == 3
+
+
+def test_the_component_of_what_it_returns() -> None:
+    fast = fz.jit(lambda state: STEP(state, X, Y)[0], backend="graph")
+    for state in (STEP.init(PARAMS), STEP.init(PARAMS)):
+        for _ in range(2):
+            new = fast(state)
+            grads, _ = STEP.vjp(state, X, Y)[1](torch.ones((), dtype=F64))
+            STEP.update(new, grads)  # which takes those of its own component only
+    assert fast.traces == 1
+
+
+def test_the_tenth_trace_is_said() -> None:
+    fast = fz.jit(lambda x, n: x.sum() * n, backend="graph")
+    for rows in range(9):
+        fast(torch.ones(rows + 1), 1.0)
+    with pytest.warns(UserWarning, match=r"10th time, now for other tensors of shapes \[\(20,\), \(\)\] of <lambda>"):
+        fast(torch.ones(20), 2.0)
+    fast(torch.ones(21), 2.0)

@@ -184,3 +184,20 @@ def test_refused_in_a_function(body: Body) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         fz.jit(body, backend="graph")(X)
     need_line(body, str(caught.value))
+
+
+FEW_BITS = fz.Policy(param=torch.bfloat16, compute=torch.float32, rounding="stochastic")
+STEPS: dict[str, tuple[Callable[[fz.Step], fz.Step], str]] = {
+    "loss_scale": (fz.loss_scale, "fz.loss_scale"),
+    "weights": (lambda step: fz.accumulate(step, 2, weights=lambda x: x.abs().sum()), "weights: got a weight"),
+    "no straight_through": (lambda step: fz.train_step(step.fn, fz.sgd(0.1), policy=FEW_BITS), "straight_through=True"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_refused_in_a_function(name: str) -> None:
+    change, said = STEPS[name]
+    step = change(fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1)))
+    state = step.init({"w": torch.ones(3)})
+    with pytest.raises((ValueError, TypeError), match=said):
+        fz.jit(lambda state: step(state, X)[0], backend="graph")(state)

@@ -1,0 +1,95 @@
+"""fz.jit of functions whose steps draw random numbers: those of the function, others in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(3, 8, dtype=F64, generator=GENERATOR)
+PARAMS = {"blocks": [{"w": torch.randn(8, 8, dtype=F64, generator=GENERATOR) / 3} for _ in range(2)]}
+block = fz.unit(lambda p, x: F.dropout(F.dropout(x @ p["w"], 0.3), 0.2))
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    x = F.dropout(x, 0.1)
+    for q in p["blocks"]:
+        x = block(q, x)
+    return (x + torch.rand_like(x) + torch.randn(8)).square().mean()
+
+
+Wrap = Callable[[fz.Step], fz.Step]
+STEPS: dict[str, Wrap] = {
+    "plain": lambda step: step,
+    "remat": fz.remat,
+    "accumulated": lambda step: fz.accumulate(step, 3),
+    "zero3": fz.shard_zero3,
+}
+
+
+def two(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, x)
+        losses.append(metrics["loss"])
+    return losses, step.forward(state, x), step.forward(state, x, rng=1)
+
+
+def by_input(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    return torch.func.grad(lambda x: two(step, state, x)[1])(x)
+
+
+def scanned(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    return fz.scan(step, state, (torch.stack([x] * 3),))[1]["loss"]
+
+
+def own_start(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    return two(step, step.init(PARAMS, seed=3), x)[:2]
+
+
+def pushed(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    return torch.func.jvp(lambda x: two(step, state, x)[1], (x,), (x,))
+
+
+CASES = {"steps": two, "gradient": by_input, "scan": scanned, "init": own_start, "jvp": pushed}
+
+
+def compare(name: str, kind: str, backend: str, rank: int = 0) -> None:
+    step = STEPS[kind](fz.train_step(loss, fz.sgd(1e-2)))
+    fn = lambda state, x: CASES[name](step, state, x)
+    fast, state = fz.jit(fn, backend=backend), step.init(PARAMS)
+    seen = []
+    for _ in range(3):
+        before = torch.random.get_rng_state()
+        want, got = fn(state, X + rank), fast(state, X + rank)
+        assert_trees_close(got, want, rtol=1e-12 if backend == "graph" else 1e-10)
+        assert torch.equal(before, torch.random.get_rng_state())
+        seen.append(got)
+        state, _ = step(state, X + rank)
+    assert fast.traces == 1
+    if name != "init":
+        assert repr(seen[1]) != repr(seen[2])  # the count of updates decides
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["plain", "remat", "accumulated"])
+def test_numbers_of_the_function(name: str, kind: str) -> None:
+    compare(name, kind, "graph")
+
+
+@pytest.mark.parametrize("name", ["steps", "gradient"])
+def test_on_ranks(name: str) -> None:
+    """On threads, none of which is the main one."""
+    run_ranks(lambda rank: compare(name, "zero3", "graph", rank), 2)
+
+
+def test_inductor() -> None:
+    compare("gradient", "plain", "inductor")
