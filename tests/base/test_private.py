@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -281,8 +282,14 @@ def _group_outlives_its_end() -> list[str]:
 def test_a_process_group_ends_with_destroy_process_group() -> None:
     """torch.func imports a module whose default arguments would keep it; its threads may abort the process at exit."""
     code = "import test_private; assert test_private._group_outlives_its_end() == []"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 
