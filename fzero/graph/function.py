@@ -17,9 +17,9 @@ from fzero.graph.errors import need_plain, tracing
 from fzero.graph.hosts import Hosts
 from fzero.graph.jit import KEPT, MANY, surrounded, warn_of_many
 from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
+from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
-from fzero.graph.trace import Traced, draws, trace
-from fzero.graph.tracer import Inline
+from fzero.graph.trace import Traced, ambient_of, draws, meta_of, trace
 from fzero.table.handle import name_of
 
 Key = tuple[object, ...]
@@ -124,10 +124,9 @@ class Function:
                     "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
                     "Leave jit out."
                 )
-        metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
-        ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        metas = tuple(map(meta_of, given.tensors))
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (metas, given.form, own, ambient, closed_over(self.fn))
+        return given, (metas, given.form, own, ambient_of("cpu"), closed_over(self.fn))
 
     def _add(self, key: Key, given: Opened) -> Made:
         results: list[Opened] = []
@@ -161,7 +160,7 @@ class Function:
                 "generator, which a graph would leave as it is. Give the noise as an input, or draw in a step's "
                 "function, whose seed is the state's."
             )
-        program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
+        program_of = compiled_call(traced, bodies.regions, self.backend)
         if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):
             raise ValueError(
                 "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "

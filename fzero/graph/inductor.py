@@ -31,8 +31,12 @@ def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawin
         run = _made[text] = of_torch.by_inductor(module, [n.meta["val"] for n in placeholders])
     if not constants:
         return run
-    own = list(constants)
-    return lambda xs: run([*xs, *own])
+
+    def call(xs: list[Any]) -> list[Any]:
+        xs += constants
+        return run(xs)
+
+    return call
 
 
 def _form(x: torch.Tensor) -> str:

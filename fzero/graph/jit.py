@@ -20,6 +20,7 @@ from fzero.graph.alike import closed_over
 from fzero.graph.errors import tracing
 from fzero.graph.opened import as_number, value_of
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
+from fzero.graph.trace import ambient_of, meta_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
@@ -66,12 +67,9 @@ class Jit:
     ) -> tuple[object, ...]:
         flat, spec = pytree.flatten(tuple(inputs))
         forms = tuple(
-            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else value_of(x)
-            for x in flat
+            meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat
         )
-        device = state.params.device.type
-        ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        own = forms, tuple(wanted), ambient, state.params.axis.ranks, closed_over(step.fn)
+        own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
         return verb, step.fn, state.layout, _rows(step), spec, *own
 
     def numbers(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:

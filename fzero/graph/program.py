@@ -17,30 +17,6 @@ Run = Callable[..., list[Any]]
 _PLAIN = (int, float, bool, str, type(None))
 
 
-class Calls:
-    """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
-
-    def take(self, group: int) -> torch.Tensor:
-        """The full buffer of a group."""
-        raise NotImplementedError
-
-    def ahead(self, groups: Sequence[int]) -> None:
-        """Begins to gather some."""
-        raise NotImplementedError
-
-    def keep(self, group: int, full: torch.Tensor) -> None:
-        """Holds on to one that the pullback begins with."""
-        raise NotImplementedError
-
-    def reduce(self, x: torch.Tensor, group: int) -> None:
-        """Adds to the gradient of one."""
-        raise NotImplementedError
-
-    def seeded(self, number: int) -> Any:
-        """Around a region that draws random numbers."""
-        raise NotImplementedError
-
-
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
     """The same graph with each gather before its first use, and gradients reduced where they are there.
 
@@ -156,7 +132,7 @@ def compiled(
                 lines.append(f"with calls.seeded({seed}):")
                 indent = "    "
             lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
-        elif node.target in (operators.SEND, operators.ASIDE):
+        elif node.target in (operators.SEND, operators.HOST):
             lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
         elif node.target is operators.ARRIVED:
             lines.append(f"{name} = {constant(node.args[0])}()")
@@ -185,7 +161,12 @@ def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> Graph
     held = [made[result[i]] if i >= 0 else made[inputs[-1 - i]] for i in traced.saved]
     last = [n for n in made.values() if n.op == "placeholder"][-1:]
     second = list(pullback.graph.nodes)
+    closed = inputs[len(inputs) - len(traced.constants) :]
+    ends = [n for n in second if n.op == "placeholder"]
+    made.update(zip(ends[len(ends) - len(traced.pulled) :], [made[closed[k]] for k in traced.pulled], strict=True))
     for node in second[:-1]:
+        if node in made:
+            continue
         if node.op == "placeholder" and held:
             made[node] = held.pop(0)
         elif node.op == "placeholder":
