@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.context import during, jitting, proves
-from fzero.graph import inductor, of_torch, operators, passes, program
+from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.alike import closed_over
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
@@ -126,7 +126,7 @@ class Function(Programs[Made]):
             return tuple(results[0].tensors)
 
         run: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: flat(*tensors)
-        table = inductor.table() if self.backend == "inductor" else {}
+        table = of_torch.decompositions(self.backend)
         for inline in (False, True):
             with tracing(), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]

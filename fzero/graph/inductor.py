@@ -16,15 +16,15 @@ from fzero.graph.trace import draws, extracted, is_view, result_of
 _made: dict[str, Run] = {}
 
 
-def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawing: bool = False) -> Run:
+def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = ()) -> Run:
     """`run(xs) -> outputs`, which empties the list of inputs.
 
     What draws random numbers runs as it is: its numbers are those of torch's operators. So do messages.
     """
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    called = {n.target for n in module.graph.nodes if n.op == "call_function"}
-    if drawing or not called.difference(operators.OWN) or called.intersection(operators.OWN):
-        return program.compiled(in_pieces(module), constants=constants)
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if not calls or any(draws(n) or n.target in operators.OWN for n in calls):
+        return program.compiled(in_pieces(module), constants)
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:
@@ -41,11 +41,6 @@ def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawin
 
 def _form(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
-
-
-def table() -> of_torch.Table:
-    """The decompositions that Inductor wants."""
-    return of_torch.inductor_decompositions()
 
 
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code

@@ -16,7 +16,7 @@ from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.alike import closed_over
-from fzero.graph.errors import tracing
+from fzero.graph.errors import one_at_a_time, tracing
 from fzero.graph.opened import as_number, value_of
 from fzero.graph.programs import Programs
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
@@ -59,11 +59,10 @@ class Jit(Programs[Program]):
         self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]
     ) -> tuple[object, ...]:
         flat, spec = pytree.flatten(tuple(inputs))
-        forms = tuple(
-            meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat
-        )
+        forms = tuple(meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat)
         own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
-        return verb, step.fn, state.layout, _rows(step), spec, *own
+        rows = step.rules, step.has_aux, step.carries, step.microbatches.means
+        return verb, step.fn, state.layout, rows, spec, *own
 
     def numbers(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
         """Inputs with Python's numbers as tensors, but for static ones and what is carried."""
@@ -150,10 +149,11 @@ class Jit(Programs[Program]):
         """The program of a call; None where it cannot be traced, and need not."""
 
         def make() -> Program:
-            with tracing(), during(pieces.heard, self._heard):
+            with one_at_a_time:
                 if (known := self._known(key)) is not None:  # another rank's thread was first
                     return known
-                program = made(step, state, inputs, wanted, seed, self.backend)
+                with tracing(), during(pieces.heard, self._heard):
+                    program = made(step, state, inputs, wanted, seed, self.backend)
                 shapes = lambda: [tuple(x.shape) for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
                 own = (key, place()) if program.call.messages else key
                 return self.add(own, program, lambda: f"inputs of shapes {shapes()}")
@@ -180,10 +180,6 @@ class Jit(Programs[Program]):
         given = self.numbers(step, Carry(step, state).given(next(iter(parts))))
         key = self._key("vjp", step, state, given, ())
         return self._program(key, step, state, given, [], seed_of(state, 0, 0))
-
-
-def _rows(step: Spec) -> tuple[object, ...]:
-    return step.rules, step.has_aux, step.carries, step.microbatches.means
 
 
 def place() -> object:

@@ -40,15 +40,15 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
 
 def compiled(
     module: GraphModule,
-    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
     constants: Sequence[torch.Tensor] = (),
+    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
     keeps: GraphModule | None = None,
 ) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
     Args:
-        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
         constants: tensors behind the inputs.
+        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
         keeps: the graph of the pullback.
     """
     graph: Graph = module.graph
@@ -153,33 +153,20 @@ def compiled(
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
     """Two graphs as one: `(*inputs, *constants, *cotangents) -> (outputs, cotangents of inputs)`."""
     graph, made = Graph(), dict[Node, Node]()
-    first = list(forward.graph.nodes)
-    for node in first[:-1]:
-        made[node] = graph.node_copy(node, made.__getitem__)
-    result = list(first[-1].args[0])
-    inputs = [n for n in first if n.op == "placeholder"]
-    held = [made[result[i]] if i >= 0 else made[inputs[-1 - i]] for i in traced.saved]
-    last = [n for n in made.values() if n.op == "placeholder"][-1:]
-    second = list(pullback.graph.nodes)
-    closed = inputs[len(inputs) - len(traced.constants) :]
-    ends = [n for n in second if n.op == "placeholder"]
-    made.update(zip(ends[len(ends) - len(traced.pulled) :], [made[closed[k]] for k in traced.pulled], strict=True))
-    for node in second[:-1]:
-        if node in made:
-            continue
-        if node.op == "placeholder" and held:
-            made[node] = held.pop(0)
-        elif node.op == "placeholder":
-            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-                made[node] = graph.placeholder(f"cotangent_{node.name}")
-            last = [made[node]]
-            made[node].meta = dict(node.meta)
-        else:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    grads = torch.fx.map_arg(list(second[-1].args[0]), made.__getitem__)
-    graph.output((torch.fx.map_arg(result[: traced.outputs], made.__getitem__), grads))
-    root = torch.nn.Module()
-    for node in graph.find_nodes(op="call_module"):
-        of = forward if hasattr(forward, str(node.target)) else pullback
-        node.op, node.target = "call_function", getattr(of, str(node.target))
-    return GraphModule(root, graph)
+    outs: list[Any] = list(graph.graph_copy(forward.graph, made))  # type: ignore[arg-type]
+    inputs = list(graph.find_nodes(op="placeholder"))
+    given = list(pullback.graph.find_nodes(op="placeholder"))
+    begin, end = len(traced.saved), len(given) - len(traced.pulled)
+    made.update(zip(given, [outs[i] if i >= 0 else inputs[-1 - i] for i in traced.saved], strict=False))
+    for node, number in zip(given[end:], traced.pulled, strict=True):
+        made[node] = inputs[len(inputs) - len(traced.constants) + number]
+    for node in reversed(given[begin:end]):
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
+            made[node] = graph.placeholder(f"cotangent_{node.name}")
+        made[node].meta = dict(node.meta)
+    grads = graph.graph_copy(pullback.graph, made)  # type: ignore[arg-type]
+    graph.output((outs[: traced.outputs], grads))
+    for module in (forward, pullback):
+        for node in module.graph.find_nodes(op="call_module"):
+            made[node].op, made[node].target = "call_function", getattr(module, str(node.target))
+    return GraphModule(torch.nn.Module(), graph)

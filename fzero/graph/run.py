@@ -43,8 +43,8 @@ class Program:
         if backend == "inductor":
             self.forward_graph = inductor.in_pieces(self.forward_graph)
             self.pullback_graph = inductor.in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, regions, traced.constants, keeps=self.pullback_graph)
-        self.pullback = compiled(self.pullback_graph, regions, traced.pulled_constants)
+        self.forward = compiled(self.forward_graph, traced.constants, regions, keeps=self.pullback_graph)
+        self.pullback = compiled(self.pullback_graph, traced.pulled_constants, regions)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
 
     def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
@@ -68,13 +68,13 @@ Regions = dict[int, tuple[program.Run, program.Run, bool, bool, int]]
 
 def compiled_regions(regions: Sequence[Traced], seeds: Sequence[int], backend: str) -> Regions:
     """The programs of regions, each with the number of its seed; those of one trace share them."""
-    compile_one = inductor.compiled if backend == "inductor" else _plainly
+    compile_one = inductor.compiled if backend == "inductor" else compiled
     pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
     out: Regions = {}
     for number, (traced, seed) in enumerate(zip(regions, seeds, strict=True)):
         if traced not in pairs:
-            forward = compile_one(traced.forward, traced.constants, traced.draws[0])
-            pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants, traced.draws[1])
+            forward = compile_one(traced.forward, traced.constants)
+            pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants)
         out[number] = (*pairs[traced], *traced.draws, seed)
     return out
 
@@ -83,11 +83,7 @@ def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> pr
     """The program of a forward that calls regions."""
     own = compiled_regions(regions, [0] * len(regions), backend)
     graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, own, traced.constants)
-
-
-def _plainly(module: torch.fx.GraphModule, constants: Sequence[torch.Tensor], draws: bool) -> program.Run:
-    return compiled(module, constants=constants)
+    return compiled(graph, traced.constants, own)
 
 
 def made(
@@ -105,7 +101,7 @@ def made(
     """
     traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
     flat, spec = pytree.flatten(tuple(inputs))
-    table = inductor.table() if backend == "inductor" else {}
+    table = of_torch.decompositions(backend)
     for inline in (False, True):
         mode = of_torch.fake_mode()
         tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
