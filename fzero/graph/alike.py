@@ -14,6 +14,16 @@ _VALUES = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, t
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 
+def meta_of(x: torch.Tensor) -> tuple[object, ...]:
+    """What a trace depends on of a tensor."""
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def ambient_of(device: str) -> tuple[object, ...]:
+    """What a trace depends on of what is set around it."""
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+
+
 class Identity:
     """Equal to itself alone; it keeps its object alive."""
 

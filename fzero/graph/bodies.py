@@ -13,12 +13,12 @@ from fzero.base.context import during, jitting
 from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
-from fzero.graph.alike import Identity
+from fzero.graph.alike import Identity, meta_of
 from fzero.graph.hosts import Hosts
 from fzero.graph.opened import Opened
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
-from fzero.graph.trace import is_real, meta_of, trace
+from fzero.graph.trace import is_real, trace
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
@@ -27,14 +27,13 @@ class Bodies(Regions):
     """The regions of one trace of a function.
 
     Args:
-        inline: whether each step's operators are part of the function's own graph.
         hosts: what the graph calls besides torch's operators.
     """
 
     def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, hosts: Hosts) -> None:
-        super().__init__()
-        self.mode, self.decompositions, self.inline, self.hosts = mode, decompositions, inline, hosts
-        self.messages, self.sent, self.begun = hosts, hosts.sent, hosts.begun
+        super().__init__(mode, decompositions, inline)
+        self.hosts = self.messages = hosts
+        self.sent, self.begun = hosts.sent, hosts.begun
         self._known: dict[object, tuple[int, Opened]] = {}
 
     def gathered(self, group: int) -> torch.Tensor:

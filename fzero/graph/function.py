@@ -10,7 +10,7 @@ import torch
 
 from fzero.base.context import during, jitting, proves
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.alike import closed_over
+from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.hosts import Hosts
@@ -18,7 +18,7 @@ from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
 from fzero.graph.programs import KEPT, Programs
 from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
-from fzero.graph.trace import Traced, ambient_of, draws, meta_of, trace
+from fzero.graph.trace import Traced, draws, trace
 from fzero.table.handle import name_of
 
 Key = tuple[object, ...]
@@ -91,15 +91,16 @@ class Function(Programs[Made]):
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
-        given, key = self._given(args, kwargs)
-        return (self._programs.get(key) or self._add(key, given)).traced.forward
+        return self._ahead(args, kwargs).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
-        given, key = self._given(args, kwargs)
-        if key not in self._programs:
-            self._add(key, given)
+        self._ahead(args, kwargs)
         return self
+
+    def _ahead(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Made:
+        given, key = self._given(args, kwargs)
+        return self._programs.get(key) or self._add(key, given)
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, Key]:
         fixed = {i: args[i] for i in self.static if i < len(args)}

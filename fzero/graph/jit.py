@@ -15,12 +15,11 @@ from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
-from fzero.graph.alike import closed_over
+from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.errors import one_at_a_time, tracing
 from fzero.graph.opened import as_number, value_of
 from fzero.graph.programs import Programs
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
-from fzero.graph.trace import ambient_of, meta_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,11 +21,16 @@ class Inline(Exception):
 class Regions:
     """Those of one trace, by number.
 
+    Args:
+        mode: in which tensors have no values.
+        inline: whether what would be a region is part of the function's own graph.
+
     Attributes:
         silent: of those that are pulled back the places among their cotangents of what is zero in each pullback.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: AbstractContextManager[object], decompositions: of_torch.Table, inline: bool) -> None:
+        self.mode, self.decompositions, self.inline = mode, decompositions, inline
         self.regions: list[Traced] = []
         self.silent: dict[int, set[int]] = {}
 

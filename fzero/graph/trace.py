@@ -201,16 +201,6 @@ def is_real(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def meta_of(x: torch.Tensor) -> tuple[object, ...]:
-    """What a trace depends on of a tensor."""
-    return tuple(x.shape), x.stride(), x.dtype, x.device
-
-
-def ambient_of(device: str) -> tuple[object, ...]:
-    """What a trace depends on of what is set around it."""
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-
-
 def result_of(module: GraphModule) -> Sequence[Any]:
     return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
 

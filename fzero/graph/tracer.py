@@ -22,12 +22,12 @@ from fzero.engine.schedule import Record
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.alike import Identity, form_of
+from fzero.graph.alike import Identity, ambient_of, form_of, meta_of
 from fzero.graph.errors import need_plain
 from fzero.graph.messages import Messages
 from fzero.graph.operators import like
 from fzero.graph.regions import Inline, Regions
-from fzero.graph.trace import Traced, ambient_of, is_real, meta_of, trace
+from fzero.graph.trace import Traced, is_real, trace
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
@@ -72,10 +72,10 @@ class Tracer(Traversal, Regions):
         derived: bool,
     ) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
-        Regions.__init__(self)
+        Regions.__init__(self, mode, decompositions, inline)
         self.params, self.messages = params, Messages()
         self.means, self.run, self.mask = own.means, own.run, own.mask
-        self.mode, self.decompositions, self.inline, self.derived = mode, decompositions, inline, derived
+        self.derived = derived
         self.acts = True
         self.seeds: list[int] = []  # of each region's call, the number of its seed in the run
         self._traced: dict[object, Any] = {}
