@@ -34,7 +34,7 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        regions = compiled_regions(call.regions, call.of_regions, backend)
+        regions = compiled_regions(call.regions, call.region_seeds, backend)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
@@ -189,12 +189,8 @@ class GraphRun(Outcome):
         self._calls: Calls | None = calls
         self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in traced.saved]
         self.returned = call.returned[0]
-        self.outputs, self.aux = call.split(out)
+        self.outputs, self.aux, self.collected = call.split(out)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
-        self.collected, begin = {}, sum(map(len, (*call.returned[0].places, *call.returned[1].places)))
-        for name, count in call.collected.items():
-            self.collected[name] = out[begin : begin + count]
-            begin += count
         self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
         self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
         self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
@@ -288,7 +284,7 @@ def forward_only(
     """Outputs and aux of a run that nothing pulls back."""
     traversal, *_ = traversal_of(step, state, seed, derived=False, mask=mask)
     given = [x.detach() for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]
-    return program.call.split(_forward(program, traversal, seed, given)[1])
+    return program.call.split(_forward(program, traversal, seed, given)[1])[:2]
 
 
 def _forward(

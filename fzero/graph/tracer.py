@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class Call(NamedTuple):
 
     traced: Traced
     regions: Sequence[Traced]
-    of_regions: Sequence[int]  # the numbers of their seeds
+    region_seeds: Sequence[int]  # the numbers of their seeds
     returned: tuple[pytree.Split, pytree.Split]
     collected: Mapping[str, int]  # names, and how many values of each are at the end of the outputs
     seeds: int  # how many a run draws
@@ -51,12 +52,13 @@ class Call(NamedTuple):
     messages: bool  # whether it has some of its own
     differentiated: Sequence[int]  # the groups of what is differentiated besides the inputs, in order
 
-    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object]:
-        """The outputs and the aux."""
+    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object, dict[str, list[torch.Tensor]]]:
+        """The outputs, the aux, and what is collected by name."""
         outputs, others = self.returned
-        real, rest, aux = (len(places) for places in (*outputs.places, *others.places))
-        ends = real + rest, real + rest + aux
-        return outputs.join(out[:real], out[real : ends[0]]), others.join(out[ends[0] : ends[1]])
+        rest = iter(out)
+        real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
+        collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
+        return outputs.join(real, still), others.join(aux), collected
 
 
 class Tracer(Traversal, Regions):
