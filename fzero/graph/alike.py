@@ -14,6 +14,16 @@ _VALUES = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, t
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 
+def meta_of(x: torch.Tensor) -> tuple[object, ...]:
+    """What a trace depends on of a tensor."""
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def ambient_of(device: str) -> tuple[object, ...]:
+    """What a trace depends on of what is set around it."""
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+
+
 class Identity:
     """Equal to itself alone; it keeps its object alive."""
 
@@ -43,18 +53,21 @@ def form_of(value: object) -> Hashable:
             return "unit", _of_module(module)
         return "partial", form_of(value.func), form_of(value.args), form_of(value.keywords)
     if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [Identity(x) if isinstance(x, types.FunctionType) else form_of(x) for x in _contents(value)]
         others = form_of(value.__defaults__), form_of(value.__kwdefaults__), Identity(value.__globals__)
         return "function", value.__code__, *cells, *others
     return Identity(value)
 
 
-def _content(cell: types.CellType) -> Hashable:
-    try:
-        value = cell.cell_contents
-    except ValueError:
-        return "empty"
-    return Identity(value) if isinstance(value, types.FunctionType) else form_of(value)
+def _contents(fn: types.FunctionType) -> list[object]:
+    """What a function closes over; the cell of a variable that is not set."""
+    out: list[object] = []
+    for cell in fn.__closure__ or ():
+        try:
+            out.append(cell.cell_contents)
+        except ValueError:
+            out.append(cell)
+    return out
 
 
 def _of_module(module: nn.Module) -> Hashable:
@@ -80,19 +93,10 @@ def closed_over(fn: object, depth: int = 3) -> Hashable:
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = getattr(fn, "__func__", fn)
-    cells = fn.__closure__ if isinstance(fn, types.FunctionType) else None
-    if not cells:
-        return ()
     out: list[Hashable] = []
-    for cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue
+    for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
         if isinstance(value, _VALUES):
             out.append((type(value), repr(value) if isinstance(value, float) else value))
         else:
-            out.append(Identity(value))
-            if depth and isinstance(value, (types.FunctionType, functools.partial)):
-                out.append(closed_over(value, depth - 1))
+            out.append((Identity(value), closed_over(value, depth - 1) if depth else ()))
     return tuple(out)

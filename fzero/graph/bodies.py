@@ -12,41 +12,32 @@ from fzero.base import private
 from fzero.base.context import during, jitting
 from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
-from fzero.graph import of_torch, operators
-from fzero.graph.alike import Identity
+from fzero.graph import of_torch
+from fzero.graph.alike import Identity, meta_of
 from fzero.graph.hosts import Hosts
 from fzero.graph.opened import Opened
-from fzero.graph.trace import Traced, is_real, like, result_of, trace
-from fzero.graph.tracer import Inline
+from fzero.graph.operators import like
+from fzero.graph.regions import Regions
+from fzero.graph.trace import is_real, trace
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
 
-class Bodies:
+class Bodies(Regions):
     """The regions of one trace of a function.
 
     Args:
-        inline: whether each step's operators are part of the function's own graph.
         hosts: what the graph calls besides torch's operators.
     """
 
-    messages: Sequence[operators.Message] = ()
-
     def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, hosts: Hosts) -> None:
-        self.mode, self.decompositions, self.inline, self.hosts = mode, decompositions, inline, hosts
+        super().__init__(mode, decompositions, inline)
+        self.hosts = self.messages = hosts
         self.sent, self.begun = hosts.sent, hosts.begun
-        self.regions: list[Traced] = []
-        self.silent: dict[int, set[int]] = {}  # places of a region's cotangents that are zero in each pullback
         self._known: dict[object, tuple[int, Opened]] = {}
 
     def gathered(self, group: int) -> torch.Tensor:
         raise NotImplementedError
-
-    def called(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.regions[region].forward)]
-
-    def pulled(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.regions[region].pullback) if x is not None]
 
     def takes(self) -> bool:
         """Whether a step that is called now is a region: at most one derivative of first order goes through it."""
@@ -64,15 +55,14 @@ class Bodies:
         operands = [*opened.tensors, *held.values()]
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in operands]
         wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
-        metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands)
+        metas = tuple(map(meta_of, operands))
         places = tuple(map(self.hosts.place_of, opened.axes))
         key = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), *map(Identity, held.values())
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._traced(step, verb, opened, list(held), operands, wanted)
         number, result = known
-        outs = _Called.apply(number, self.regions[number], tuple(wanted), *operands)
-        return result.made(outs[: self.regions[number].outputs], values=False)
+        return result.made(self.call_region(number, wanted, operands), values=False)
 
     def _traced(
         self,
@@ -102,44 +92,3 @@ class Bodies:
             traced = trace(run, given, wanted, self.decompositions, level=True, still=still)
         self.regions.append(traced)
         return len(self.regions) - 1, results[0]
-
-
-class _Called(torch.autograd.Function):
-    """`apply(number, traced, wanted, *operands)`: a region under torch.func, with its pullback as another node."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        number: int, traced: Traced, wanted: Sequence[int], *operands: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return tuple(operators.call(number, operands))
-
-    @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.number, ctx.traced, ctx.wanted, *operands = inputs
-        traced: Traced = ctx.traced
-        ctx.count = len(operands)
-        ctx.save_for_backward(
-            *[output[i] if i >= 0 else operands[-1 - i] for i in traced.saved if -1 - i < len(operands)]
-        )
-        ctx.metas = [(output[i].shape, output[i].dtype, output[i].device) for i in traced.real]
-        ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in traced.real])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        traced: Traced = ctx.traced
-        if of_torch.grad_levels() > 2:
-            raise Inline
-        given, metas = [], operators.tracing.get()
-        assert isinstance(metas, Bodies)
-        silent = {place for place, i in enumerate(traced.real) if cotangents[i] is None}
-        metas.silent[ctx.number] = metas.silent.get(ctx.number, silent) & silent
-        for i, (shape, dtype, device) in zip(traced.real, ctx.metas, strict=True):
-            own = cotangents[i]
-            given.append(torch.zeros(shape, dtype=dtype, device=device) if own is None else own.contiguous())
-        held = ctx.saved_tensors
-        found = iter(operators.pull(ctx.number, [*held, *given]))
-        out: list[torch.Tensor | None] = [None] * ctx.count
-        for i, reached in zip(ctx.wanted, traced.reached, strict=True):
-            out[i] = next(found) if reached else None
-        return None, None, None, *out

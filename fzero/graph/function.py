@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base.context import during, jitting, proves
-from fzero.graph import inductor, of_torch, operators, passes, program
-from fzero.graph.alike import closed_over
+from fzero.graph import of_torch, operators, passes, program
+from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.hosts import Hosts
-from fzero.graph.jit import KEPT, MANY, surrounded, warn_of_many
 from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
+from fzero.graph.programs import KEPT, Programs
+from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, draws, trace
-from fzero.graph.tracer import Inline
 from fzero.table.handle import name_of
 
 Key = tuple[object, ...]
@@ -34,27 +33,21 @@ class Made(NamedTuple):
     hosts: Hosts
 
 
-class Function:
-    """A function of states and tensors that runs as one graph for each signature.
-
-    Attributes:
-        traces: how many signatures were traced.
-    """
+class Function(Programs[Made]):
+    """A function of states and tensors that runs as one graph for each signature."""
 
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
-        self.fn, self.backend, self.fallback, self.static = fn, backend, fallback, tuple(static)
-        self._programs: dict[Key, Made] = {}
+        super().__init__(backend, static, fallback)
+        self.fn = fn
         self._kinds: dict[Key, dict[int, list[type]]] = {}  # of results without a graph, by their number
-        self.traces = 0
         self._several = False  # whether its states lie on several ranks
-        self._plain = False  # after a trace that failed, where that may be
         functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[object, ...]:
         return Function, (self.fn, self.backend, self.fallback, self.static)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self._plain or surrounded():
+        if self.is_plain():
             return self.fn(*args, **kwargs)
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
@@ -90,28 +83,24 @@ class Function:
 
     def _program(self, key: Key, given: Opened) -> Made | None:
         """The program of a call; None where it cannot be traced, and need not."""
-        if self._plain:
-            return None
-        try:
-            return self._programs.get(key) or self._add(key, given)
-        except Exception as error:
-            if not self.fallback or (self._several and self.traces):  # other ranks run their graphs
-                raise
-            self._plain = True
-            warnings.warn(f"jit: {name_of(self.fn)} runs without a graph: {error}", stacklevel=3)
-            return None
+        known = None if self._plain else self._programs.get(key)
+        if known is not None or self._plain:
+            return known
+        others = self._several and bool(self.traces)
+        return self.or_plain(name_of(self.fn), lambda: self._add(key, given), others)
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
-        given, key = self._given(args, kwargs)
-        return (self._programs.get(key) or self._add(key, given)).traced.forward
+        return self._ahead(args, kwargs).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
-        given, key = self._given(args, kwargs)
-        if key not in self._programs:
-            self._add(key, given)
+        self._ahead(args, kwargs)
         return self
+
+    def _ahead(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Made:
+        given, key = self._given(args, kwargs)
+        return self._programs.get(key) or self._add(key, given)
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, Key]:
         fixed = {i: args[i] for i in self.static if i < len(args)}
@@ -124,10 +113,9 @@ class Function:
                     "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
                     "Leave jit out."
                 )
-        metas = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in given.tensors)
-        ambient = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        metas = tuple(map(meta_of, given.tensors))
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (metas, given.form, own, ambient, closed_over(self.fn))
+        return given, (metas, given.form, own, ambient_of("cpu"), closed_over(self.fn))
 
     def _add(self, key: Key, given: Opened) -> Made:
         results: list[Opened] = []
@@ -139,7 +127,7 @@ class Function:
             return tuple(results[0].tensors)
 
         run: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: flat(*tensors)
-        table = inductor.table() if self.backend == "inductor" else {}
+        table = of_torch.decompositions(self.backend)
         for inline in (False, True):
             with tracing(), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]
@@ -161,20 +149,18 @@ class Function:
                 "generator, which a graph would leave as it is. Give the noise as an input, or draw in a step's "
                 "function, whose seed is the state's."
             )
-        program_of = compiled_call(traced, [(region, 0) for region in bodies.regions], self.backend)
+        program_of = compiled_call(traced, bodies.regions, self.backend)
         if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):
             raise ValueError(
                 "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "
                 "would not give. Give it as an input, or detach() it."
             )
-        self.traces += 1
-        if self.traces == MANY:
-            before = next(reversed(self._programs))
+
+        def changed() -> str:
             shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"
             parts = shapes, "states or values", "static arguments", "dtypes", "tensors that it closes over"
-            changed = [part for part, old, new in zip(parts, before, key, strict=True) if old != new]
-            warn_of_many(f"other {' and '.join(changed)} of {name_of(self.fn)}")
-        if len(self._programs) >= KEPT:
-            del self._programs[next(iter(self._programs))]
-        self._programs[key] = made = Made(program_of, results[0], traced, hosts)
-        return made
+            last: Any = next(reversed(self._programs))
+            other = [part for part, old, new in zip(parts, last, key, strict=True) if old != new]
+            return f"other {' and '.join(other)} of {name_of(self.fn)}"
+
+        return self.add(key, Made(program_of, results[0], traced, hosts), changed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -13,29 +12,24 @@ from fzero.base.context import during, variable
 from fzero.base.operators import Operator, kind_of
 from fzero.base.random import Later, seeded
 from fzero.comm.axis import Axis
-from fzero.graph import of_torch, operators
+from fzero.graph import of_torch
+from fzero.graph.messages import Messages
 from fzero.graph.of_torch import TorchDispatchMode
-from fzero.graph.trace import like
+from fzero.graph.operators import like
 
-Run = Callable[[Sequence[torch.Tensor], Sequence[Axis]], Sequence[torch.Tensor]]
-
-
-class _Call(NamedTuple):
-    """`run(xs, axes) -> outputs`, and tensors without values that are like these."""
-
-    run: Run
-    likes: Sequence[torch.Tensor]
+# the axes of the run that is under way
+_axes: contextvars.ContextVar[Sequence[Axis]] = variable("axes_of_run", ())
 
 
-class Hosts:
-    """The calls of one graph, by number, and the axes that they send over.
+class Hosts(Messages):
+    """Those of one function's graph, and the axes that they are sent over.
 
     Args:
         given: the axes of the states that the function is given.
     """
 
     def __init__(self, given: Sequence[Axis]) -> None:
-        self.calls: list[_Call] = []
+        super().__init__()
         self.axes = [*given]
         self._given = len(given)
         self._origins: dict[int, Axis] = {}  # of components that begin in the function
@@ -61,15 +55,15 @@ class Hosts:
             out[place] = origin.of_component(self.axes[place].component)
         return out
 
-    def running(self, axes: Sequence[Axis], updates: Sequence[int]) -> during[operators.Hosting | None]:
+    def running(self, axes: Sequence[Axis], updates: Sequence[int]) -> during[Sequence[Axis]]:
         """Around a run.
 
         Args:
             updates: of each state that is given, how many it has had.
         """
         counts = [*updates, *[0] * (len(axes) - len(updates))]
-        own = [axis.of_next_run(count) for axis, count in zip(axes, counts, strict=True)] if self.calls else []
-        return during(operators.hosting, lambda xs, number: self.calls[number].run(xs, own))
+        own = [axis.of_next_run(count) for axis, count in zip(axes, counts, strict=True)] if self else []
+        return during(_axes, own)
 
     def sent(
         self, axis: Axis, verb: str, x: torch.Tensor, rows: int | None, tag: object, *dtype: torch.dtype
@@ -82,35 +76,24 @@ class Hosts:
         assert private.in_function() or not private.is_differentiated(x), "a message without its derivative"
         place, whole = self.place_of(axis), axis.group is None
 
-        def run(xs: Sequence[torch.Tensor], axes: Sequence[Axis]) -> Sequence[torch.Tensor]:
-            own = axes[place].uncut if whole else axes[place]
+        def run(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            own = _axes.get()[place].uncut if whole else _axes.get()[place]
             return [getattr(own, verb)(xs[0], tag, *dtype).contiguous()]
 
         with of_torch.untraced():
             out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(*dtype, x.dtype)[0])
-        return self.call(run, [x], [out])[0]
-
-    def call(self, run: Run, xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What `run` makes of tensors, as a node of the graph."""
-        self.calls.append(_Call(run, likes))
-        own = [of_torch.unknown(x) for x in xs]  # what is known in a trace would be computed with there
-        return operators.host(len(self.calls) - 1, own)
+        return self.host(run, [x], [out])[0]
 
     def of_count(
         self, run: Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]], count: torch.Tensor,
         xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
         """What `run(count, xs)` makes of a number that a run knows, and of tensors, in the forms of others."""
-        return self.call(lambda own, _: run(int(own[0]), own[1:]), [private.unwrapped(count), *xs], likes)
+        return self.host(lambda own: run(int(own[0]), own[1:]), [private.unwrapped(count), *xs], likes)
 
     def drawing(self, seed: int) -> Drawing:
         """Around operators that draw random numbers by a seed."""
         return Drawing(self, seed)
-
-    def without_values(self, number: int) -> list[torch.Tensor]:
-        """What a call returns in a trace."""
-        return [like(x) for x in self.calls[number].likes]
-
 
 # whether an operator runs for the shapes of its results alone, of which the streams around it know nothing
 _looking: contextvars.ContextVar[bool] = variable("looking_at_shapes", False)
@@ -146,7 +129,7 @@ class Drawing(TorchDispatchMode):
             own, named = pytree.unflatten(spec, filled)
             return pytree.leaves(func(*own, **named))
 
-        def run(xs: Sequence[torch.Tensor], _: object) -> Sequence[torch.Tensor]:
+        def run(xs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             region = seeded(0, {device: xs[0]})
             with region:
                 return [*called(xs[1:]), region.state(device)]
@@ -157,7 +140,7 @@ class Drawing(TorchDispatchMode):
         given = [flat[place] for place in places]
         with of_torch.untraced(), during(_looking, True):
             outs = called([like(x) for x in given])
-        *found, self._states[device] = self._hosts.call(run, [state, *given], [*outs, state])
+        *found, self._states[device] = self._hosts.host(run, [state, *given], [*outs, state])
         for target, x in zip(written := kind.written(args, kwargs), found, strict=False):
             target.copy_(x)
         return written[0] if written else found[0] if len(found) == 1 else tuple(found)

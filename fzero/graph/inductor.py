@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators, program
 from fzero.graph.program import Run
-from fzero.graph.trace import draws, extracted, is_view
+from fzero.graph.trace import draws, extracted, is_view, result_of
 
 _made: dict[str, Run] = {}
 
 
-def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = (), drawing: bool = False) -> Run:
+def compiled(module: GraphModule, constants: Sequence[torch.Tensor] = ()) -> Run:
     """`run(xs) -> outputs`, which empties the list of inputs.
 
     What draws random numbers runs as it is: its numbers are those of torch's operators. So do messages.
     """
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    called = {n.target for n in module.graph.nodes if n.op == "call_function"}
-    if drawing or not called.difference(operators.OWN) or called.intersection(operators.OWN):
-        return program.compiled(in_pieces(module), constants=constants)
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if not calls or any(draws(n) or n.target in operators.OWN for n in calls):
+        return program.compiled(in_pieces(module), constants)
     text = "\n".join([module.code, *[_form(n.meta["val"]) for n in placeholders], str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:
         run = _made[text] = of_torch.by_inductor(module, [n.meta["val"] for n in placeholders])
     if not constants:
         return run
-    own = list(constants)
-    return lambda xs: run([*xs, *own])
+
+    def call(xs: list[Any]) -> list[Any]:
+        xs += constants
+        return run(xs)
+
+    return call
 
 
 def _form(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
-
-
-def table() -> of_torch.Table:
-    """The decompositions that Inductor wants."""
-    return of_torch.inductor_decompositions()
 
 
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code
@@ -49,55 +48,32 @@ LEAST = 8  # operators that are worth a compilation, and a call of compiled code
 
 def in_pieces(module: GraphModule) -> GraphModule:
     """A graph in which runs of torch's operators between messages and regions are compiled, each as one call."""
-    number, numbers, plain = 0, dict[str, int](), False
-    counts: dict[int, int] = {}
-    items = [n for n in module.graph.nodes if n.op == "call_function"]
-    for node in items:
-        special = node.target in operators.OWN or draws(node)
-        if node.target is operator.getitem and node.args[0].target in operators.OWN:
-            numbers[node.name] = numbers[node.args[0].name]
-            continue
-        if special or not plain:
-            number += 1
-        plain = not special
-        numbers[node.name] = number
-        counts[number] = 0 if special else counts.get(number, 0) + (not is_view(node))
-    worth = {n for n, count in counts.items() if count >= LEAST}
-    if not worth:
-        return module
-    return _fused(module, numbers, worth)
-
-
-def _fused(module: GraphModule, numbers: Mapping[str, int], worth: set[int]) -> GraphModule:
-    graph, made = Graph(), dict[Node, Node]()
     nodes = list(module.graph.nodes)
-    members: dict[int, list[Node]] = {}
-    for node in nodes:
-        if numbers.get(node.name) in worth:
-            members.setdefault(numbers[node.name], []).append(node)
-    modules: dict[str, Any] = {}
-    done: set[int] = set()
-    for node in nodes:
-        number = numbers.get(node.name)
-        if number not in worth:
-            made[node] = graph.node_copy(node, made.__getitem__)
-            continue
-        if number in done:
-            continue
-        done.add(number)
-        own = members[number]
-        inside = set(own)
-        inputs = list(dict.fromkeys(x for n in own for x in n.all_input_nodes if x not in inside))
-        outputs = [n for n in own if any(user not in inside for user in n.users)]
-        piece = extracted(module, inputs, own, outputs)
-        name = f"piece_{number}"
-        modules[name] = compiled(piece)
-        called = graph.call_module(name, tuple(made[x] for x in inputs))
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    module = extracted(module, inputs, nodes[len(inputs) : -1], result_of(module))
+    runs: list[list[Node]] = [[]]
+    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+        if node.target in operators.OWN or draws(node):
+            runs.append([])
+        elif node.target is not operator.getitem or node.args[0].target not in operators.OWN:
+            runs[-1].append(node)
+    for number, run in enumerate(runs):
+        if sum(not is_view(node) for node in run) >= LEAST:
+            _fuse(module, f"piece_{number}", run)
+    return module
+
+
+def _fuse(module: GraphModule, name: str, run: Sequence[Node]) -> None:
+    """Puts the call of a compiled piece in the place of operators."""
+    graph, inside = module.graph, set(run)
+    inputs = list(dict.fromkeys(x for n in run for x in n.all_input_nodes if x not in inside))
+    outputs = [n for n in run if any(user not in inside for user in n.users)]
+    setattr(module, name, compiled(extracted(module, inputs, run, outputs)))
+    with graph.inserting_before(run[-1].next):
+        called = graph.create_node("call_module", name, tuple(inputs))
         for i, n in enumerate(outputs):
-            made[n] = graph.call_function(operator.getitem, (called, i))
-            made[n].meta = dict(n.meta)
-    out = GraphModule(torch.nn.Module(), Graph())
-    for name, run in modules.items():
-        setattr(out, name, run)
-    out.graph = graph
-    return out
+            item = graph.call_function(operator.getitem, (called, i))
+            item.meta = dict(n.meta)
+            n.replace_all_uses_with(item)
+    for n in reversed(run):
+        graph.erase_node(n)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 import torch
 
-from fzero.base import private, pytree
-from fzero.base.context import during, in_differentiated
+from fzero.base import pytree
+from fzero.base.context import during
 from fzero.comm import backend, pieces
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
-from fzero.graph.alike import closed_over
-from fzero.graph.errors import tracing
+from fzero.graph.alike import ambient_of, closed_over, meta_of
+from fzero.graph.errors import one_at_a_time, tracing
 from fzero.graph.opened import as_number, value_of
+from fzero.graph.programs import Programs
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
@@ -34,18 +34,11 @@ def as_tensor(x: Any) -> Any:
     return as_number(x) if type(x) in (int, float) else x
 
 
-class Jit:
-    """The programs of a step and of what other transforms make of it.
-
-    Attributes:
-        traces: how many signatures were traced.
-    """
+class Jit(Programs[Program]):
+    """The programs of a step and of what other transforms make of it."""
 
     def __init__(self, backend: str, static: Collection[int], fallback: bool) -> None:
-        self.backend, self.static, self.fallback = backend, tuple(static), fallback
-        self._plain = False  # after a trace that failed, where that may be
-        self._programs: dict[object, Program] = {}
-        self.traces = 0
+        super().__init__(backend, static, fallback)
         self._begun: set[object] = set()
         self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
@@ -65,14 +58,10 @@ class Jit:
         self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]
     ) -> tuple[object, ...]:
         flat, spec = pytree.flatten(tuple(inputs))
-        forms = tuple(
-            (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else value_of(x)
-            for x in flat
-        )
-        device = state.params.device.type
-        ambient = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
-        own = forms, tuple(wanted), ambient, state.params.axis.ranks, closed_over(step.fn)
-        return verb, step.fn, state.layout, _rows(step), spec, *own
+        forms = tuple(meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat)
+        own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
+        rows = step.rules, step.has_aux, step.carries, step.microbatches.means
+        return verb, step.fn, state.layout, rows, spec, *own
 
     def numbers(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
         """Inputs with Python's numbers as tensors, but for static ones and what is carried."""
@@ -91,18 +80,16 @@ class Jit:
         **asked: Unpack[Asked],
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
-        if self._plain or surrounded():
+        if self.is_plain():
             return own()
-        given = self.numbers(step, inputs)
-        wanted = wanted_of(inputs, argnums)
-        key = self._key("vjp", step, state, given, wanted)
-        out = self._first(key, step, state, own)
-        program = self._program(key, step, state, given, wanted, asked["seed"])
-        if out is not None and program is not None:
-            program.need_dtypes(out.meta)
-        if out is not None or program is None:
-            return out or own()
-        return GraphRun(program, step, state, given, wanted, **asked)
+        given, wanted = self.numbers(step, inputs), wanted_of(inputs, argnums)
+        out, program = self._called("vjp", step, state, given, wanted, asked["seed"], own)
+        if program is None:
+            return out
+        if out is None:
+            return GraphRun(program, step, state, given, wanted, **asked)
+        program.need_dtypes(out.meta)
+        return out
 
     def forward(
         self,
@@ -115,30 +102,39 @@ class Jit:
         mask: Mask | None,
     ) -> tuple[object, object]:
         """Outputs and aux."""
-        if self._plain or surrounded():
+        if self.is_plain():
             return own()
         given = self.numbers(step, inputs)
-        key = self._key("forward", step, state, given, ())
-        out = self._first(key, step, state, own)
-        program = self._program(key, step, state, given, None, seed)
-        if out is not None or program is None:
-            return out or own()
-        return forward_only(program, step, state, given, seed, mask)
+        out, program = self._called("forward", step, state, given, None, seed, own)
+        if program is None:
+            return out
+        return forward_only(program, step, state, given, seed, mask) if out is None else out
 
-    def _first(self, key: tuple[object, ...], step: Spec, state: TrainState, own: Callable[[], Any]) -> Any:
-        """What the first call under a signature returns; None in later ones.
+    def _called(
+        self,
+        verb: str,
+        step: Spec,
+        state: TrainState,
+        given: Sequence[object],
+        wanted: Sequence[int] | None,
+        seed: tuple[int, ...],
+        own: Callable[[], Any],
+    ) -> tuple[Any, Program | None]:
+        """What a run without a graph returns, which the first one under a signature is; and the program of later ones.
 
         On several ranks it is the first call of a verb, which all make at once, whatever shapes each is given:
         messages come in one order.
         """
-        key = key if place() is None else (*key[:4], state.params.axis.identity, place())
-        if key in self._begun:
-            return None
-        need_traceable(step, state)
-        with during(pieces.heard, self._heard):
-            out = own()
-        self._begun.add(key)
-        return out
+        key = self._key(verb, step, state, given, wanted or ())
+        out: Any = None
+        first = key if place() is None else (*key[:4], state.params.axis.identity, place())
+        if first not in self._begun:
+            need_traceable(step, state)
+            with during(pieces.heard, self._heard):
+                out = own()
+            self._begun.add(first)
+        program = self._program(key, step, state, given, wanted, seed)
+        return own() if out is None and program is None else out, program
 
     def _program(
         self,
@@ -150,36 +146,21 @@ class Jit:
         seed: tuple[int, ...],
     ) -> Program | None:
         """The program of a call; None where it cannot be traced, and need not."""
-        known = self._known(key)
-        if known is not None:
-            return known
-        try:
-            with tracing(), during(pieces.heard, self._heard):
-                known = self._known(key)
-                if known is not None:  # another rank's thread was first
+
+        def make() -> Program:
+            with one_at_a_time:
+                if (known := self._known(key)) is not None:  # another rank's thread was first
                     return known
-                known = made(step, state, inputs, wanted, seed, self.backend)
-                self._programs[(key, place()) if known.call.messages else key] = known
-        except Exception as error:
-            if not self.fallback:
-                raise
-            self._plain = True
-            warnings.warn(f"jit: {step.name} runs without a graph: {error}", stacklevel=2)
-            return None
-        if len(self._programs) > KEPT:
-            del self._programs[next(iter(self._programs))]
-        self.traces += 1
-        self._tell(inputs)
-        return known
+                with tracing(), during(pieces.heard, self._heard):
+                    program = made(step, state, inputs, wanted, seed, self.backend)
+                shapes = lambda: [tuple(x.shape) for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
+                own = (key, place()) if program.call.messages else key
+                return self.add(own, program, lambda: f"inputs of shapes {shapes()}")
+
+        return self._known(key) or self.or_plain(step.name, make)
 
     def _known(self, key: object) -> Program | None:
         return self._programs.get(key) or self._programs.get((key, place()))
-
-    def _tell(self, inputs: Sequence[object]) -> None:
-        """Says once that a step was traced for the tenth time."""
-        if self.traces == MANY:
-            shapes = [tuple(x.shape) for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
-            warn_of_many(f"inputs of shapes {shapes}")
 
     def graph(self, step: Spec, state: TrainState, *inputs: object) -> torch.fx.GraphModule:
         """The graph of `step.vjp(state, *inputs)` by the params, for one microbatch."""
@@ -200,34 +181,9 @@ class Jit:
         return self._program(key, step, state, given, [], seed_of(state, 0, 0))
 
 
-MANY, KEPT = 10, 64  # traces that are said; those that are kept
-
-
-def _rows(step: Spec) -> tuple[object, ...]:
-    return step.rules, step.has_aux, step.carries, step.microbatches.means
-
-
 def place() -> object:
     """This rank, where there are others: its messages, and first runs, are its own."""
     return weakref.ref(world) if (world := backend.world()) is not None else None
-
-
-def warn_of_many(now: str) -> None:
-    """Says that something was traced so many times.
-
-    Args:
-        now: for what, the last time.
-    """
-    warnings.warn(
-        f"jit: traced for the {MANY}th time, now for {now}. Each set of shapes, dtypes and static values is traced and "
-        "compiled anew. Pad batches to a few lengths, and give numbers that change as tensors.",
-        stacklevel=3,
-    )
-
-
-def surrounded() -> bool:
-    """Tells whether something goes on through operators here, or looks at them, which would not see a graph."""
-    return private.transforms() or in_differentiated() or private.dispatch_modes()
 
 
 def need_traceable(step: Spec, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""The messages of a function's own, those of `fz.parallel`, as operators of its graph."""
+"""The messages of a step's own function, those of `fz.parallel`, as operators of its graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fzero.base.random import seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import Came, Start
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
 from fzero.graph.operators import Message
 
 Told = list[tuple[int, ...]]
@@ -20,6 +20,14 @@ Told = list[tuple[int, ...]]
 
 class Messages(list[Message]):
     """Those of one trace, by their numbers, which the operators have."""
+
+    def host(
+        self, run: Callable[[Sequence[torch.Tensor]], object], xs: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What `run` makes of tensors, in the forms of others, as a node of the graph."""
+        self.append(Message(run, likes))
+        own = [of_torch.unknown(x) for x in xs]  # what is known in a trace would be computed with there
+        return operators.HOST(own, len(self) - 1)
 
     def begin(self, start: Start, send: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> Came:
         self.append(Message(start, [torch.empty_like(x) for x in like]))
@@ -32,7 +40,7 @@ class Messages(list[Message]):
         known = pieces.heard.get() or {}
         expected = known.get((axis.members, tag, numbers), [numbers] * axis.size)
 
-        def compare() -> None:
+        def compare(_: object) -> None:
             own = zlib.crc32(repr(expected).encode())
             told = pieces.told(axis, (*numbers, own), tag)  # so that all find the same
             got = [each[:-1] for each in told]
@@ -42,7 +50,7 @@ class Messages(list[Message]):
                     "was traced. Cut into equal pieces (pad the batch), give the sizes (sizes=), or leave jit out."
                 )
 
-        self._aside(compare)
+        self.host(compare, (), ())
         return expected
 
     @contextlib.contextmanager
@@ -50,14 +58,10 @@ class Messages(list[Message]):
         """Inside, random numbers are those of another stream, whose seed each run draws."""
         streams: list[seeded] = []
 
-        def begin() -> None:
+        def begin(_: object) -> None:
             streams.append(draw())
             streams[-1].__enter__()
 
-        self._aside(begin)
+        self.host(begin, (), ())
         yield
-        self._aside(lambda: streams.pop().__exit__(None, None, None))
-
-    def _aside(self, run: Callable[[], object]) -> None:
-        self.append(Message(run))
-        operators.ASIDE(len(self) - 1)
+        self.host(lambda _: streams.pop().__exit__(None, None, None), (), ())

@@ -70,8 +70,10 @@ def untraced() -> AbstractContextManager[object]:
     return disable_proxy_modes_tracing()
 
 
-def inductor_decompositions() -> Table:
+def decompositions(backend: str) -> Table:
     """Those that Inductor wants of what it compiles."""
+    if backend != "inductor":
+        return {}
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ class Opened:
                 )
         self.tensors: list[torch.Tensor] = []
         self.count, self.counts = len(leaves), set[int]()
-        self._makers: list[tuple[str, Any]] = []
+        self._makers: list[Callable[[Iterator[torch.Tensor], bool], object]] = []  # of each leaf
         forms: list[object] = []
         for leaf in leaves:
             if isinstance(leaf, TrainState):
@@ -60,22 +61,18 @@ class Opened:
                 # what no tensor of the graph holds
                 own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
                 numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
-                self._makers.append(("state", (spec, len(own), len(counts), [type(x) for x in _counts_of(leaf)])))
+                self._makers.append(functools.partial(_state, spec, len(own), len(counts)))
                 begin = len(self.tensors) + len(own)
                 self.counts.update(range(begin, begin + len(counts)))
                 self.tensors += [*own, *counts]
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
                 forms.append((spec, leaf.seed, leaf.signature, place, *own_counts, *numbers_of))
-            elif isinstance(leaf, torch.Tensor):
-                self._makers.append(("tensor", None))
-                self.tensors.append(leaf)
-                forms.append("tensor")
-            elif numbers and type(leaf) in (int, float):
-                self._makers.append(("tensor", None))
-                self.tensors.append(as_number(leaf))
-                forms.append(type(leaf))
+            elif isinstance(leaf, torch.Tensor) or (numbers and type(leaf) in (int, float)):
+                self._makers.append(lambda rest, _: next(rest))
+                self.tensors.append(leaf if isinstance(leaf, torch.Tensor) else as_number(leaf))
+                forms.append("tensor" if isinstance(leaf, torch.Tensor) else type(leaf))
             else:
-                self._makers.append(("value", leaf))
+                self._makers.append(lambda _, __, leaf=leaf: leaf)
                 forms.append(value_of(leaf))
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
@@ -87,21 +84,17 @@ class Opened:
             kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        leaves = [self._one(*maker, rest, values) for maker in self._makers]
+        leaves = [maker(rest, values) for maker in self._makers]
         for i, kind in enumerate(kinds):
             if kind in (bool, int, float) and isinstance(x := leaves[i], torch.Tensor):
                 leaves[i] = kind(x)
         return pytree.unflatten(self.spec, leaves)
 
-    def _one(self, kind: str, about: Any, rest: Iterator[torch.Tensor], values: bool) -> object:
-        if kind == "value":
-            return about
-        if kind == "tensor":
-            return next(rest)
-        spec, own, counts, _ = about
-        state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
-        every = [next(rest) for _ in range(counts)]
-        return _with_counts(state, [int(x) for x in every] if values else every)
+
+def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
+    state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
+    every = [next(rest) for _ in range(counts)]
+    return _with_counts(state, [int(x) for x in every] if values else every)
 
 
 def kinds_of(tree: object) -> dict[int, list[type]]:

@@ -2,9 +2,8 @@
 
 They run while a step is traced only, on tensors without values: the code that is made of a graph calls what they stand
 for. `gather(k)` is the full buffer of group `k`; `reduce(x, k)` adds to the gradient of group `k`; `region(xs, n)` and
-`pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `send(xs, m)` begins the `m`-th message of
-a step's function, `arrived(sent, m)` is what has come of it, and `aside(m)` does what has no tensors. `host(xs, n)` is
-the `n`-th call that a function's graph makes besides (`graph/hosts.py`), and runs as it is.
+`pull(xs, n)` call the `n`-th region; `tangent(x)` is the cotangent of `x`. `send(xs, m)` begins the `m`-th message, and
+`arrived(sent, m)` is what has come of it. `host(xs, m)` does both, or anything else that is none of torch's operators.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.fx.node import has_side_effect
 
-from fzero.base.context import jitting, variable
+from fzero.base.context import variable
 
 
 class Metas(Protocol):
-    """What a trace knows of its groups and regions: tensors without values."""
+    """What a trace knows of its groups, regions and messages: tensors without values."""
 
     @property
     def messages(self) -> Sequence[Message]: ...
@@ -30,9 +29,9 @@ class Metas(Protocol):
 
 
 class Message(NamedTuple):
-    """A message of the function's own: what runs, and the tensors without values that come. Or what is done aside."""
+    """What a run does besides torch's operators: `start(tensors)`, and tensors without values like those that come."""
 
-    start: Callable[..., object]
+    start: Callable[[Sequence[torch.Tensor]], object]
     like: Sequence[torch.Tensor] = ()
 
 
@@ -45,8 +44,12 @@ def now() -> Metas:
     return metas
 
 
-def _arrived(message: int) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in now().messages[message].like]
+def like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _come(message: int) -> list[torch.Tensor]:
+    return [like(x) for x in now().messages[message].like]
 
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
@@ -57,10 +60,9 @@ for _schema, _fake in (
     ("region(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().called(region)),
     ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().pulled(region)),
     ("send(Tensor[] xs, int message) -> Tensor", lambda xs, message: xs[0].new_empty(())),
-    ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _arrived(message)),
+    ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _come(message)),
     ("named(Tensor x, str name) -> Tensor", lambda x, name: x.new_empty(())),
-    ("aside(int message) -> Tensor", lambda message: torch.empty((), device="cpu")),
-    ("host(Tensor[] xs, int call) -> Tensor[]", lambda xs, call: jitting.get().hosts.without_values(call)),
+    ("host(Tensor[] xs, int message) -> Tensor[]", lambda xs, message: _come(message)),
 ):
     _LIBRARY.define(_schema)
     torch.library.register_fake(f"fzero::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
@@ -72,35 +74,10 @@ REGION = torch.ops.fzero.region.default
 PULL = torch.ops.fzero.pull.default
 SEND = torch.ops.fzero.send.default
 ARRIVED = torch.ops.fzero.arrived.default
-ASIDE = torch.ops.fzero.aside.default
 HOST = torch.ops.fzero.host.default
 SENT = {SEND, ARRIVED}
-MESSAGES = {*SENT, ASIDE}
-EFFECTS = {*MESSAGES, HOST}  # other ranks wait for them, whether or not their values are used here
+EFFECTS = {*SENT, HOST}  # other ranks wait for them, whether or not their values are used here
 OWN = {GATHER, REDUCE, REGION, PULL, *EFFECTS}
 NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
 for _each in (*EFFECTS, NAMED):
     has_side_effect(_each)
-Hosting = Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]
-hosting: contextvars.ContextVar[Hosting | None] = variable("hosting", None)  # runs the host's calls of a graph
-
-
-def call(region: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return REGION(list(operands), region)
-
-
-def pull(region: int, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return PULL(list(held), region)
-
-
-def host(number: int, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return HOST(list(operands), number)
-
-
-def _hosted(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    run = hosting.get()
-    assert run is not None
-    return list(run(xs, number))
-
-
-_LIBRARY.impl("host", _hosted, "CompositeExplicitAutograd")

@@ -66,13 +66,12 @@ def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Coll
         for i in gone:
             region.pullback.graph.erase_node(inputs[i])
         region.pullback.recompile()
-        operands = len(region.forward.graph.find_nodes(op="placeholder")) - len(region.constants)
-        given = [i for i in range(len(inputs)) if i >= held or -1 - region.saved[i] < operands]  # the others: constants
         for node in graph.find_nodes(op="call_function", target=operators.PULL):
             if node.args[1] == number:
-                node.args = [x for i, x in zip(given, node.args[0], strict=True) if i not in gone], number
+                node.args = [x for i, x in enumerate(node.args[0]) if i not in gone], number
         saved = [place for i, place in enumerate(region.saved) if i not in gone]
-        regions[number] = dataclasses.replace(region, saved=saved)
+        pulled = [k for i, k in enumerate(region.pulled, len(inputs) - len(region.pulled)) if i not in gone]
+        regions[number] = dataclasses.replace(region, saved=saved, pulled=pulled)
     graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in operators.OWN)  # which may send
     used: dict[object, set[object]] = {}
     for node in graph.find_nodes(op="call_function", target=operators.REGION):

@@ -17,30 +17,6 @@ Run = Callable[..., list[Any]]
 _PLAIN = (int, float, bool, str, type(None))
 
 
-class Calls:
-    """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
-
-    def take(self, group: int) -> torch.Tensor:
-        """The full buffer of a group."""
-        raise NotImplementedError
-
-    def ahead(self, groups: Sequence[int]) -> None:
-        """Begins to gather some."""
-        raise NotImplementedError
-
-    def keep(self, group: int, full: torch.Tensor) -> None:
-        """Holds on to one that the pullback begins with."""
-        raise NotImplementedError
-
-    def reduce(self, x: torch.Tensor, group: int) -> None:
-        """Adds to the gradient of one."""
-        raise NotImplementedError
-
-    def seeded(self, number: int) -> Any:
-        """Around a region that draws random numbers."""
-        raise NotImplementedError
-
-
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
     """The same graph with each gather before its first use, and gradients reduced where they are there.
 
@@ -64,15 +40,15 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
 
 def compiled(
     module: GraphModule,
-    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
     constants: Sequence[torch.Tensor] = (),
+    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
     keeps: GraphModule | None = None,
 ) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
     Args:
-        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
         constants: tensors behind the inputs.
+        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
         keeps: the graph of the pullback.
     """
     graph: Graph = module.graph
@@ -156,7 +132,7 @@ def compiled(
                 lines.append(f"with calls.seeded({seed}):")
                 indent = "    "
             lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
-        elif node.target in (operators.SEND, operators.ASIDE):
+        elif node.target in (operators.SEND, operators.HOST):
             lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
         elif node.target is operators.ARRIVED:
             lines.append(f"{name} = {constant(node.args[0])}()")
@@ -177,28 +153,20 @@ def compiled(
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
     """Two graphs as one: `(*inputs, *constants, *cotangents) -> (outputs, cotangents of inputs)`."""
     graph, made = Graph(), dict[Node, Node]()
-    first = list(forward.graph.nodes)
-    for node in first[:-1]:
-        made[node] = graph.node_copy(node, made.__getitem__)
-    result = list(first[-1].args[0])
-    inputs = [n for n in first if n.op == "placeholder"]
-    held = [made[result[i]] if i >= 0 else made[inputs[-1 - i]] for i in traced.saved]
-    last = [n for n in made.values() if n.op == "placeholder"][-1:]
-    second = list(pullback.graph.nodes)
-    for node in second[:-1]:
-        if node.op == "placeholder" and held:
-            made[node] = held.pop(0)
-        elif node.op == "placeholder":
-            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-                made[node] = graph.placeholder(f"cotangent_{node.name}")
-            last = [made[node]]
-            made[node].meta = dict(node.meta)
-        else:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    grads = torch.fx.map_arg(list(second[-1].args[0]), made.__getitem__)
-    graph.output((torch.fx.map_arg(result[: traced.outputs], made.__getitem__), grads))
-    root = torch.nn.Module()
-    for node in graph.find_nodes(op="call_module"):
-        of = forward if hasattr(forward, str(node.target)) else pullback
-        node.op, node.target = "call_function", getattr(of, str(node.target))
-    return GraphModule(root, graph)
+    outs: list[Any] = list(graph.graph_copy(forward.graph, made))  # type: ignore[arg-type]
+    inputs = list(graph.find_nodes(op="placeholder"))
+    given = list(pullback.graph.find_nodes(op="placeholder"))
+    begin, end = len(traced.saved), len(given) - len(traced.pulled)
+    made.update(zip(given, [outs[i] if i >= 0 else inputs[-1 - i] for i in traced.saved], strict=False))
+    for node, number in zip(given[end:], traced.pulled, strict=True):
+        made[node] = inputs[len(inputs) - len(traced.constants) + number]
+    for node in reversed(given[begin:end]):
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
+            made[node] = graph.placeholder(f"cotangent_{node.name}")
+        made[node].meta = dict(node.meta)
+    grads = graph.graph_copy(pullback.graph, made)  # type: ignore[arg-type]
+    graph.output((outs[: traced.outputs], grads))
+    for module in (forward, pullback):
+        for node in module.graph.find_nodes(op="call_module"):
+            made[node].op, made[node].target = "call_function", getattr(module, str(node.target))
+    return GraphModule(torch.nn.Module(), graph)

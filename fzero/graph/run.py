@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -18,9 +18,10 @@ from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import inductor, of_torch, program
-from fzero.graph.program import Calls, compiled, joined, scheduled
+from fzero.graph.program import compiled, joined, scheduled
+from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
-from fzero.graph.tracer import Call, Inline, Tracer, traced_call
+from fzero.graph.tracer import Call, Tracer, traced_call
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -33,7 +34,7 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        regions = compiled_regions([(region.traced, region.seed) for region in call.regions], backend)
+        regions = compiled_regions(call.regions, call.region_seeds, backend)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
@@ -42,8 +43,8 @@ class Program:
         if backend == "inductor":
             self.forward_graph = inductor.in_pieces(self.forward_graph)
             self.pullback_graph = inductor.in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, regions, traced.constants, keeps=self.pullback_graph)
-        self.pullback = _with_constants(compiled(self.pullback_graph, regions), traced)
+        self.forward = compiled(self.forward_graph, traced.constants, regions, keeps=self.pullback_graph)
+        self.pullback = compiled(self.pullback_graph, traced.pulled_constants, regions)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
 
     def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
@@ -65,43 +66,24 @@ class Program:
 Regions = dict[int, tuple[program.Run, program.Run, bool, bool, int]]
 
 
-def compiled_regions(regions: Sequence[tuple[Traced, int]], backend: str) -> Regions:
+def compiled_regions(regions: Sequence[Traced], seeds: Sequence[int], backend: str) -> Regions:
     """The programs of regions, each with the number of its seed; those of one trace share them."""
-    compile_one = inductor.compiled if backend == "inductor" else _plainly
+    compile_one = inductor.compiled if backend == "inductor" else compiled
     pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
     out: Regions = {}
-    for number, (traced, seed) in enumerate(regions):
+    for number, (traced, seed) in enumerate(zip(regions, seeds, strict=True)):
         if traced not in pairs:
-            forward = compile_one(traced.forward, traced.constants, traced.draws[0])
-            pairs[traced] = forward, _with_constants(compile_one(traced.pullback, (), traced.draws[1]), traced)
+            forward = compile_one(traced.forward, traced.constants)
+            pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants)
         out[number] = (*pairs[traced], *traced.draws, seed)
     return out
 
 
-def compiled_call(traced: Traced, regions: Sequence[tuple[Traced, int]], backend: str) -> program.Run:
+def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
     """The program of a forward that calls regions."""
-    own = compiled_regions(regions, backend)
+    own = compiled_regions(regions, [0] * len(regions), backend)
     graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, own, traced.constants)
-
-
-def _plainly(module: torch.fx.GraphModule, constants: Sequence[torch.Tensor], draws: bool) -> program.Run:
-    return compiled(module, constants=constants)
-
-
-def _with_constants(run: program.Run, traced: Traced) -> program.Run:
-    """A pullback that is given none of the constants."""
-    count = len(traced.forward.graph.find_nodes(op="placeholder")) - len(traced.constants)
-    places = [(i, traced.constants[-1 - place - count]) for i, place in enumerate(traced.saved) if -1 - place >= count]
-    if not places:
-        return run
-
-    def call(xs: list[Any], calls: Calls | None = None) -> list[Any]:
-        for place, x in places:
-            xs.insert(place, x)
-        return run(xs) if calls is None else run(xs, calls)
-
-    return call
+    return compiled(graph, traced.constants, own)
 
 
 def made(
@@ -119,7 +101,7 @@ def made(
     """
     traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
     flat, spec = pytree.flatten(tuple(inputs))
-    table = inductor.table() if backend == "inductor" else {}
+    table = of_torch.decompositions(backend)
     for inline in (False, True):
         mode = of_torch.fake_mode()
         tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
@@ -128,8 +110,8 @@ def made(
     raise AssertionError
 
 
-class _Calls(Calls):
-    """A program's messages, in one run."""
+class Calls:
+    """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
 
     def __init__(self, traversal: Traversal, keys: Sequence[Key], seeds: Sequence[int]) -> None:
         self._schedule, self._keys, self._seeds = traversal.schedule, keys, seeds
@@ -138,12 +120,14 @@ class _Calls(Calls):
         self._traversal = traversal
 
     def take(self, group: int) -> torch.Tensor:
+        """The full buffer of a group."""
         return self._schedule.take(self._keys[group])[0]
 
     def ahead(self, groups: Sequence[int]) -> None:
         self._schedule.gather_ahead(tuple([self._keys[group] for group in groups]))
 
     def keep(self, group: int, full: torch.Tensor) -> None:
+        """Holds on to one that the pullback begins with."""
         key = self._keys[group]
         if self._schedule.keeps and self._traversal.uses[key].transient:
             self._schedule.keep(key, full)
@@ -157,6 +141,7 @@ class _Calls(Calls):
         self.delivery.add(key, x.zero_() if self.masked else x)
 
     def seeded(self, number: int) -> seeded:
+        """Around a region that draws random numbers."""
         return seeded(self._seeds[number])
 
 
@@ -201,15 +186,11 @@ class GraphRun(Outcome):
         self._traversal: Traversal | None = traversal
         own = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
         calls, out = _forward(program, traversal, seed, own)
-        self._calls: _Calls | None = calls
-        self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in _of(traced, len(own))]
+        self._calls: Calls | None = calls
+        self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in traced.saved]
         self.returned = call.returned[0]
-        self.outputs, self.aux = call.split(out)
+        self.outputs, self.aux, self.collected = call.split(out)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
-        self.collected, begin = {}, sum(map(len, (*call.returned[0].places, *call.returned[1].places)))
-        for name, count in call.collected.items():
-            self.collected[name] = out[begin : begin + count]
-            begin += count
         self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
         self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
         self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
@@ -303,19 +284,15 @@ def forward_only(
     """Outputs and aux of a run that nothing pulls back."""
     traversal, *_ = traversal_of(step, state, seed, derived=False, mask=mask)
     given = [x.detach() for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]
-    return program.call.split(_forward(program, traversal, seed, given)[1])
+    return program.call.split(_forward(program, traversal, seed, given)[1])[:2]
 
 
 def _forward(
     program: Program, traversal: Traversal, seed: tuple[int, ...], given: Sequence[torch.Tensor]
-) -> tuple[_Calls, list[torch.Tensor]]:
+) -> tuple[Calls, list[torch.Tensor]]:
     """The messages and the outputs of a forward."""
     seeds = Seeds(*seed)
-    calls = _Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
+    calls = Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
     drawing = calls.seeded(0) if program.call.traced.draws[0] else contextlib.nullcontext()
     with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
         return calls, program.forward([*given], calls)
-
-
-def _of(traced: Traced, count: int) -> list[int]:
-    return [place for place in traced.saved if -1 - place < count]

@@ -22,7 +22,7 @@ Traceable = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(eq=False)
 class Traced:
-    """Two graphs: `forward(*primals, *constants) -> (*outputs, *saved)`, `pullback(*held, *cotangents) -> cotangents`.
+    """Two graphs: `forward(*primals, *constants) -> (*outputs, *saved)`, `pullback(*saved, *cotangents, *pulled)`.
 
     Attributes:
         outputs: the number of outputs.
@@ -30,6 +30,7 @@ class Traced:
         saved: for each tensor that the pullback is given first, its place: among the outputs of the forward (from 0),
             or among its inputs (from -1 down).
         constants: tensors that the function closes over.
+        pulled: the numbers of those that the pullback is given, too, behind the cotangents.
         reached: for each differentiated primal, and for what else is, whether its cotangent is there.
         values: the outputs, without values.
         draws: whether the forward, and the pullback, draw random numbers.
@@ -41,9 +42,14 @@ class Traced:
     real: Sequence[int]
     saved: Sequence[int]
     constants: Sequence[torch.Tensor]
+    pulled: Sequence[int]
     reached: Sequence[bool]
     values: Sequence[torch.Tensor]
     draws: tuple[bool, bool]
+
+    @property
+    def pulled_constants(self) -> list[torch.Tensor]:
+        return [self.constants[number] for number in self.pulled]
 
 
 def trace(
@@ -128,7 +134,7 @@ def trace(
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
         _tidied(node)
-        if node.target in operators.MESSAGES:
+        if node.target in operators.EFFECTS:
             node.meta["message"] = operators.now().messages[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
     return _parted(module, outs, tangents, grads, constants, real, recompute, free, stays, bool(decompositions))
@@ -193,10 +199,6 @@ def _is_item(node: Node) -> bool:
 
 def is_real(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def result_of(module: GraphModule) -> Sequence[Any]:
@@ -290,11 +292,13 @@ def _parted(
             continue
         own.add(node)
         todo += [x for x in node.all_input_nodes if x not in tangents]
-    held = [n for n in nodes if n in saved]
+    closed = placeholders[len(placeholders) - len(constants) :]
+    held = [n for n in nodes if n in saved and n not in closed]
+    pulled_too = [n for n in closed if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
     apart = [n for n in held if n.op != "placeholder" and n not in out_of]
     fw = extracted(module, placeholders, forward, [*outs, *apart])
-    bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
+    bw = extracted(module, [*held, *tangents, *pulled_too], [n for n in nodes if n in own], list(grads))
     numbers = {**out_of, **{node: i for i, node in enumerate(apart, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
@@ -304,6 +308,7 @@ def _parted(
         real=tuple(real),
         saved=tuple(numbers[n] if n in numbers else places[n] for n in held),
         constants=constants,
+        pulled=[closed.index(n) for n in pulled_too],
         reached=tuple(isinstance(x, Node) for x in grads),
         values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),

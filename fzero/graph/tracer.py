@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -22,10 +23,12 @@ from fzero.engine.schedule import Record
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.alike import Identity, form_of
+from fzero.graph.alike import Identity, ambient_of, form_of, meta_of
 from fzero.graph.errors import need_plain
 from fzero.graph.messages import Messages
-from fzero.graph.trace import Traced, is_real, like, result_of, trace
+from fzero.graph.operators import like
+from fzero.graph.regions import Inline, Regions
+from fzero.graph.trace import Traced, is_real, trace
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
@@ -33,47 +36,32 @@ from fzero.table.placements import FirstRun, followed, marks_of, notes, noting
 from fzero.table.placements import form_of as form_given
 from fzero.table.spec import Spec
 
-
-class Inline(Exception):
-    """The function differentiates a unit itself: its operators are to be part of the function's own graph."""
-
-
 Mode = AbstractContextManager[object]
-
-
-class Region(NamedTuple):
-    """A unit's call.
-
-    Attributes:
-        seed: the number of its seed in the run.
-    """
-
-    traced: Traced
-    unit: str
-    seed: int
 
 
 class Call(NamedTuple):
     """What a step's function returned when it was traced."""
 
     traced: Traced
-    regions: Sequence[Region]
+    regions: Sequence[Traced]
+    region_seeds: Sequence[int]  # the numbers of their seeds
     returned: tuple[pytree.Split, pytree.Split]
     collected: Mapping[str, int]  # names, and how many values of each are at the end of the outputs
-    seeds: int
+    seeds: int  # how many a run draws
     keys: Sequence[Key]
     messages: bool  # whether it has some of its own
     differentiated: Sequence[int]  # the groups of what is differentiated besides the inputs, in order
 
-    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object]:
-        """The outputs and the aux."""
+    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object, dict[str, list[torch.Tensor]]]:
+        """The outputs, the aux, and what is collected by name."""
         outputs, others = self.returned
-        real, rest, aux = (len(places) for places in (*outputs.places, *others.places))
-        ends = real + rest, real + rest + aux
-        return outputs.join(out[:real], out[real : ends[0]]), others.join(out[ends[0] : ends[1]])
+        rest = iter(out)
+        real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
+        collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
+        return outputs.join(real, still), others.join(aux), collected
 
 
-class Tracer(Traversal):
+class Tracer(Traversal, Regions):
     """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
 
     def __init__(
@@ -86,11 +74,12 @@ class Tracer(Traversal):
         derived: bool,
     ) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
+        Regions.__init__(self, mode, decompositions, inline)
         self.params, self.messages = params, Messages()
         self.means, self.run, self.mask = own.means, own.run, own.mask
-        self.mode, self.decompositions, self.inline, self.derived = mode, decompositions, inline, derived
+        self.derived = derived
         self.acts = True
-        self.regions: list[Region] = []
+        self.seeds: list[int] = []  # of each region's call, the number of its seed in the run
         self._traced: dict[object, Any] = {}
         self.keys = list(self.layout.groups)
         self.drawn = 0
@@ -122,13 +111,6 @@ class Tracer(Traversal):
         key = self.keys[group]
         use = self.uses[key]
         return torch.empty(self.layout.groups[key].numel, dtype=use.compute, device=use.device)
-
-    def called(self, region: int) -> list[torch.Tensor]:
-        traced = self.regions[region].traced
-        return [like(x.meta["val"]) for x in result_of(traced.forward)]
-
-    def pulled(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.regions[region].traced.pullback) if x is not None]
 
     # ---- leaves
 
@@ -195,9 +177,9 @@ class Tracer(Traversal):
             operands = [*fulls, *tensors]
             wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
             traced = self._known(op, operands, wanted, len(fulls))
-            self.regions.append(Region(traced, signature.unit, number))
-            outs = _Called.apply(len(self.regions) - 1, traced, wanted, *operands)
-            return op._outside(outs, carriers)
+            self.regions.append(traced)
+            self.seeds.append(number)
+            return op._outside(self.call_region(len(self.regions) - 1, wanted, operands), carriers)
 
     def _views(self, keys: Sequence[Key], fulls: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         views: dict[int, torch.Tensor] = {}
@@ -218,12 +200,10 @@ class Tracer(Traversal):
             else form_of(x)
             for x in flat
         ]
-        metas = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
+        metas = [meta_of(x) for x in operands]
         sizes = [group.split_sizes for group in groups]
-        device = self.device
-        casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
         own = signature.remat, signature.names, signature.grad
-        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, casts, own
+        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, ambient_of(self.device), own
         acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
         which = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
         key = which, *rest
@@ -275,38 +255,6 @@ class _Views(torch.autograd.Function):
         return None, None, ctx.group.joined(cotangents, ctx.wire, ctx.device)
 
 
-class _Called(torch.autograd.Function):
-    """`apply(number, traced, wanted, *operands)`: a region, and its pullback as another node."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: private.Context, number: int, traced: Traced, wanted: Sequence[int], *operands: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        out = operators.call(number, [*operands])
-        outs = out[: traced.outputs]
-        ctx.number, ctx.traced, ctx.wanted, ctx.count = number, traced, wanted, len(operands)
-        ctx.held = [out[i] if i >= 0 else _held(operands, traced, -1 - i) for i in traced.saved]
-        ctx.mark_non_differentiable(*[x for i, x in enumerate(outs) if i not in traced.real])
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise Inline
-        traced: Traced = ctx.traced
-        given = [cotangents[i].contiguous() for i in traced.real]
-        found = iter(operators.pull(ctx.number, [*[x for x in ctx.held if x is not None], *given]))
-        out: list[torch.Tensor | None] = [None] * ctx.count
-        for i, reached in zip(ctx.wanted, traced.reached, strict=True):
-            out[i] = next(found) if reached else None
-        return None, None, None, *out
-
-
-def _held(operands: Sequence[torch.Tensor], traced: Traced, place: int) -> torch.Tensor | None:
-    """What the pullback is given of a region's inputs; its constants are the region's own."""
-    return operands[place] if place < len(operands) else None
-
-
 def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]) -> Call:
     """Traces the step's function.
 
@@ -352,7 +300,7 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         numbers = [places.index(i) for i in wanted]
         stays = [i for i, key in enumerate(tracer.keys) if not key.unit]
         traced = trace(run, given, numbers, tracer.decompositions, stays=stays)
-    for each in (traced, *[region.traced for region in tracer.regions]):
+    for each in (traced, *tracer.regions):
         need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
     if tracer.inlined and any(traced.draws):
         raise ValueError(
@@ -361,7 +309,8 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         )
     groups = [group for group, _ in tracer.fulls]
     splits, counts = returned
-    return Call(traced, tracer.regions, splits, counts, tracer.drawn, tracer.keys, bool(tracer.messages), groups)
+    own = tracer.regions, tracer.seeds
+    return Call(traced, *own, splits, counts, tracer.drawn, tracer.keys, bool(tracer.messages), groups)
 
 
 def _given_out(x: object) -> object:

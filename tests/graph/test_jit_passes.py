@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero as fz
-from fzero.graph import inductor, of_torch, operators, passes
+from fzero.graph import of_torch, operators, passes
 from fzero.graph.trace import Traced, trace
 from fzero.kernels import build
 
@@ -23,7 +23,7 @@ def traced(fn: Any, *given: torch.Tensor, fuses: bool) -> Traced:
     with mode:
         fakes = [mode.from_tensor(x) for x in given]
         run = lambda xs: (outs := [fn(*xs)], range(len(outs)), ())
-        return trace(run, fakes, range(len(fakes)), inductor.table() if fuses else {})
+        return trace(run, fakes, range(len(fakes)), of_torch.decompositions("inductor" if fuses else "graph"))
 
 
 def between(made: Traced) -> int:
