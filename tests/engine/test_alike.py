@@ -83,7 +83,7 @@ def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> N
     words = words if way != "forward" else r"differs between the ranks of axis 'tp'.*the same on all"
     with pytest.raises(RankError, match=words):
         run_ranks(functools.partial(run, way=way, mixed=0.1, ranks=2), 2)
-    with pytest.raises(RankError, match=r"differs between the ranks of axis 'tp'.*expected the same on all"):
+    with pytest.raises(RankError, match=r"ranks of axis 'tp'.*expected the same on all"):
         run_ranks(functools.partial(run, way=way, by_rank=0.1, ranks=2), 2)
 
 
