@@ -128,7 +128,8 @@ class _Called(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         traced: Traced = ctx.traced
-        if of_torch.grad_levels() > 2:
+        moving = [x for x in cotangents if x is not None]
+        if of_torch.grad_levels() > 2 or any(map(private.is_mapped, moving)):  # as in torch.func.jacrev
             raise Inline
         given, metas = [], operators.tracing.get()
         assert isinstance(metas, Bodies)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
@@ -27,7 +27,7 @@ class Opened:
 
     Attributes:
         tensors: all of them.
-        count: of its leaves.
+        leaves: of each whether it is a state, a tensor or another value.
         counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
@@ -50,7 +50,7 @@ class Opened:
                     "return the state."
                 )
         self.tensors: list[torch.Tensor] = []
-        self.count, self.counts = len(leaves), set[int]()
+        self.counts = set[int]()
         self._makers: list[tuple[str, Any]] = []
         forms: list[object] = []
         for leaf in leaves:
@@ -77,6 +77,7 @@ class Opened:
             else:
                 self._makers.append(("value", leaf))
                 forms.append(value_of(leaf))
+        self.leaves = tuple([kind for kind, _ in self._makers])
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
     def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[type] = ()) -> Any:
@@ -104,10 +105,9 @@ class Opened:
         return _with_counts(state, [int(x) for x in every] if values else every)
 
 
-def kinds_of(tree: object) -> dict[int, list[type]]:
-    """The types of a result's leaves, by their number."""
-    leaves, _ = pytree.flatten(tree, is_leaf=is_state)
-    return {len(leaves): [type(leaf) for leaf in leaves]}
+def kinds_of(tree: object) -> list[type]:
+    """The types of a result's leaves."""
+    return [type(leaf) for leaf in pytree.flatten(tree, is_leaf=is_state)[0]]
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
@@ -145,7 +145,11 @@ def as_number(x: float) -> torch.Tensor:
 
 
 def _as_count(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    if not isinstance(x, torch.Tensor):
+        return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
+        x = private.inner(x)
+    return x
 
 
 def _nodes(state: TrainState) -> list[object]:
