@@ -64,7 +64,7 @@ def _written(rank: int) -> None:
     step = fz.train_step(through(fz.unit(body)), fz.adamw(1e-2))
     fast, state = fz.jit(step, backend="inductor"), step.init(PARAMS)
     for i in range(2):
-        (new, want), (other, got) = step(state, drawn(3, 4, seed=i)), fast(state, drawn(3, 4, seed=i))
+        (_, want), (_, got) = step(state, drawn(3, 4, seed=i)), fast(state, drawn(3, 4, seed=i))
         torch.testing.assert_close(got["grad_norm"], want["grad_norm"], rtol=1e-10, atol=0)
 
 
