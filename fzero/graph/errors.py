@@ -58,6 +58,11 @@ def tracing() -> Iterator[None]:
             raise ValueError(COMMUNICATES) from error
         if is_ours(error):
             raise
+        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise ValueError(
+                f"jit: the function{place_of(error)} writes to one of its inputs, which a graph leaves as they are. "
+                "Write to a clone(), or return the new value."
+            ) from error
         raise ValueError(
             f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
             "have no values and no memory. Leave that line to torch's operators, or out of the function."

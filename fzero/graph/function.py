@@ -39,7 +39,7 @@ class Function(Programs[Made]):
     def __init__(self, fn: Callable[..., Any], backend: str, fallback: bool, static: Collection[int]) -> None:
         super().__init__(backend, static, fallback)
         self.fn = fn
-        self._kinds: dict[Key, dict[int, list[type]]] = {}  # of results without a graph, by their number
+        self._kinds: dict[Key, dict[Key, list[type]]] = {}  # of results without a graph, by their form in one
         self._several = False  # whether its states lie on several ranks
         functools.update_wrapper(self, fn, updated=())
 
@@ -54,24 +54,25 @@ class Function(Programs[Made]):
             return self.fn(*args, **kwargs)  # plain autograd goes through it
         kinds = self._kinds.get(self._begun(key, given), {})
         made = self._program(key, given) if kinds else None
-        if made is None or not (self._several or made.result.count in kinds):
+        if made is None or not (self._several or made.result.leaves in kinds):
             out = self.fn(*args, **kwargs)
             made = self._program(key, given)
             self._several = self._several or any(axis.ranks > 1 for axis in (made.hosts.axes if made else given.axes))
             kinds = self._kinds.setdefault(self._begun(key, given), {})
-            kinds.update(kinds_of(out))
+            types = kinds_of(out)
             if len(self._kinds) > KEPT:
                 del self._kinds[next(iter(self._kinds))]
-            if made is not None and made.result.count not in kinds:
+            if made is not None and len(made.result.leaves) != len(types):
                 raise ValueError(
-                    f"jit: {name_of(self.fn)} returns {made.result.count} leaves in a graph, and {[*kinds][-1]} "
+                    f"jit: {name_of(self.fn)} returns {len(made.result.leaves)} leaves in a graph, and {len(types)} "
                     "without; expected as many. Let nothing but its arguments decide what it returns."
                 )
+            kinds[made.result.leaves if made else ()] = types
             return out
         axes = made.hosts.axes_of_run(given.axes)
         with torch.no_grad(), made.hosts.running(axes, given.updates):
             out = made.run([x.detach() for x in given.tensors])
-        out = made.result.made(out, values=True, kinds=kinds.get(made.result.count, ()))
+        out = made.result.made(out, values=True, kinds=kinds.get(made.result.leaves, ()))
         return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
 
     def _begun(self, key: Key, given: Opened) -> Key:

@@ -71,12 +71,16 @@ def untraced() -> AbstractContextManager[object]:
 
 
 def decompositions(backend: str) -> Table:
-    """Those that Inductor wants of what it compiles."""
+    """Those that Inductor wants of what it compiles.
+
+    Without those of operators in place, which `traced` replaces: they pick an overload by trial, and print tensors.
+    """
     if backend != "inductor":
         return {}
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    own = select_decomp_table().items()
+    return {target: made for target, made in own if getattr(made, "__name__", "") != "inplace_op"}
 
 
 def _bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
@@ -28,7 +28,7 @@ class Opened:
 
     Attributes:
         tensors: all of them.
-        count: of its leaves.
+        leaves: of each whether it is a state, a tensor or another value.
         counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
@@ -51,7 +51,7 @@ class Opened:
                     "return the state."
                 )
         self.tensors: list[torch.Tensor] = []
-        self.count, self.counts = len(leaves), set[int]()
+        self.counts = set[int]()
         self._makers: list[Callable[[Iterator[torch.Tensor], bool], object]] = []  # of each leaf
         forms: list[object] = []
         for leaf in leaves:
@@ -74,6 +74,7 @@ class Opened:
             else:
                 self._makers.append(lambda _, __, leaf=leaf: leaf)
                 forms.append(value_of(leaf))
+        self.leaves = tuple([_kind_of(leaf, numbers) for leaf in leaves])
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
     def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[type] = ()) -> Any:
@@ -97,10 +98,15 @@ def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], value
     return _with_counts(state, [int(x) for x in every] if values else every)
 
 
-def kinds_of(tree: object) -> dict[int, list[type]]:
-    """The types of a result's leaves, by their number."""
-    leaves, _ = pytree.flatten(tree, is_leaf=is_state)
-    return {len(leaves): [type(leaf) for leaf in leaves]}
+def _kind_of(leaf: object, numbers: bool) -> str:
+    if isinstance(leaf, TrainState):
+        return "state"
+    return "tensor" if isinstance(leaf, torch.Tensor) or (numbers and type(leaf) in (int, float)) else "value"
+
+
+def kinds_of(tree: object) -> list[type]:
+    """The types of a result's leaves."""
+    return [type(leaf) for leaf in pytree.flatten(tree, is_leaf=is_state)[0]]
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
@@ -138,7 +144,11 @@ def as_number(x: float) -> torch.Tensor:
 
 
 def _as_count(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    if not isinstance(x, torch.Tensor):
+        return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
+        x = private.inner(x)
+    return x
 
 
 def _nodes(state: TrainState) -> list[object]:

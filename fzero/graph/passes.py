@@ -13,7 +13,9 @@ from fzero.graph import operators
 from fzero.graph.trace import Traced, is_view, result_of
 
 _aten = torch.ops.aten
-_SCALED = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default}  # zero if an operand is
+_SCALED = {  # zero if an operand is
+    *(_aten.mul.Tensor, _aten.mul.Scalar, _aten.neg.default, _aten.mm.default, _aten.bmm.default),
+}
 _LINEAR = {  # zero if the first operand is
     *(_aten.div.Tensor, _aten.div.Scalar, _aten.sum.default, _aten.sum.dim_IntList, _aten.clone.default),
     *(_aten._to_copy.default, torch.ops.prims.convert_element_type.default),
@@ -32,7 +34,9 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
             zero.add(node)
         elif node.target in _SCALED and (first in zero or second in zero):
             zero.add(node)
-        elif (node.target in _LINEAR or is_view(node)) and first in zero:
+        elif (node.target in _LINEAR or is_view(node) or _pulls(node)) and first in zero:
+            zero.add(node)
+        elif node.target is operator.getitem and first in zero:
             zero.add(node)
         elif node.target is _aten.where.self and node.args[1] in zero and node.args[2] in zero:
             zero.add(node)
@@ -42,8 +46,23 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
                     node.replace_all_uses_with(other)
                     zero |= {node} if other in zero else set()
                     break
+    for node in zero:  # what is computed of infinite values would be no zero
+        value = node.meta.get("val")
+        if node.op == "placeholder" or not isinstance(value, torch.Tensor) or not value.is_contiguous():
+            continue
+        if any(user not in zero for user in node.users):
+            with graph.inserting_after(node):
+                kwargs = {"dtype": value.dtype, "device": value.device}
+                made = graph.call_function(_aten.full.default, ([*value.shape], 0), kwargs)
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made, lambda user: user not in zero)
     graph.eliminate_dead_code()
     return pullback
+
+
+def _pulls(node: Node) -> bool:
+    """Tells whether an operator is a pullback of torch's, linear in the cotangent, its first argument."""
+    return str(getattr(node.target, "_schema", "")).partition("(")[0].partition(".")[0].endswith("_backward")
 
 
 def _same(one: Node, other: Node) -> bool:

@@ -69,7 +69,8 @@ class _Called(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         levels = of_torch.grad_levels()
-        if levels > 2 or (levels == 0 and torch.is_grad_enabled()):
+        mapped = any([x is not None and private.is_mapped(x) for x in cotangents])  # as in torch.func.jacrev
+        if levels > 2 or (levels == 0 and torch.is_grad_enabled()) or mapped:
             raise Inline
         regions: Regions = ctx.regions
         traced, own = regions.regions[ctx.number], [cotangents[i] for i in regions.regions[ctx.number].real]

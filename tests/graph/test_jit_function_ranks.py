@@ -212,6 +212,24 @@ def test_ranks_have_other_values() -> None:
     run_ranks(main, 2)
 
 
+def test_results_of_other_types_for_another_static_value() -> None:
+    def main(rank: int) -> None:
+        step = fz.shard_zero3(STEP)
+
+        def fn(state: fz.TrainState, x: torch.Tensor, y: torch.Tensor, fixed: bool) -> Any:
+            state, metrics = step(state, x, y)
+            return state.step, 1.5 if fixed else metrics["loss"]
+
+        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
+        for call in range(4):
+            given = *data(rank, seed=call), call % 2 == 0
+            got, want = fast(state, *given)[1], fn(state, *given)[1]
+            assert type(got) is type(want)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+
+    run_ranks(main, 2)
+
+
 def test_a_tensor_axis_is_refused() -> None:
     def main(rank: int) -> None:
         mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

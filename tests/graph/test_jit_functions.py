@@ -127,6 +127,34 @@ def test_transforms_go_around() -> None:
     torch.testing.assert_close(torch.vmap(fast)(stacked), torch.stack([fast(x) for x in stacked]))
 
 
+def test_a_state_as_an_aux_of_a_derivative() -> None:
+    def fn(state: fz.TrainState, x: torch.Tensor) -> Any:
+        def norm(x: torch.Tensor) -> Any:
+            new, metrics = STEP(state, x, Y)
+            return metrics["grad_norm"], new
+
+        return torch.func.grad(norm, has_aux=True)(x)
+
+    fast = fz.jit(fn, backend="graph")
+    for x in (X, 2 * X, X + 1):
+        (got, new), (want, other) = fast(STATES[0], x), fn(STATES[0], x)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        assert new.step == other.step and type(new.step) is int
+        assert_trees_close(fz.gather(new.params), fz.gather(other.params), rtol=1e-10)
+
+
+def test_a_map_of_pullbacks() -> None:
+    fn = lambda state, x: torch.func.jacrev(lambda x: STEP.forward(state, x, Y) * x.sum(1))(x)
+    fast = fz.jit(fn, backend="graph")
+    for x in (X, 2 * X, X + 1):
+        torch.testing.assert_close(fast(STATES[0], x), fn(STATES[0], x), rtol=1e-10, atol=1e-12)
+
+
+def test_a_write_to_an_input_is_named() -> None:
+    with pytest.raises(ValueError, match="writes to one of its inputs"):
+        fz.jit(lambda x: x.mul_(2) + x, backend="graph")(X.clone())
+
+
 def test_static_arguments_and_values() -> None:
     entered = []
 

@@ -98,3 +98,18 @@ def test_what_nobody_uses_of_a_step_is_not_computed() -> None:
     for module in of:
         for node in module.graph.find_nodes(op="call_function", target=operators.REGION):
             assert all(user.target is operator.getitem and user.users for user in node.users)
+
+
+def test_what_nobody_differentiates_by_may_be_infinite() -> None:
+    def fn(p: Any, x: torch.Tensor) -> Any:
+        h = torch.tanh(x @ p["w"]) @ p["w"]
+        return h.square().mean(), {"a": (h / x.sum(1, True)).log()}
+
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    step = fz.train_step(fn, fz.sgd(0.1), has_aux=True)
+    state, x = step.init({"w": draw(4, 4)}), draw(3, 4)
+    by_input = lambda state, x: torch.func.grad(lambda x: step(state, x)[1]["loss"])(x)
+    fast = fz.jit(by_input, backend="graph")
+    for own in (x, x * torch.tensor([[0.0], [1.0], [1.0]]), 2 * x):
+        torch.testing.assert_close(fast(state, own), by_input(state, own), rtol=1e-10, atol=1e-12)

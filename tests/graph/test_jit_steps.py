@@ -55,6 +55,23 @@ def test_dropout_of_a_transposed_tensor() -> None:
     compare(through(fz.unit(lambda q, x: F.dropout((x @ q["w"]).t(), 0.3).t())))
 
 
+def _written(rank: int) -> None:
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x @ q["w"]
+        x[0] = 1.0
+        return x.relu_()
+
+    step = fz.train_step(through(fz.unit(body)), fz.adamw(1e-2))
+    fast, state = fz.jit(step, backend="inductor"), step.init(PARAMS)
+    for i in range(2):
+        (_, want), (_, got) = step(state, drawn(3, 4, seed=i)), fast(state, drawn(3, 4, seed=i))
+        torch.testing.assert_close(got["grad_norm"], want["grad_norm"], rtol=1e-10, atol=0)
+
+
+def test_writes_with_inductor_on_threads() -> None:
+    run_ranks(_written, 1)
+
+
 def test_modules_of_one_class_that_compute_differently() -> None:
     class Block(nn.Module):
         def __init__(self, factor: float) -> None:
