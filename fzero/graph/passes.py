@@ -26,20 +26,21 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
     """A pullback some of whose inputs, cotangents by which nobody differentiates, are zero: less is left to add."""
     graph = pullback.graph
     zero = {node for i, node in enumerate(graph.find_nodes(op="placeholder")) if i in places}
+    blank = set[Node]()  # zeros that are no cotangents: by what is infinite their products are no zeros
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         first, second = (*node.args, None, None)[:2]
         if (node.target, 0) in ((_aten.scalar_tensor.default, first), (_aten.full.default, second)):
-            zero.add(node)
+            blank.add(node)
         elif node.target in _SCALED and (first in zero or second in zero):
             zero.add(node)
         elif (node.target in _LINEAR or is_view(node) or _pulls(node)) and first in zero:
             zero.add(node)
         elif node.target is operator.getitem and first in zero:
             zero.add(node)
-        elif node.target is _aten.where.self and node.args[1] in zero and node.args[2] in zero:
-            zero.add(node)
+        elif node.target is _aten.where.self and zero.intersection(node.args[1:]):
+            zero |= {node} if zero.union(blank).issuperset(node.args[1:]) else set()
         elif node.target is _aten.add.Tensor and not node.kwargs:
             for own, other in ((first, second), (second, first)):
                 if own in zero and isinstance(other, Node) and _same(other, node):

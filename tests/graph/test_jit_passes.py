@@ -113,3 +113,15 @@ def test_what_nobody_differentiates_by_may_be_infinite() -> None:
     fast = fz.jit(by_input, backend="graph")
     for own in (x, x * torch.tensor([[0.0], [1.0], [1.0]]), 2 * x):
         torch.testing.assert_close(fast(state, own), by_input(state, own), rtol=1e-10, atol=1e-12)
+
+
+def test_zeros_that_are_no_cotangents() -> None:
+    """By what is infinite they are no zeros."""
+
+    def pullback(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+        return [first * (torch.full((3,), 0.0) * x) + second * x]
+
+    x, zero = torch.full((3,), torch.inf), torch.zeros(3)
+    made = passes.silenced(make_fx(pullback)(x, zero, zero), [2])
+    made.recompile()
+    assert made(x, torch.ones(3), zero)[0].isnan().all()
