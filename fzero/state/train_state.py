@@ -192,7 +192,7 @@ class TrainState:
             why = own._overwritten
             raise
         finally:
-            self._dead = None
+            self._dead = why  # at no time none, or another thread would be given the state, too
             if why:
                 self.kill(why)
 
