@@ -160,7 +160,7 @@ def set_(s: Any, p: Any, x: torch.Tensor) -> torch.Tensor:
     return linear(p, x)
 
 
-BACKWARD = "What only a backward of your own does"
+BACKWARD = "In a backward of your own (`Function.backward`, or a hook):"
 
 # class -> name -> function
 IMPURE: dict[str, dict[str, Any]] = {
