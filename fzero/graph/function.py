@@ -84,11 +84,10 @@ class Function(Programs[Made]):
 
     def _program(self, key: Key, given: Opened) -> Made | None:
         """The program of a call; None where it cannot be traced, and need not."""
-        known = None if self._plain else self._programs.get(key)
-        if known is not None or self._plain:
-            return known
+        if self._plain:
+            return None
         others = self._several and bool(self.traces)
-        return self.or_plain(name_of(self.fn), lambda: self._add(key, given), others)
+        return self._programs.get(key) or self.or_plain(name_of(self.fn), lambda: self._add(key, given), others)
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""

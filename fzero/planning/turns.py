@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from fzero.base.display import in_bytes
 from fzero.base.patterns import ROOT
-from fzero.formats.formats import Blocks, nbytes
-from fzero.state.sent import in_order
+from fzero.state.sent import gather_bytes, in_order, reduction_bytes
 from fzero.table.layout import Key, Layout
 
 
@@ -47,13 +46,10 @@ def turns_of(layout: Layout) -> tuple[Turn, ...]:
     gathers: dict[str, list[Message]] = {unit: [] for unit in units}
     reductions: dict[str, list[Message]] = {unit: [] for unit in units}
     for key, group in layout.groups.items():
-        own, row, policy = layout.shard_numel(key), group.row, group.row.policy
-        assert policy.compute
-        if row.params.cuts:
-            each = nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize
-            gathers[key.unit].append(Message("gather", key, (layout.shards - 1) * each))
-        if row.cuts and not row.frozen:
-            reductions[key.unit].append(Message("reduce", key, (layout.shards - 1) * own * policy.wire.itemsize))
+        if group.row.params.cuts:
+            gathers[key.unit].append(Message("gather", key, gather_bytes(layout, key, layout.shards)))
+        if group.row.cuts and not group.row.frozen:
+            reductions[key.unit].append(Message("reduce", key, reduction_bytes(layout, key, layout.shards)))
     out, begun = list[Turn](), list[Message]()
     for unit, later in zip(units, [*units[1:], None], strict=True):
         before = gathers[ROOT] if unit == ROOT else []

@@ -59,14 +59,13 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
 
     for key, group in layout.groups.items():
         row, policy, own = group.row, group.row.policy, layout.shard_numel(key)
-        assert policy.compute and policy.reduce
-        shard = nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize
+        assert policy.reduce
         gathers = uses_of(step, layout, key.unit) if row.params.cuts else int(row.held and not row.frozen)
-        add(over, "params", gathers, (size - 1) * shard, size)
+        add(over, "params", gathers, gather_bytes(layout, key, size), size)
         if row.frozen:
             continue
         reduced = own * policy.reduce.itemsize
-        each = (size - 1) * own * policy.wire.itemsize if row.cuts else round_a_ring(reduced, size)
+        each = reduction_bytes(layout, key, size) if row.cuts else round_a_ring(reduced, size)
         add(over, "grads", times, each, size)
         add(replicas, "replicas", times, round_a_ring(reduced, copies), copies)
     for whole in _whole_leaves(step, like):
@@ -91,6 +90,18 @@ def _whole_leaves(step: Spec, like: Sharded) -> Sequence[Mapping[Key, Whole]]:
     if step.optimizer.sends is None:
         return ()
     return step.optimizer.sends(like.only(like.layout.trainable), init_moments(step, like))
+
+
+def gather_bytes(layout: Layout, key: Key, ranks: int) -> int:
+    """Bytes that a rank sends for a gather of a group's params."""
+    policy, own = layout.groups[key].row.policy, layout.shard_numel(key)
+    assert policy.compute
+    return (ranks - 1) * (nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize)
+
+
+def reduction_bytes(layout: Layout, key: Key, ranks: int) -> int:
+    """Bytes that a rank sends for the reduction of a group's gradients to slices."""
+    return (ranks - 1) * layout.shard_numel(key) * layout.groups[key].row.policy.wire.itemsize
 
 
 def round_a_ring(size: int, ranks: int) -> int:
