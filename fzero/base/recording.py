@@ -13,18 +13,7 @@ from fzero.base import hooks, private
 from fzero.base.flops import flops_of
 from fzero.base.operators import Function, kind_of
 from fzero.base.pytree import tensors_in
-from fzero.base.replay import (
-    CONSTANT,
-    PASSES,
-    PRODUCTS,
-    SCALES,
-    Plan,
-    Tracing,
-    is_opaque,
-    key_of,
-    living,
-    memory_of,
-)
+from fzero.base.replay import CONSTANT, PASSES, PRODUCTS, SCALES, Plan, Tracing, key_of, living, memory_of
 
 
 class Recording(Tracing):
@@ -44,15 +33,13 @@ class Recording(Tracing):
         self._saved: dict[int, int] = {}  # memory that the graph has saved and the run has made -> its bytes
         self._flops: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        # what each operation has made or written, while it lives
-        self._results: dict[int, list[tuple[int, weakref.ref[object]]]] = {}
         self._origins: dict[int, tuple[int | None, weakref.ref[object]]] = {}  # memory -> the operation that began it
         self._changed: set[int | None] = set()  # operations whose results cannot be kept
         self._named: dict[str, list[int]] = {}
-        self._needed: set[int] = set()
+        self._read: set[int] = set()  # operations whose results Python has read
         self._outputs: set[int] = set()
         self._fixed = {CONSTANT}  # operations of which no result depends on a value that is given
-        self._registered = hooks.Registrations()
+        self._opaque = False
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         out = func(*args, **kwargs)
@@ -86,11 +73,8 @@ class Recording(Tracing):
         reads = self.trace[number].reads  # none of a message, of which others decide
         if _of_shapes(func) or (reads and self._fixed.issuperset(reads)):
             self._fixed.add(number)
-        self._results[number] = [(key_of(x), weakref.ref(memory_of(x))) for x in (*made, *written)]
         if isinstance(out, list):
             self._changed.add(number)
-        if not self._results[number] or not isinstance(func, torch._ops.OpOverload):
-            self._needed.add(number)  # it tells a value, or nobody knows what it does
 
     def _origin(self, x: torch.Tensor) -> int | None:
         return living(self._origins, x, None)
@@ -104,9 +88,7 @@ class Recording(Tracing):
 
     def reads(self, x: torch.Tensor) -> None:
         """Notes that values are read by no operation."""
-        number = self._maker(private.unwrapped(x))
-        if number >= 0:
-            self._needed.add(number)
+        self._read.add(self._maker(private.unwrapped(x)))
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -120,52 +102,39 @@ class Recording(Tracing):
         return own
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Notes what has outlived the run, whose results these are, with their graph."""
-        opaque = is_opaque(self._registered, outputs)
-        own = set() if opaque else {key_of(x) for x in outputs} - self._saved.keys()
-        for number, results in self._results.items():
-            alive = [key in own for key, memory in results if memory() is not None]
-            if not all(alive):
-                self._needed.add(number)
-            elif alive:
-                self._outputs.add(number)
-        self._results.clear()
+        """Notes the run's results, with their graph."""
+        self._opaque = self.is_opaque(outputs)
+        self._outputs = {self._maker(x) for x in outputs}
 
     def planned(self, names: Collection[str]) -> Plan:
         """What to keep and to leave out where these names are kept."""
         keeps = {number: name for name in names for number in self._named.get(name, ()) if number not in self._changed}
-        needed = {*self._needed}
-        for number in reversed(range(len(self.trace))):
-            own = self.trace[number]
-            if number in needed and number not in keeps and not _of_shapes(own.function):
-                needed.update(own.reads)
-        keeps = {number: name for number, name in keeps.items() if number in needed}
-        blanks, of_blanks = set[int](), set[int]()
-        for number, own in enumerate(self.trace):
-            if own.function in PRODUCTS and number not in needed:
-                passed = self._passed(number, keeps)
-                if passed is not None:
-                    blanks.add(number)
-                    of_blanks |= passed
-        return Plan(self.trace, keeps, frozenset(blanks), frozenset(of_blanks))
+        for number in sorted(keeps, reverse=True):
+            if self._is_for_outputs(number, keeps):
+                del keeps[number]
+        products = [number for number, own in enumerate(self.trace) if own.function in PRODUCTS]
+        blanks = [number for number in products if number not in keeps and self._is_for_outputs(number, keeps)]
+        return Plan(self.trace, keeps, frozenset(blanks))
 
-    def _passed(self, number: int, keeps: Collection[int]) -> set[int] | None:
-        """The operations to which a value is passed on; None where one does more with it than a unit's output needs."""
+    def _is_for_outputs(self, number: int, keeps: Collection[int]) -> bool:
+        """Tells whether a value is passed on to nothing but outputs, and to what is kept."""
         passed, ends = {number}, {number}
         for later in range(number + 1, len(self.trace)):
             function, reads = self.trace[later]
             if passed.isdisjoint(reads):
                 continue
             ends.difference_update(reads)
-            if later in keeps or _of_shapes(function):
+            if _of_shapes(function):
                 continue
             name = function._schema.name if isinstance(function, torch._ops.OpOverload) else ""
             scales = name in SCALES and all(each in passed or each in self._fixed for each in reads)
             if name not in PASSES and not (scales and sum(each in passed for each in reads) == 1):
-                return None
-            passed.add(later)
-            ends.add(later)
-        return passed if ends <= self._outputs else None  # another end is for Python, which may read it
+                return False
+            if later not in keeps:
+                passed.add(later)
+                ends.add(later)
+        # another end is for Python, which may read it
+        return not self._opaque and ends <= self._outputs and passed.isdisjoint(self._read)
 
     def flops(self, plan: Plan) -> int:
         """What the second run costs by this plan."""

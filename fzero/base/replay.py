@@ -1,9 +1,9 @@
 """A second run of a function that leaves out what was kept of the first one, and products that nobody needs.
 
 The operations that depend on what the function is given have numbers. Its first run (`Recording`) shows which of them
-make what has a name, and which make nothing that outlives the run: that is the `Plan`. Each later run (`Keeping`) keeps
-what the plan says, and the second one (`Replaying`) is given it: the function runs as it is written, but for these
-operations. Both follow the plan as long as they do the same operations of the same operands.
+make what has a name, and which go to nothing but outputs: that is the `Plan`. Each later run (`Keeping`) keeps what the
+plan says, and the second one (`Replaying`) is given it: the function runs as it is written, but for these operations.
+Both follow the plan as long as they do the same operations of the same operands.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -58,20 +57,17 @@ class Held(NamedTuple):
         return private.version(self.tensor) != self.version
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What later runs keep and leave out.
 
     Attributes:
         keeps: the number of an operation -> the name of what it makes.
-        blanks: numbers of matrix products of which nothing is needed.
-        of_blanks: those, and the numbers of what is computed of them, which is nothing but outputs.
+        blanks: numbers of matrix products that go to nothing but outputs.
     """
 
     trace: Sequence[Traced]
-    keeps: Mapping[int, str] = field(default_factory=dict)
-    blanks: frozenset[int] = frozenset()
-    of_blanks: frozenset[int] = frozenset()
+    keeps: Mapping[int, str]
+    blanks: frozenset[int]
 
 
 class Tracing(dispatch.TorchDispatchMode):
@@ -89,6 +85,7 @@ class Tracing(dispatch.TorchDispatchMode):
         self.plan, self.trace, self.names = plan, list[Traced](), set[str]()
         self.matches = plan is not None  # what has run so far
         self.sent: list[list[torch.Tensor]] = []
+        self._registered = Registrations()
         self._places: dict[int, list[tuple[int, int]]] = {}  # memory -> where it is in `sent`
         self._makers: dict[int, tuple[int, weakref.ref[object]]] = {}
         self._paused = False
@@ -148,6 +145,10 @@ class Tracing(dispatch.TorchDispatchMode):
         """Tells whether the run, which has ended, was as the plan says."""
         return self.plan is not None and self.matches and len(self.trace) == len(self.plan.trace)
 
+    def is_opaque(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Tells whether what a hook or a user's Function holds may be among what the run, which has ended, has made."""
+        return self._registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
+
     # ---- names and messages
 
     def name(self, x: torch.Tensor, name: str) -> None:
@@ -197,32 +198,17 @@ class Keeping(Tracing):
 
     def __init__(self, given: Iterable[torch.Tensor], plan: Plan) -> None:
         super().__init__(given, plan)
-        self._held: dict[int, list[object]] = {}
-        self._blank: list[tuple[int, weakref.ref[object]]] = []  # what is of blanks
-        self._registered = Registrations()
+        self._keeps, self._held = plan.keeps, dict[int, list[object]]()
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         out = func(*args, **kwargs)
-        if number is not None and self.matches and self.plan is not None:
-            if number in self.plan.keeps:
-                self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
-            if number in self.plan.of_blanks:
-                self._blank += [(key_of(x), weakref.ref(memory_of(x))) for x in tensors_in(out)[:1]]
+        if number in self._keeps and self.matches:
+            self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
         return out
 
-    def leaves_out(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Tells whether the blanks may be left out: nothing but the run's outputs, which are given, is of them."""
-        if not self.is_followed() or not self._blank or is_opaque(self._registered, outputs):
-            return False
-        own = {key_of(x) for x in outputs}
-        return all(memory() is None or key in own for key, memory in self._blank)
-
     def held(self) -> dict[int, list[object]]:
-        """What is kept of each operation's results, tensors as `Held`, but for what was written to since."""
-        if not self.is_followed():
-            return {}
-        written = lambda each: any(isinstance(x, Held) and x.is_written() for x in each)
-        return {number: each for number, each in self._held.items() if not written(each)}
+        """What is kept of each operation's results, tensors as `Held`."""
+        return self._held if self.is_followed() else {}
 
 
 class Replaying(Tracing):
@@ -265,11 +251,6 @@ class Replaying(Tracing):
 
     def _came(self, written: Sequence[torch.Tensor]) -> None:
         pass
-
-
-def is_opaque(registered: Registrations, outputs: Sequence[torch.Tensor]) -> bool:
-    """Tells whether what a hook or a user's Function holds may be among what a run has made."""
-    return registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
 
 
 def _zeros(x: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Named(Activations):
             return
         if not run.is_followed():
             self._plan = None
-        self._blanks = run.leaves_out(outputs)
+        self._blanks = not run.is_opaque(outputs)
         for number, results in run.held().items():
             assert self._plan is not None
             memory = self._memory
