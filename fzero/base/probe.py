@@ -15,22 +15,15 @@ NAMES: Mapping[str, str] = {
     "torch._C": """
         DispatchKey.ADInplaceOrView DispatchKey.AutogradCPU DispatchKey.FuncTorchGradWrapper DispatchKeySet
         DisableTorchFunction DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard
-        _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard
-        _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
-        _get_cublas_allow_bf16_reduced_precision_reduction _get_cublas_allow_fp16_reduced_precision_reduction
-        _get_cudnn_allow_tf32 _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_enabled
-        _get_fp32_precision_getter _get_mkldnn_deterministic _get_mkldnn_enabled _get_torch_function_state
-        _set_cublas_allow_bf16_reduced_precision_reduction _set_cublas_allow_fp16_reduced_precision_reduction
-        _set_cudnn_allow_tf32 _set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_enabled
-        _set_deterministic_algorithms _set_fp32_precision_setter _set_mkldnn_deterministic _set_mkldnn_enabled
-        _set_grad_enabled _set_torch_function_state
-        _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
-        _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
-        _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set
-        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
-        _is_any_autocast_enabled _is_fwd_grad_enabled _is_key_in_tls _len_torch_dispatch_stack _len_torch_function_stack
-        _parse_dispatch_key
-        _stash_obj_in_tls _storage_Use_Count _set_fwd_grad_enabled _will_engine_execute_node""",
+        _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _FunctionBase._set_sequence_nr _InferenceMode
+        _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_torch_function_state _set_grad_enabled
+        _set_torch_function_state _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl
+        _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_keys
+        _dispatch_keyset_full_after _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set
+        _dispatch_tls_local_include_set _dispatch_tls_set_dispatch_key_included _get_dispatch_mode
+        _get_obj_in_tls _get_operation_overload _is_any_autocast_enabled _is_fwd_grad_enabled _is_key_in_tls
+        _len_torch_dispatch_stack _len_torch_function_stack _parse_dispatch_key _stash_obj_in_tls
+        _storage_Use_Count _set_fwd_grad_enabled _will_engine_execute_node""",
     "torch._C._autograd": """
         _get_current_graph_task_keep_graph _get_sequence_nr _pop_saved_tensors_default_hooks
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled

@@ -1,4 +1,4 @@
-"""What surrounds a unit's call, and its second run: torch's settings, function modes, context variables, closures."""
+"""What surrounds a unit's call, and its second run: attention, function modes, context variables, closures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 
 from fzero.base import private
-from fzero.base.ambient import ambient, within
+from fzero.base.ambient import attentions, with_attentions
 from fzero.base.context import values_here
 from fzero.base.places import is_library
 from fzero.base.thread_state import function_modes_on
@@ -19,18 +19,18 @@ class Surroundings:
     """Those of one call.
 
     Args:
-        settings: whether torch's settings are among them, which take the longest to read.
+        attention: whether the choice of attention is among them.
     """
 
-    def __init__(self, settings: bool) -> None:
-        self._settings, self._variables = ambient() if settings else None, values_here()
+    def __init__(self, attention: bool) -> None:
+        self._attentions, self._variables = attentions() if attention else None, values_here()
         self._modes = own_modes() if function_modes_on() else []
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all are as in the call."""
-        settings = within(self._settings) if self._settings is not None else contextlib.nullcontext()
-        with settings, private.under_function_modes(self._modes):
+        attention = with_attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
+        with attention, private.under_function_modes(self._modes):
             tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:
                 yield

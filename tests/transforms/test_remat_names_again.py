@@ -84,32 +84,6 @@ def test_another_default_dtype_in_a_later_run() -> None:
     assert_trees_equal(*found)
 
 
-@pytest.mark.parametrize("keep", [*KEEP, {}], ids=["saved", "offloaded", "recomputed as a whole"])
-def test_other_settings_around_the_pullback(keep: Any) -> None:
-    """What is computed again finds those of the run; then they are as they were."""
-    seen: list[bool] = []
-
-    class Looks(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-            if func is torch.ops.aten.tanh.default:
-                seen.append(torch.are_deterministic_algorithms_enabled())
-            return func(*args, **(kwargs or {}))
-
-    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(fz.name(x @ p["w"], "a")).sin()
-
-    step, state = made(body, keeping(keep))
-    loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
-    torch.use_deterministic_algorithms(True)
-    try:
-        with Looks():
-            pullback(torch.ones_like(loss))
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert seen == [False, False]
-
-
 LIBRARY = torch.library.Library("fzero_names", "DEF")
 LIBRARY.define("doubled_(Tensor(a!) x) -> ()")
 LIBRARY.impl("doubled_", lambda x: [x.mul_(2), None][1], "CompositeExplicitAutograd")
