@@ -96,7 +96,7 @@ def allowed() -> Iterator[None]:
         yield
     except BaseException as error:
         if refused:
-            end_checkpoints([error])
+            end_waiting([error])
         raise
     finally:
         refuse_again(refused)
@@ -150,14 +150,18 @@ def _home(fn: Callable[..., object]) -> str:
     return str(getattr(fn, "__module__", None))
 
 
-def end_checkpoints(errors: Iterable[BaseException]) -> None:
-    """Ends those of torch.utils.checkpoint that errors have left: before torch 2.13 their hooks stay.
+_WAITING = contextlib.__file__, checkpoint.__file__
 
-    Each would take away the innermost hooks when somebody lets go of the error, and those may be another's by then.
+
+def end_waiting(errors: Iterable[BaseException]) -> None:
+    """Ends contexts that errors have left half way, and those of torch.utils.checkpoint, which stay before torch 2.13.
+
+    Each would end when somebody lets go of the error, and take away what may be another's by then.
     """
     frames = [frame for error in errors for frame in reversed(frames_of(error))]
     for frame in frames:
-        for value in frame.f_locals.values() if frame.f_code.co_filename == checkpoint.__file__ else ():
+        for value in [*frame.f_locals.values()] if frame.f_code.co_filename in _WAITING else ():
+            value = getattr(value, "gen", value)
             if isinstance(value, types.GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED:
                 with contextlib.suppress(Exception):
                     value.close()
@@ -218,12 +222,9 @@ def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
     return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
 
 
-def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Notes this thread's hooks, and whether they work; tells whether that has changed, and puts it back."""
+def note_state() -> Callable[[], None]:
+    """Notes this thread's hooks, and whether they work; what it returns puts that back."""
     enabled, innermost = _C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True)
-
-    def changed() -> bool:
-        return (enabled, innermost) != (_C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True))
 
     def restore() -> None:
         if enabled:
@@ -231,7 +232,7 @@ def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
         while (top := _C._top_saved_tensors_default_hooks(True)) is not None and top != innermost:
             _C._pop_saved_tensors_default_hooks()
 
-    return changed, restore
+    return restore
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a call leaves of this thread's own state, where an interrupt (Ctrl-C) ends it.
+"""What a call leaves of this thread's own state, where an error or an interrupt (Ctrl-C) ends it.
 
 An interrupt may come between any two instructions, also while a context is entered or left, and then nothing puts back
 what that had changed: torch's modes and levels, generators, variables. The outermost context of a call therefore notes
@@ -8,7 +8,6 @@ all of it beforehand. One interrupt is enough to break one context, never two: e
 from __future__ import annotations
 
 import contextlib
-import inspect
 import signal
 import sys
 import threading
@@ -24,62 +23,47 @@ class _Passed(threading.local):
     count = 0
 
 
-Note = tuple[Callable[[], bool], Callable[[], object]]  # tells whether it has changed, and puts it back
+Note = Callable[[], Callable[[], object]]  # notes a part of the state; what it returns puts that back
 _passed = _Passed()
-_notes: list[Callable[[], Note]] = [thread_state.note_state, hooks.note_state]
+_notes: list[Note] = [thread_state.note_state, hooks.note_state]
 
 
 def passed() -> int:
-    """How many interrupts have ended calls on this thread: what was in use when one did may be half changed."""
+    """How many errors have ended calls on this thread: what was in use when one did may be half changed."""
     return _passed.count
 
 
-def noted_by(note: Callable[[], Note]) -> Callable[[], Note]:
-    """Has `note()` called before every call, and what that returns after an interrupt: it puts its part back."""
+def noted_by(note: Note) -> Note:
+    """Has `note()` called before every call."""
     _notes.append(note)
     return note
 
 
 class as_found:
-    """Inside, what an interrupt keeps contexts from putting back is put back at the end; it is raised as ever.
+    """Inside, what an error keeps contexts from putting back is put back at the end; it is raised as ever.
 
-    An interrupt is KeyboardInterrupt and the like, and any exception that leaves something changed: the handler of a
-    signal may raise what it likes.
+    An error that the library raises of an interrupt (KeyboardInterrupt and the like) makes way for that one.
     """
 
-    __slots__ = ("_before", "_notes", "_values")
+    __slots__ = ("_before", "_restores", "_values")
 
     def __enter__(self) -> None:
         self._before = sys.exception()  # that is being handled around the call
         self._values = [(variable, variable.get()) for variable in variables]
-        self._notes = [note() for note in _notes]
+        self._restores = [note() for note in _notes]
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             return
-        chain = self._chain(error)
-        hooks.end_checkpoints(chain)
-        interrupt = next((each for each in chain if not isinstance(each, Exception)), None)
-        waiting = _waiting_contexts(chain)
-        if interrupt is None:
-            if not (
-                any(variable.get() is not value for variable, value in self._values)
-                or any(changed() for changed, _ in self._notes)
-                or any(is_of_library(generator.gi_code.co_filename) for generator in waiting)
-            ):
-                return
-            interrupt = error
-            while interrupt.__context__ is not None and interrupt.__context__ is not self._before:
-                interrupt = interrupt.__context__
         _passed.count += 1
-        for generator in waiting:
-            with contextlib.suppress(Exception):
-                generator.close()
-        for _, restore in reversed(self._notes):
+        chain = self._chain(error)
+        hooks.end_waiting(chain)
+        for restore in reversed(self._restores):
             restore()
         for variable, value in self._values:
             if variable.get() is not value:
                 variable.set(value)
+        interrupt = next((each for each in chain if not isinstance(each, Exception)), error)
         frames = frames_of(error)
         if error is not interrupt and frames and is_of_library(frames[-1].f_code.co_filename):
             raise interrupt from error
@@ -114,15 +98,3 @@ def kept_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if waiting:
             handler(*waiting[0])
-
-
-def _waiting_contexts(chain: list[BaseException]) -> list[types.GeneratorType[object, object, object]]:
-    """Contexts that wait in the frames of errors, and would end when somebody lets go of these, at any time."""
-    found: list[types.GeneratorType[object, object, object]] = []
-    for each in chain:
-        for frame in reversed(frames_of(each)):
-            for value in [*frame.f_locals.values()]:
-                generator = vars(value).get("gen") if isinstance(value, contextlib._GeneratorContextManager) else None
-                if generator is not None and inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED:
-                    found.append(generator)
-    return found

@@ -24,13 +24,9 @@ _in_use: list[seeded] = []  # regions that have seeded the default generators
 
 
 @noted_by
-def _note_regions() -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Notes how many regions this thread is in; what it returns tells of more, and leaves those."""
+def _note_regions() -> Callable[[], None]:
+    """Notes how many regions this thread is in; what it returns leaves those that are more."""
     stream, count = intercept.current_stream(), len(_in_use)
-
-    def changed() -> bool:
-        more = len(_in_use) > count
-        return more if intercept.acts_for_main() else intercept.current_stream() is not stream
 
     def restore() -> None:
         if intercept.acts_for_main():
@@ -39,7 +35,7 @@ def _note_regions() -> tuple[Callable[[], bool], Callable[[], None]]:
         elif intercept.current_stream() is not stream:
             intercept.swap_stream(stream)
 
-    return changed, restore
+    return restore
 
 
 def _mixed(state: int, number: int) -> int:

@@ -18,10 +18,11 @@ autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignor
 function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
-def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
-    """Notes torch's own state of this thread; what it returns tells whether it has changed, and puts it back."""
-    state = _state()
-    modes, grad, depth, casts, cached, nesting = state
+def note_state() -> Callable[[], None]:
+    """Notes torch's own state of this thread; what it returns puts it back."""
+    modes, grad, depth = private.function_modes(), torch.is_grad_enabled(), _functorch.get_dynamic_layer_stack_depth()
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
 
     def restore() -> None:
         if _functorch.get_dynamic_layer_stack_depth() > depth:
@@ -35,7 +36,7 @@ def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
         for _ in range(_autocast_nesting() - nesting):
             torch.autocast_decrement_nesting()
 
-    return lambda: _state() != state, restore
+    return restore
 
 
 def run_backward(
@@ -56,17 +57,6 @@ def run_backward(
         accumulate_grad=False,
     )
     return found
-
-
-def _state() -> tuple[Any, ...]:
-    return (
-        private.function_modes(),
-        torch.is_grad_enabled(),
-        int(_functorch.get_dynamic_layer_stack_depth()),
-        [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
-        torch.is_autocast_cache_enabled(),
-        _autocast_nesting(),
-    )
 
 
 def _autocast_nesting() -> int:
