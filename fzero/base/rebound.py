@@ -30,25 +30,9 @@ def rebound(value: T, lift: Lift) -> T:
 
     What a function holds is what it closes over, its defaults, and what functools.partial has bound; a method's is what
     its object holds, which is a dataclass. Objects of other classes are left alone. Copied is what leads to a tensor
-    that changes, and nothing else: a list, a dict or a variable that a function writes to stays the same one.
+    that changes, and nothing else; a function that writes to a copy, as one that counts its calls, is not pure.
     """
     found, parents = _walked(value, parts_of)
-    return _copies(found, parents, lift).of(value)  # type: ignore[return-value]
-
-
-def rebound_for_a_call(value: T, lift: Lift) -> tuple[T, Callable[[], None]]:
-    """The same, and what refuses a call that has written to a copy: nobody else would see that.
-
-    Raises:
-        ValueError: of the second.
-    """
-    copies = _copies(*_walked(value, parts_of), lift)
-    new = copies.of(value)
-    before = [(*pair, _content(pair[1])) for pair in copies.pairs()]
-    return new, functools.partial(_need_unwritten, before)  # type: ignore[return-value]
-
-
-def _copies(found: list[object], parents: Mapping[int, list[int]], lift: Lift) -> _Copies:
     new: dict[int, tuple[object, object]] = {id(tensor): (tensor, lift(tensor)) for tensor in _tensors(found)}
     todo = [key for key, (tensor, lifted) in new.items() if lifted is not tensor]
     touched = set(todo)
@@ -56,32 +40,7 @@ def _copies(found: list[object], parents: Mapping[int, list[int]], lift: Lift) -
         above = [each for each in parents.get(key, ()) if each not in touched]
         touched.update(above)
         todo += above
-    return _Copies(new, touched)
-
-
-def _content(value: object) -> dict[object, object]:
-    """What an object holds that a call may write to: items, attributes, variables of a function."""
-    if isinstance(value, types.FunctionType):
-        cells = enumerate(value.__closure__ or ())
-        return {**vars(value), **{i: cell.cell_contents for i, cell in cells if not _is_empty(cell)}}
-    items = dict(value) if type(value) is dict else dict(enumerate(value)) if isinstance(value, list) else {}
-    names = [name for name in getattr(value, "__dict__", {}) if not _is_computed(value, name)]
-    return {**items, **{("", name): vars(value)[name] for name in names}}
-
-
-def _is_computed(value: object, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), functools.cached_property)
-
-
-def _need_unwritten(before: list[tuple[object, object, dict[object, object]]]) -> None:
-    for original, copied, old in before:
-        now = _content(copied)
-        if now.keys() != old.keys() or any(now[key] is not x for key, x in old.items()):
-            raise ValueError(
-                f"step: the function writes to a {type(original).__name__} that it was made with, which holds a tensor "
-                "that torch.func goes on through. Return what is new, and write it there after the call. A count or a "
-                "schedule is an input of the step."
-            )
+    return _Copies(new, touched).of(value)  # type: ignore[return-value]
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
@@ -250,10 +209,6 @@ class _Copies:
         self._touched = touched
         self._known: dict[int, tuple[object, object]] = {**tensors}  # id -> what it is of, and the new value
 
-    def pairs(self) -> list[tuple[object, object]]:
-        """What was copied, each with its copy."""
-        return [(old, new) for old, new in self._known.values() if new is not old and not isinstance(old, torch.Tensor)]
-
     def of(self, value: object) -> object:
         if id(value) not in self._touched:
             return value
@@ -287,7 +242,7 @@ class _Copies:
     def _dataclass(self, value: DataclassInstance) -> object:
         out = copy.copy(value)  # with what is no field, but for what was computed of them
         for name in list(getattr(out, "__dict__", {})):
-            if _is_computed(value, name):
+            if isinstance(getattr(type(value), name, None), functools.cached_property):
                 del vars(out)[name]
         for name in _fields(value):
             object.__setattr__(out, name, self.of(getattr(value, name)))

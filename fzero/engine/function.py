@@ -13,7 +13,7 @@ from fzero.base.context import during, jitting, proves
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
 from fzero.base.patterns import ROOT
-from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
+from fzero.base.rebound import rebound, tensors_held, tensors_reached
 from fzero.base.refusals import heard, place_of, refuse_outside
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
@@ -114,7 +114,7 @@ def traversal_of(
         for use in () if mask.counts else uses.values():
             use.mask = mask
     if is_transformed() and params.axis.ranks > 1:
-        traversal.fn, traversal.need_unwritten = _alike(step.fn, params.axis)
+        traversal.fn = _alike(step.fn, params.axis)
     return traversal, primals, fixed
 
 
@@ -155,31 +155,24 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
     return Placed(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
-def _alike(fn: Callable[..., object], axis: Axis) -> tuple[Callable[..., object], Callable[[], None]]:
+def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
     """The function, in which what it closes over and a transform goes on through has the derivatives of the mean.
 
     On every rank, as all ranks have it alike: what is each rank's own is an input.
-
-    Returns:
-        The function, and what refuses one that writes to what it holds.
 
     Raises:
         ValueError: on every rank, where they do not.
     """
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
     if not captured:
-        return fn, _nothing
+        return fn
     check_values(
         axis,
         captured.values(),
         "What fn closes over and torch.func goes on through",
         "Give each rank's own as an input of the step, behind the state.",
     )
-    return rebound_for_a_call(fn, lambda x: on_data(axis, x) if id(x) in captured else x)
-
-
-def _nothing() -> None:
-    """Refuses nothing."""
+    return rebound(fn, lambda x: on_data(axis, x) if id(x) in captured else x)
 
 
 def _hidden(
@@ -283,7 +276,6 @@ def call_function(
                 collecting.run() as traversal.collected,
             ):
                 out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
-            traversal.need_unwritten()
         except (RuntimeError, KeyError, TypeError) as error:
             refuse_outside(error)
             add_hint(error, state.params, inputs)

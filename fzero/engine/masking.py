@@ -9,7 +9,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.follow import follows, nothing_of
-from fzero.base.rebound import rebound_for_a_call
+from fzero.base.rebound import rebound
 from fzero.comm.linear import passed
 from fzero.table.counting import Mask
 
@@ -33,10 +33,7 @@ def masked_call(mask: Mask, fn: Callable[..., object], tree: object, inputs: Seq
     Params have the mask where they are gathered.
     """
     guard = _guard(functools.partial(kept, mask))
-    own, need_unwritten = rebound_for_a_call(fn, guard)
-    out = own(tree, *[pytree.map_leaves(guard, x) for x in inputs])
-    need_unwritten()
-    return out
+    return rebound(fn, guard)(tree, *[pytree.map_leaves(guard, x) for x in inputs])
 
 
 def noting(mask: Mask, outputs: object) -> object:

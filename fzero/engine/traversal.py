@@ -85,8 +85,7 @@ class Traversal:
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
-        self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function, and
-        self.need_unwritten: Callable[[], None] = lambda: None  # refuses writes to what that one holds
+        self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function
         self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
