@@ -138,7 +138,6 @@ def test_one_place_for_private_torch() -> None:
         "base/thread_state.py",
         "base/ambient.py",
         "base/as_written.py",
-        "base/tangents.py",
     }
     assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels, *operators}
 

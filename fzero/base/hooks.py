@@ -88,22 +88,12 @@ def _others() -> int:
 _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a unit."
 
 
-@contextlib.contextmanager
-def allowed() -> Iterator[None]:
-    """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
-    refused = allow()
-    try:
-        yield
-    except BaseException as error:
-        if refused:
-            end_waiting([error])
-        raise
-    finally:
-        refuse_again(refused)
-
-
 def allow() -> bool:
-    """Has saved-tensor hooks work, as in `allowed`; whether they did not. `refuse_again` takes that."""
+    """Has saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off.
+
+    Returns:
+        Whether it had, for `refuse_again`.
+    """
     refused = not _C._saved_tensors_hooks_is_enabled()
     if refused:
         _C._saved_tensors_hooks_enable()

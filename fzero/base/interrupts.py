@@ -12,31 +12,23 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from fzero.base import hooks, thread_state
+from fzero.base import hooks, random, thread_state
 from fzero.base.context import variables
-from fzero.base.refusals import frames_of, is_of_library
+from fzero.base.refusals import frames_of, is_library
 
 
 class _Passed(threading.local):
     count = 0
 
 
-Note = Callable[[], Callable[[], object]]  # notes a part of the state; what it returns puts that back
 _passed = _Passed()
-_notes: list[Note] = [thread_state.note_state, hooks.note_state]
 
 
 def passed() -> int:
     """How many errors have ended calls on this thread: what was in use when one did may be half changed."""
     return _passed.count
-
-
-def noted_by(note: Note) -> Note:
-    """Has `note()` called before every call."""
-    _notes.append(note)
-    return note
 
 
 class as_found:
@@ -50,7 +42,7 @@ class as_found:
     def __enter__(self) -> None:
         self._before = sys.exception()  # that is being handled around the call
         self._values = [(variable, variable.get()) for variable in variables]
-        self._restores = [note() for note in _notes]
+        self._restores = [note() for note in (thread_state.note_state, hooks.note_state, random.note_regions)]
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
@@ -65,7 +57,7 @@ class as_found:
                 variable.set(value)
         interrupt = next((each for each in chain if not isinstance(each, Exception)), error)
         frames = frames_of(error)
-        if error is not interrupt and frames and is_of_library(frames[-1].f_code.co_filename):
+        if error is not interrupt and frames and is_library(frames[-1].f_code.co_filename):
             raise interrupt from error
 
     def _chain(self, error: BaseException) -> list[BaseException]:

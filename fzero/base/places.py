@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from fzero.base.refusals import is_of_library
+from fzero.base.refusals import is_library
 
 
 class Place(NamedTuple):
@@ -25,12 +25,6 @@ class Place(NamedTuple):
             return self.function
         text = linecache.getline(self.file, self.line).strip()
         return f"{self.file}:{self.line}, in {self.function}" + (f": `{text}`" if text else "")
-
-
-@functools.lru_cache(4096)
-def is_library(file: str) -> bool:
-    """Tells whether a file is this library's, torch's or Python's."""
-    return is_of_library(file)
 
 
 def frames(until: Collection[CodeType], looking: Collection[str] = ()) -> Iterator[FrameType]:

@@ -13,7 +13,6 @@ import torch
 
 from fzero.base import intercept
 from fzero.base.context import jitting
-from fzero.base.interrupts import noted_by
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
@@ -23,8 +22,7 @@ _one_at_a_time = threading.Lock()
 _in_use: list[seeded] = []  # regions that have seeded the default generators
 
 
-@noted_by
-def _note_regions() -> Callable[[], None]:
+def note_regions() -> Callable[[], None]:
     """Notes how many regions this thread is in; what it returns leaves those that are more."""
     stream, count = intercept.current_stream(), len(_in_use)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dis
+import functools
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,7 +115,8 @@ def frames_of(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def is_of_library(path: str) -> bool:
+@functools.lru_cache(4096)
+def is_library(path: str) -> bool:
     """Tells whether a file is this library's, torch's or Python's, and so no code of the caller's."""
     return any(own in (Path(path), *Path(path).parents) for own in _LIBRARIES)
 
@@ -122,7 +124,7 @@ def is_of_library(path: str) -> bool:
 def place_of(error: BaseException | None = None) -> str:
     """The innermost function of the user's, or of all, that raised an error, or that runs where there is none."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    users = [frame for frame in frames if not is_of_library(frame.filename)]
+    users = [frame for frame in frames if not is_library(frame.filename)]
     frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
@@ -150,7 +152,7 @@ def of_higher_order(what: str) -> Iterator[None]:
         if (
             isinstance(error, KeyError)
             or not inside
-            or not (all(map(is_of_library, files[inside[0] :])) or _traces(error))
+            or not (all(map(is_library, files[inside[0] :])) or _traces(error))
         ):
             raise  # a KeyError is functorch's, and dealt with elsewhere
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fzero.base import private
 from fzero.base.ambient import attentions, with_attentions
 from fzero.base.context import values_here
-from fzero.base.places import is_library
+from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
 from fzero.purity.look import own_modes
 

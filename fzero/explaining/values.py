@@ -19,7 +19,8 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import hooks, private, pytree
 from fzero.base.context import in_function
 from fzero.base.patterns import ROOT
-from fzero.base.places import Place, frames, is_library, place_in
+from fzero.base.places import Place, frames, place_in
+from fzero.base.refusals import is_library
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.dispatch import plain_call
 from fzero.engine.op import UnitOp

@@ -22,7 +22,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
-from fzero.base.places import Place, frames, is_library, place_in
+from fzero.base.places import Place, frames, place_in
+from fzero.base.refusals import is_library
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from fzero.base.places import Place, is_library, place_in
+from fzero.base.places import Place, place_in
+from fzero.base.refusals import is_library
 
 NOWHERE = Place("", 0, "a module of torch's")
 _OWN = "fzero.", "torch.testing._internal.distributed."  # the second are collectives of ranks that are threads

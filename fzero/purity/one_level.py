@@ -8,8 +8,7 @@ from typing import Self
 import torch
 
 from fzero.base import as_written
-from fzero.base.places import is_library
-from fzero.base.refusals import noted, place_of
+from fzero.base.refusals import is_library, noted, place_of
 from fzero.table.handle import Function, Named, Operands, name_of
 
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
