@@ -36,7 +36,7 @@ class Recording(Tracing):
         self._origins: dict[int, tuple[int | None, weakref.ref[object]]] = {}  # memory -> the operation that began it
         self._changed: set[int | None] = set()  # operations whose results cannot be kept
         self._named: dict[str, list[int]] = {}
-        self._read: set[int] = set()  # operations whose results Python has read
+        self._read: set[int] = set()  # operations whose results the graph has saved, or Python has read
         self._outputs: set[int] = set()
         self._fixed = {CONSTANT}  # operations of which no result depends on a value that is given
         self._opaque = False
@@ -99,6 +99,7 @@ class Recording(Tracing):
         own = x.detach()
         if key_of(own) in self._origins:
             self._saved[key_of(own)] = nbytes_of(own)
+        self._read.add(self._maker(own))  # by a Function of this library's, which may save its result
         return own
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:

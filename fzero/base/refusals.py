@@ -70,20 +70,6 @@ def of_hooks_around() -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def of_leaves() -> Iterator[None]:
-    """Says of a write to a leaf of plain autograd that it is one to a param or an input."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not texts.says(error, texts.WRITES_LEAF):
-            raise
-        raise ValueError(
-            "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "
-            "with a copy (w = w.clone()), or use operations that are not in place."
-        ) from error
-
-
 def need_no_strays(what: str, leaves: Iterable[torch.Tensor]) -> None:
     """Refuses gradients that a backward within a pullback has found by itself: they belong to nobody."""
     stray = next((x for x in leaves if x.grad is not None), None)
@@ -258,5 +244,10 @@ def refuse_outside(error: Exception) -> None:
     for text, what in _OUTSIDE.items():
         if texts.says(error, text):
             raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
+    if texts.says(error, texts.WRITES_LEAF):
+        raise ValueError(
+            "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "
+            "with a copy (w = w.clone()), or use operations that are not in place."
+        ) from error
     if texts.says(error, *texts.FREED):
         raise ValueError(freed(f"step: the function{place_of(error)}")) from error

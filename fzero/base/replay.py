@@ -202,7 +202,7 @@ class Keeping(Tracing):
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         out = func(*args, **kwargs)
-        if number in self._keeps and self.matches:
+        if number is not None and number in self._keeps and self.matches:
             self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
         return out
 

@@ -79,7 +79,7 @@ class PlainRun(Outcome):
             self._inputs = [filled[place] for place in self.wanted]
             arguments = pytree.unflatten(spec, filled)
             traversal = leaves.traversal(seed, every, mask)
-            with failing("a forward"), refusals.of_leaves():
+            with failing("a forward"):
                 result = call_function(step, state, traversal, {}, arguments)
             outputs, others = returned = split_both(step, result)
             self._note_collected(traversal.collected)

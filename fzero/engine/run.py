@@ -98,7 +98,7 @@ class Run(Outcome):
                     run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
                 real, self._pull, others = run
             else:
-                with torch.enable_grad(), private.outside_inference(), refusals.of_leaves():
+                with torch.enable_grad(), private.outside_inference():
                     own = {key: x.detach().requires_grad_() for key, x in primals.items()}
                     found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
                 real, others = pytree.map(torch.Tensor.detach, found)
