@@ -151,7 +151,7 @@ def end_waiting(errors: Iterable[BaseException]) -> None:
     frames = [frame for error in errors for frame in reversed(frames_of(error))]
     for frame in frames:
         for value in [*frame.f_locals.values()] if frame.f_code.co_filename in _WAITING else ():
-            value = getattr(value, "gen", value)
+            value = value.gen if isinstance(value, contextlib._GeneratorContextManager) else value
             if isinstance(value, types.GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED:
                 with contextlib.suppress(Exception):
                     value.close()

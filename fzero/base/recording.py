@@ -71,7 +71,7 @@ class Recording(Tracing):
             return
         self._sizes[number] = size
         reads = self.trace[number].reads  # none of a message, of which others decide
-        if _of_shapes(func) or (reads and self._fixed.issuperset(reads)):
+        if kind_of(func).shapes_only or (reads and self._fixed.issuperset(reads)):
             self._fixed.add(number)
         if isinstance(out, list):
             self._changed.add(number)
@@ -125,7 +125,7 @@ class Recording(Tracing):
             if passed.isdisjoint(reads):
                 continue
             ends.difference_update(reads)
-            if _of_shapes(function):
+            if kind_of(function).shapes_only:
                 continue
             name = function._schema.name if isinstance(function, torch._ops.OpOverload) else ""
             scales = name in SCALES and all(each in passed or each in self._fixed for each in reads)
@@ -171,7 +171,3 @@ _READING = {"numpy", "tolist", "__array__", "__dlpack__"}
 def nbytes_of(x: torch.Tensor) -> int:
     memory = memory_of(x)
     return memory.nbytes() if isinstance(memory, torch.UntypedStorage) else 0
-
-
-def _of_shapes(function: object) -> bool:
-    return isinstance(function, torch._ops.OpOverload) and kind_of(function).shapes_only

@@ -42,7 +42,7 @@ class Traced(NamedTuple):
         reads: for each operand, the number of the operation that came to its memory last.
     """
 
-    function: object
+    function: Function
     reads: tuple[int, ...]
 
 
@@ -111,7 +111,7 @@ class Tracing(dispatch.TorchDispatchMode):
             self._note(x, number)
         return out
 
-    def _next(self, func: object, reads: tuple[int, ...]) -> int:
+    def _next(self, func: Function, reads: tuple[int, ...]) -> int:
         number, own = len(self.trace), Traced(func, reads)
         self.trace.append(own)
         if self.plan is not None and self.matches:
@@ -158,20 +158,21 @@ class Tracing(dispatch.TorchDispatchMode):
         """Sends messages, and keeps what has come."""
         self._paused = True
         try:
-            out = call()
-            self._came(written)
+            out = self._come(call, written)
         finally:
             self._paused = False
-        number = self._next("message", ())
+        number = self._next(done, ())
         self._made(number, done, (), written, (), None)
         for x in written:
             self._note(x, number)
         return out
 
-    def _came(self, written: Sequence[torch.Tensor]) -> None:
+    def _come(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
+        out = call()
         for i, x in enumerate(written):
             self._places.setdefault(key_of(x), []).append((len(self.sent), i))
         self.sent.append([intercept.detached(x) for x in written])
+        return out
 
     def _copy_sent(self, written: Sequence[torch.Tensor]) -> None:
         """Copies what has come and is about to be written over."""
@@ -238,38 +239,22 @@ class Replaying(Tracing):
                 own = [intercept.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
                 return tuple(own) if len(own) > 1 else own[0]
             if number in self._blanks:
-                return PRODUCTS[func](*args, **kwargs)
+                a, b = tensors_in(*args)[-2:]
+                return a.new_zeros((*a.shape[:-1], b.shape[-1]))
         return func(*args, **kwargs)
 
-    def send(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
-        def receive() -> T:
-            for x, value in zip(written, next(self._coming), strict=True):
-                x.copy_(value)
-            return done  # type: ignore[return-value]
-
-        return super().send(receive, written)
-
-    def _came(self, written: Sequence[torch.Tensor]) -> None:
-        pass
-
-
-def _zeros(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return x.new_zeros(shape)
-
-
-# what stands for a matrix product that nobody needs
-PRODUCTS: Mapping[object, Callable[..., torch.Tensor]] = {
-    _aten.mm.default: lambda a, b: _zeros(a, a.shape[0], b.shape[1]),
-    _aten.addmm.default: lambda _, a, b, **scales: _zeros(a, a.shape[0], b.shape[1]),
-    _aten.bmm.default: lambda a, b: _zeros(a, a.shape[0], a.shape[1], b.shape[2]),
-    _aten.baddbmm.default: lambda _, a, b, **scales: _zeros(a, a.shape[0], a.shape[1], b.shape[2]),
-}
+    def _come(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
+        for x, value in zip(written, next(self._coming), strict=True):
+            x.copy_(value)
+        return done  # type: ignore[return-value]
 
 
 def _held(x: object) -> object:
     return Held(own := intercept.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
 
 
+# matrix products, whose last two operands are the factors
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 # what passes values on without keeping any: a graph never saves what it is given, nor its result
 PASSES = frozenset(
     f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
