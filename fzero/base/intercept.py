@@ -19,15 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.utils import checkpoint
 
 from fzero.base import private
-
-if TYPE_CHECKING:
-    from fzero.base.random import seeded  # a stream: what a thread draws from
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,6 +54,20 @@ def _wait_for_threads() -> None:
         time.sleep(0.001)
 
 
+class Stream(Protocol):
+    """A source of random numbers that a thread draws from."""
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """Its own generator; None for a device that has no default one either."""
+
+    def here(self) -> Region:
+        """A region that draws what this one will from here on; any thread may enter it, any number of times."""
+        ...
+
+    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
+        """Runs what draws from the device's default generator and cannot be given another."""
+
+
 def acts_for_main() -> bool:
     """True on the main thread, and on one of autograd's that works for it while it waits."""
     if not _C._is_key_in_tls(_MAIN) and threading.get_ident() == threading.main_thread().ident:
@@ -64,12 +75,12 @@ def acts_for_main() -> bool:
     return _C._is_key_in_tls(_MAIN)
 
 
-def current_stream() -> seeded | None:
+def current_stream() -> Stream | None:
     """What this thread draws from; None for the default generators."""
     return _C._get_obj_in_tls(_STREAM) if _C._is_key_in_tls(_STREAM) else None
 
 
-def swap_stream(stream: seeded | None) -> seeded | None:
+def swap_stream(stream: Stream | None) -> Stream | None:
     """Makes this thread draw from `stream`, None for the default generators; returns what it drew from before."""
     if not _libraries:
         _install()
@@ -186,7 +197,7 @@ def _without_generator(op: Operator, names: list[str]) -> Callable[..., object]:
         # a composite one is taken apart before any mode or subclass sees it
         if (shown and device.type == "cpu") or (composite and (shown or not torch.is_inference_mode_enabled())):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        stream: seeded = _C._get_obj_in_tls(_STREAM)
+        stream: Stream = _C._get_obj_in_tls(_STREAM)
         take_over(stream.here)
         return stream.lend(device, op.name(), lambda: op.redispatch(keyset & _BELOW, *args, **kwargs))
 
@@ -203,7 +214,7 @@ def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> object:
 
 def _own_generator(given: Mapping[str, object]) -> torch.Generator | None:
     device, _ = _look(given)
-    stream: seeded = _C._get_obj_in_tls(_STREAM)
+    stream: Stream = _C._get_obj_in_tls(_STREAM)
     own = stream.generator(device) if device is not None else None
     if own is not None:
         take_over(stream.here)

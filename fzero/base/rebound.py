@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Lift = Callable[[torch.Tensor], object]
+_NO_VALUE = types.CellType()  # of a variable that has none
 
 _OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
 _LIBRARIES = sys.stdlib_module_names | _OURS | {"einops"}
@@ -78,16 +79,13 @@ def is_others(fn: object) -> bool:
 
     What torch makes of another's function, as `torch.no_grad()` and `torch.compile` do, is the other's.
     """
-    todo, seen = [fn], {id(fn)}
-    for each in todo:  # which grows
-        library = _library_of(each)
-        if library is None:
-            return True
-        own = [] if library == "fzero" else [*parts_of(each), getattr(each, "__wrapped__", None)]
-        own = [x for x in own if callable(x) and not isinstance(x, type) and id(x) not in seen]
-        seen.update(map(id, own))
-        todo += own
-    return False
+
+    def called(each: object) -> Iterator[object]:
+        if _library_of(each) not in (None, "fzero"):
+            parts = (*parts_of(each), getattr(each, "__wrapped__", None))
+            yield from [x for x in parts if callable(x) and not isinstance(x, type)]
+
+    return any(_library_of(each) is None for each in _walked(fn, called)[0])
 
 
 def _library_of(fn: object) -> str | None:
@@ -121,7 +119,7 @@ def _tensors(values: list[object]) -> list[torch.Tensor]:
 def parts_of(value: object) -> Iterator[object]:
     """What a value holds itself: what `rebound` looks into."""
     if isinstance(value, types.FunctionType):
-        yield from [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        yield from [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
         yield from (value.__defaults__, value.__kwdefaults__, *vars(value).values())
     elif isinstance(value, types.MethodType):
         yield value.__self__
@@ -194,14 +192,6 @@ def _fields(value: DataclassInstance) -> list[str]:
     return [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
 
 
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
 class _Copies:
     """Copies of what holds anything, each once, as functions may close over themselves and share what they hold."""
 
@@ -250,7 +240,7 @@ class _Copies:
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
         old = fn.__closure__ or ()
-        kept = [_is_empty(cell) or id(cell.cell_contents) not in self._touched for cell in old]
+        kept = [cell == _NO_VALUE or id(cell.cell_contents) not in self._touched for cell in old]
         cells = tuple([cell if keep else types.CellType() for cell, keep in zip(old, kept, strict=True)])
         out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
         self._known[id(fn)] = fn, out

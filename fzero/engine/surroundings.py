@@ -46,14 +46,8 @@ def closed(fn: Callable[..., object]) -> Callable[..., object]:
         return fn if own is fn.func else functools.partial(own, *fn.args, **fn.keywords)
     if not isinstance(fn, types.FunctionType) or not fn.__closure__ or is_library(fn.__code__.co_filename):
         return fn
-    cells = tuple([_filled(cell) for cell in fn.__closure__])
+    # of a variable that has no value yet its own
+    cells = tuple([types.CellType(x.cell_contents) if x != types.CellType() else x for x in fn.__closure__])
     new = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
     new.__kwdefaults__ = fn.__kwdefaults__
     return new
-
-
-def _filled(cell: types.CellType) -> types.CellType:
-    try:
-        return types.CellType(cell.cell_contents)
-    except ValueError:  # of a variable that has no value yet
-        return cell
