@@ -167,7 +167,7 @@ class CalledOp(QuickOp):
         """
         assert self._leaving is not None
         result = [recipe.outside(out) for recipe in self._leaving.recipes]
-        self._leaving.recipes, self._leaving.tensors = [], ()
+        self._leaving.recipes, self._leaving.tensors = [], []
         if (known_marks := self._notes) is not None:
             hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
         made = pytree.unflatten(self._spec_out, result)

@@ -19,6 +19,7 @@ from fzero.base.refusals import is_ours, noted
 from fzero.engine.called import need_made_again, need_read_again, need_same_arguments, put_together, taken_apart
 from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
+from fzero.engine.outlets import sharing
 from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
@@ -117,7 +118,7 @@ def _as_node(
     if first and look is None and any(map(signature.joint.get, signature.asked)):
         raise noted(refusal("step: the function", asks_part("grad", len(op.real), op.name)))
     if look is not None:
-        look.own((result, carriers))
+        _returned(look, signature.unit, flat, result, carriers)
         collecting.own(look.own)
     if first:
         schedule.note(number, signature, KEPT)
@@ -189,10 +190,11 @@ def _unproven(
 ) -> object:
     """What a unit returns that is called plainly in a first run, and that nobody looks at."""
     given = [x for x in flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    check.note(unit_of(traversal, given), None)
+    unit = unit_of(traversal, given)
+    check.note(unit, None)
     with beside():
         result = fn(*args, **kwargs)
-    look.own(result)
+    _returned(look, unit, given, result)
     return result
 
 
@@ -248,8 +250,16 @@ def _proven(
     if taken is not None:
         collecting.put(taken)
     result = put_together(result, carriers) if carriers else result
-    look.own((result, taken, carriers))
+    _returned(look, unit, given, result, taken, carriers)
     return result
+
+
+def _returned(look: Look, unit: str, given: Sequence[object], result: object, *more: object) -> None:
+    """What a unit returns is the function's own, which writes to none of it that is no memory of its own."""
+    what = f"an output of unit {unit!r} that shares memory with its other outputs or its inputs"
+    for x in sharing(flatten(result)[0], given):
+        look.give(x, lambda _: what)
+    look.own((result, *more))
 
 
 def _leaf(path: str, _: torch.Tensor) -> str:

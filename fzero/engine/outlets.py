@@ -1,11 +1,14 @@
-"""How the tensors that a unit returns leave its node: as they are, as views of one another, or as inputs of it."""
+"""How the tensors that a unit returns leave its node: as they are, as copies of params, or as inputs of it.
+
+Those that share memory are no views of one another outside, so that nothing may be written to them there.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +18,6 @@ from fzero.base.rebound import tensors_inside
 from fzero.purity.look import Impure
 from fzero.table.handle import Valueless, storage_of
 
-Reading = tuple[int, torch.dtype, bool, bool]
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -48,35 +50,6 @@ class Same(NamedTuple):
         return self.value
 
 
-class View:
-    """A tensor that outside is a view of `base`, as `inner` is one of `whole` inside."""
-
-    def __init__(self, base: Slot | torch.Tensor, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
-        self.base, self.constant = base, constant  # no derivative goes through a constant one
-        self.size, self.stride = inner.shape, inner.stride()
-        self.offset = inner.storage_offset() - whole.storage_offset()
-
-    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        base = out[self.base.index] if isinstance(self.base, Slot) else self.base
-        base = base.detach() if self.constant else base
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor._base is None:
-        raise ValueError(
-            f"A unit returns several tensors that overlap in memory (one of shape {tuple(tensor.shape)}), and nothing "
-            "says what they are views of. Return the whole tensor and slice it outside, or return clones."
-        )
-    return tensor._base
-
-
-def reading(tensor: torch.Tensor) -> Reading:
-    """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
-    strided = tensor.layout == torch.strided
-    return memory(tensor), tensor.dtype, strided and tensor.is_conj(), strided and tensor.is_neg()
-
-
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The range of elements of its storage that a tensor lies in."""
     low = int(tensor.storage_offset())
@@ -90,109 +63,10 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     return any(b[0] < a[1] for a, b in itertools.pairwise(spans))
 
 
-def memory(tensor: torch.Tensor) -> int:
-    """Returns a number that tensors which share memory have in common."""
-    return storage_of(tensor) or id(tensor)
-
-
-# how an output leaves the node
-TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "as it is": lambda x: x,
-    "base": base_of,
-    "copy": lambda x: x.resolve_conj().resolve_neg().clone(),
-}
-
-
-class Outlets:
-    """Which tensors leave the node, and which are views of those, or of inputs, outside.
-
-    Args:
-        out: the tensors of one run that are put out.
-        inputs: the tensors that the run was given; `outer` the same outside.
-        own: memory of the gathered buffers.
-        moving: places of the inputs that are differentiated.
-        leaves: ids of what the graph of the run begins with.
-    """
-
-    def __init__(
-        self,
-        out: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        outer: Sequence[torch.Tensor],
-        own: Collection[int],
-        moving: Collection[int],
-        leaves: Collection[int],
-    ) -> None:
-        self._leaves = leaves
-        self.chosen: list[tuple[str, int]] = []
-        self.recipes: list[Any] = [None] * len(out)  # how each comes from what the node puts out
-        if private.level() > 0 or any(map(private.is_wrapped, out)):
-            for i in range(len(out)):
-                self._put_out(i, "as it is", False)
-            return
-        places: dict[Reading, list[int]] = {}
-        for place, x in enumerate(inputs):
-            places.setdefault(reading(x), []).append(place)
-        families: dict[Reading, list[int]] = {}
-        for i, tensor in enumerate(out):
-            families.setdefault(reading(tensor), []).append(i)
-        first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
-        for family, members in families.items():
-            sharing = [p for p in places.get(family, ()) if inputs[p].stride() == outer[p].stride()]
-            if sharing:
-                for i in members:
-                    # of several that share memory, the one whose gradient it is part of
-                    place = next((p for p in sharing if out[i]._base is inputs[p]), None)
-                    told = place is not None or len(sharing) == 1 or not torch.is_grad_enabled()
-                    place = sharing[-1] if place is None else place
-                    constant = place in moving and self._is_constant(out[i])
-                    if told or constant:
-                        self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
-                    else:
-                        self._put_out(i, "copy", False)
-                continue
-            copied = family[0] in own or first[family[0]] != family  # of a param, or a real part beside the whole
-            if not copied and overlap([out[i] for i in members]):
-                self._put_out_views(out, members)
-                continue
-            for i in members:
-                self._put_out(i, "copy" if copied else "as it is", self._is_constant(out[i]))
-
-    def _put_out(self, i: int, how: str, constant: bool) -> Slot:
-        self.recipes[i] = slot = Slot(len(self.chosen), constant)
-        self.chosen.append((how, i))
-        return slot
-
-    def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
-        """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
-        constant = {i for i in members if self._is_constant(out[i])}
-        moving = [i for i in members if i not in constant] or members
-        spans = {i: span(out[i]) for i in members}
-        whole = max(moving, key=lambda i: out[i].numel())
-        low, high = spans[whole]
-        covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
-        base = out[whole] if covers else base_of(out[whole])
-        if reading(base) != reading(out[whole]):  # real and imaginary parts
-            for i in members:
-                self._put_out(i, "copy", i in constant)
-            return
-        slot = self._put_out(whole, "as it is" if covers else "base", False)
-        for i in members:
-            self.recipes[i] = View(slot, out[i], base, i in constant)
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Tells whether nothing differentiates what is put out, where something is differentiated at all."""
-        if not torch.is_grad_enabled():
-            return False
-        # a view that was taken without gradients says that it needs one, as what it is a view of does
-        blind = tensor.grad_fn is None and id(tensor) not in self._leaves
-        return not tensor.requires_grad or blind
-
-
 class Dressed(NamedTuple):
     """Gives what stands for a tensor outside its class, and what was set on it."""
 
-    recipe: Slot | View
+    recipe: Slot
     kind: type[torch.Tensor]
     attributes: dict[str, object]
 
@@ -203,7 +77,7 @@ class Dressed(NamedTuple):
         return made
 
 
-def _dressed(x: torch.Tensor, recipe: Slot | View) -> Slot | View | Dressed:
+def _dressed(x: torch.Tensor, recipe: Slot) -> Slot | Dressed:
     """The recipe of a tensor that may be of a class of the user's."""
     kind, attributes = type(x), {name: own for name, own in vars(x).items() if name != OWNER}
     if private.is_dispatched(kind) or (kind in _PLAIN and not attributes):
@@ -224,9 +98,13 @@ class Leaving:
         recipes: for each place of the flat result.
     """
 
-    tensors: Sequence[torch.Tensor]
+    tensors: list[torch.Tensor]
     takes: list[tuple[str, int]]
-    recipes: list[Slot | View | Same | Dressed]
+    recipes: list[Slot | Same | Dressed]
+
+
+# how an output leaves the node
+TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"as it is": lambda x: x, "copy": torch.Tensor.clone}
 
 
 def leaving(
@@ -245,58 +123,36 @@ def leaving(
         grad: whether something may be differentiated.
     """
     places = {id(x): i for i, x in enumerate(inputs)}
-    memory = {x.untyped_storage()._cdata for x in (*inputs, *fulls) if x.layout == torch.strided} if fulls else set()
+    params = {x.untyped_storage()._cdata for x in fulls}
+    tells = grad and (bool(fulls) or not (private.level() or any(map(private.is_wrapped, inputs))))  # by its graph
     put: dict[int, int] = {}
-    order: list[torch.Tensor] = []
-    takes: list[tuple[str, int]] = []
-    recipes: list[Slot | View | Same | Dressed] = []
-    plain = bool(fulls)
+    made = Leaving([], [], [])
     for i, x in enumerate(out):
         if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
-            recipes.append(Same(x))
+            made.recipes.append(Same(x))
         elif id(x) in places:
-            recipes.append(Same(outer[places[id(x)]]))
+            made.recipes.append(Same(outer[places[id(x)]]))
         else:
-            k = put.get(id(x))
+            constant, k = tells and x.grad_fn is None, put.get(id(x))
+            of_params = bool(params) and x.layout == torch.strided and x.untyped_storage()._cdata in params
+            if of_params and constant:
+                constant = all(x is not leaf for leaf in leaves)
             if k is None:
-                own = x.untyped_storage()._cdata if plain and x.layout == torch.strided else 0
-                if not plain or own in memory:
-                    return _leaving_views(out, inputs, outer, leaves, fulls)
-                if own:
-                    memory.add(own)
-                k = put[id(x)] = len(order)
-                order.append(x)
-                takes.append(("as it is", i))
-            recipe = Slot(k, grad and x.grad_fn is None)
-            recipes.append(recipe if type(x) is torch.Tensor and not x.__dict__ else _dressed(x, recipe))
-    return Leaving(order, takes, recipes)
+                k = put[id(x)] = len(made.takes)
+                how = "copy" if of_params else "as it is"
+                made.takes.append((how, i))
+                made.tensors.append(TAKES[how](x))
+            recipe = Slot(k, constant)
+            made.recipes.append(recipe if type(x) is torch.Tensor and not x.__dict__ else _dressed(x, recipe))
+    return made
 
 
-def _leaving_views(
-    out: Sequence[object],
-    inputs: Sequence[torch.Tensor],
-    outer: Sequence[torch.Tensor],
-    leaves: Collection[torch.Tensor],
-    fulls: Sequence[torch.Tensor],
-) -> Leaving:
-    """The same if outputs share memory with each other, with inputs or with leaves."""
-    places = {id(x): i for i, x in enumerate(inputs)}
-    index: dict[int, int] = {}
-    own: list[tuple[int, torch.Tensor]] = []
-    for i, x in enumerate(out):
-        if isinstance(x, torch.Tensor) and not isinstance(x, Valueless) and id(x) not in places and id(x) not in index:
-            index[id(x)] = len(own)
-            own.append((i, x))
-    tensors = [x for _, x in own]
-    moving = {i for i, x in enumerate(inputs) if x.requires_grad}
-    begin = {id(x) for x in (*inputs, *leaves)}
-    outlets = Outlets(tensors, inputs, outer, {storage_of(x) for x in fulls}, moving, begin)
-    recipes: list[Slot | View | Same | Dressed] = []
+def sharing(out: Sequence[object], given: Sequence[object]) -> Iterator[torch.Tensor]:
+    """Those of what a call returns that share memory with what it was given, or with one another."""
+    known = {storage_of(x): [x] for x in given if isinstance(x, torch.Tensor)}
     for x in out:
-        if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
-            recipes.append(Same(x))
-        else:
-            same = id(x) in places
-            recipes.append(Same(outer[places[id(x)]]) if same else _dressed(x, outlets.recipes[index[id(x)]]))
-    takes = [(how, own[i][0]) for how, i in outlets.chosen]
-    return Leaving([TAKES[how](out[i]) for how, i in takes], takes, recipes)  # type: ignore[arg-type]
+        if isinstance(x, torch.Tensor) and (memory := storage_of(x)):
+            others = known.setdefault(memory, [])
+            if any(x is not y and overlap((x, y)) for y in others):
+                yield x
+            others.append(x)

@@ -246,7 +246,7 @@ class Look:
         memory = memory_of(x)
         if memory in self._given:
             what = self._given[memory](x)
-            params = "" if what == "an input" else "Params change in step.update only. "
+            params = "Params change in step.update only. " if what.startswith("leaf") else ""
             raise noted(
                 Impure(
                     f"writes to {what} in place, by {name.partition('::')[2]}",

@@ -15,7 +15,11 @@ from fzero.base.norms import norms_of
 from fzero.comm.axis import Axis
 from fzero.comm.linear import summed, summed_pieces
 from fzero.comm.pieces import gathered
+from fzero.formats.formats import ALIGN
 from fzero.state.sharded import Sharded
+from fzero.table.layout import Key, Layout
+
+SMALL = 1 << 14  # elements of a buffer, up to which the calls of torch cost more than what they do
 
 
 class LeafSquares(Mapping[int, torch.Tensor]):
@@ -61,18 +65,48 @@ def squares_of(tree: Sharded) -> LeafSquares:
     groups = tree.groups
     if tree.away and len(groups) > 1:  # never all of them on the device
         return LeafSquares.of({leaf: x for key in groups for leaf, x in squares_of(tree.only([key])).items()})
-    leaves: list[int] = []
+    buffers = {key: tree.local(key) for key in groups}
+    small = [] if private.transforms() else [key for key, buffer in buffers.items() if _is_small(buffer)]
+    leaves = [slot.leaf for key in small for slot in tree.layout.groups[key].slots]
+    squares = _squares_of_small(tree, small, [buffers.pop(key) for key in small]) if small else as_float64([])
     pieces: list[torch.Tensor] = []
-    for key in groups:
+    for key, buffer in buffers.items():
         leaves += [slot.leaf for slot in tree.layout.groups[key].slots]
-        pieces += tree.layout.cut(key, tree.rank_of(key), tree.local(key))
-    if not pieces:
-        return LeafSquares((), as_float64([]))
-    squares = square(pieces)
+        pieces += tree.layout.cut(key, tree.rank_of(key), buffer)
+    if pieces:
+        squares = torch.cat((squares.to(pieces[0].device), square(pieces))) if small else square(pieces)
     if tree.scale != 1.0:
         scale = tree.scale * tree.scale
         squares = squares / scale if 0.0 < scale < math.inf else squares / tree.scale / tree.scale
     return LeafSquares(leaves, squares)
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    on_host = buffer.device.type == "cpu" and not private.is_fake(buffer)
+    return on_host and buffer.numel() <= SMALL and buffer.is_floating_point() and not buffer.requires_grad
+
+
+def _squares_of_small(tree: Sharded, keys: Sequence[Key], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same for the leaves of several groups at once, by rows of `ALIGN` elements, where each leaf begins one."""
+    ranks = tuple([tree.rank_of(key) for key in keys])
+    places = tree.layout.places.get((*keys, ranks)) or _places(tree.layout, keys, ranks)
+    leaf_of_row, gaps, count = tree.layout.places[(*keys, ranks)] = places
+    values = torch.cat([*buffers]).index_fill_(0, gaps, 0.0)
+    squares = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=torch.float64).square_()
+    return squares.new_zeros(count + 1).index_add_(0, leaf_of_row, squares)[:count]
+
+
+def _places(layout: Layout, keys: Sequence[Key], ranks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """In these groups' buffers, one after the other: the leaf of each row, the elements of none, how many leaves."""
+    sizes = [layout.shard_numel(key) for key in keys]
+    leaves, count, start = torch.full((sum(sizes),), -1, device="cpu"), 0, 0
+    for key, rank, size in zip(keys, ranks, sizes, strict=True):
+        for _, begin, end in layout.pieces(key, rank):
+            leaves[start + begin : start + end] = count
+            count += 1
+        start += size
+    of_row = leaves.view(-1, ALIGN)[:, 0]
+    return of_row.where(of_row >= 0, count), (leaves < 0).nonzero().view(-1), count
 
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:

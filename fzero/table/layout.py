@@ -177,6 +177,8 @@ class Layout:
     compared: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
     # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
     spans: dict[object, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
+    # as far as asked for: groups and this rank's number in each -> as `state.squares._places`
+    places: dict[object, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -51,6 +51,30 @@ def test_a_leaf_outside_its_unit_though_it_is_caught(form: str) -> None:
     is_refused(lambda: careless, params_of(), "leaf 'blocks.0.w' belongs to unit 'blocks.0'", form)
 
 
+SHARING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a whole and its part": lambda q, x: (h := x @ q["w"], h[0]),
+    "a part before its whole": lambda q, x: ((h := x @ q["w"])[1:], h),
+    "a view of the input": lambda q, x: (x.flatten(), x @ q["w"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("of", SHARING)
+def test_a_write_to_outputs_of_a_unit_that_share_memory(of: str, form: str) -> None:
+    def make() -> Any:
+        unit = fz.unit(SHARING[of])
+
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            a, b = unit(p["blocks"][0], x * p["s"])
+            a.mul_(2)
+            return a.sin().sum() + b.cos().sum()
+
+        return fn
+
+    match = "writes to an output of unit 'blocks.0' that shares memory .* in place, by mul_" + LINE
+    is_refused(make, params_of(), match, form)
+
+
 class Child(nn.Module):
     def __init__(self, parent: Any) -> None:
         super().__init__()
