@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Bodies(Regions):
         self.hosts = self.messages = hosts
         self.sent, self.begun = hosts.sent, hosts.begun
         self._known: dict[object, tuple[int, Opened]] = {}
+        self._runs: list[Run] = []
+        self._maps: dict[object, tuple[int, Sequence[int | None]]] = {}
 
     def gathered(self, group: int) -> torch.Tensor:
         raise NotImplementedError
@@ -53,7 +55,7 @@ class Bodies(Regions):
         held = {id(x): x for x in tensors_held(own) if follows(x)}
         opened = Opened((state, given), numbers=False)
         operands = [*opened.tensors, *held.values()]
-        moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in operands]
+        moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
         wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
         metas = tuple(map(meta_of, operands))
         places = tuple(map(self.hosts.place_of, opened.axes))
@@ -85,10 +87,58 @@ class Bodies(Regions):
             results[:] = [Opened(verb(made, state, *given), numbers=False)]
             return results[0].tensors
 
+        number = self._add(run, operands, wanted, still=lambda: results[0].counts)
+        return number, results[0]
+
+    def _add(
+        self, run: Run, operands: Sequence[torch.Tensor], wanted: Sequence[int], still: Callable[[], Collection[int]]
+    ) -> int:
         inner = Bodies(self.mode, self.decompositions, True, self.hosts)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
-            given = [like(private.unwrapped(x)) for x in operands]
-            still = lambda: results[0].counts
+            given = [like(x if private.is_mapped(x) else private.unwrapped(x)) for x in operands]
             traced = trace(run, given, wanted, self.decompositions, level=True, still=still)
         self.regions.append(traced)
-        return len(self.regions) - 1, results[0]
+        self._runs.append(run)
+        return len(self.regions) - 1
+
+    def mapped(
+        self,
+        number: int,
+        dims: Sequence[int | None],
+        operands: Sequence[torch.Tensor],
+        wanted: Sequence[int],
+        randomness: str,
+    ) -> tuple[int, Sequence[int | None]]:
+        key = number, tuple(dims), tuple(map(meta_of, operands)), tuple(wanted), randomness
+        known = self._maps.get(key)
+        if known is None:
+            out_dims: list[int | None] = []
+
+            def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                alike: dict[int, torch.Tensor] = {}
+
+                def member(*own: torch.Tensor) -> Sequence[torch.Tensor]:
+                    outs = [*self._runs[number](own)]
+                    here = private.level()
+                    alike.update((i, x) for i, x in enumerate(outs) if private.level_of(x) != here)
+                    return tuple([x for i, x in enumerate(outs) if i not in alike])
+
+                every = iter(torch.vmap(member, tuple(dims), randomness=randomness)(*tensors))
+                count = len(self.regions[number].values)
+                out_dims[:] = [None if i in alike else 0 for i in range(count)]
+                return [alike[i] if i in alike else next(every) for i in range(count)]
+
+            real = self.regions[number].real
+            still = [i for i in range(len(self.regions[number].values)) if i not in real]
+            known = self._maps[key] = self._add(run, operands, wanted, lambda: still), out_dims
+        return known
+
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def _member(x: torch.Tensor) -> torch.Tensor:
+    """What a map has one of its members' tensors from."""
+    while private.is_mapped(x):
+        x = private.inner(x)
+    return x

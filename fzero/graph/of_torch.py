@@ -14,10 +14,11 @@ CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.de
 
 
 def grad_levels() -> int:
-    """How many derivatives of torch.func are around this, in reverse mode; -1 if another transform is."""
+    """How many derivatives of torch.func are around this, in reverse mode, and maps inside; -1 if others are."""
     kinds = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]  # type: ignore[attr-defined]
-    grad = torch._C._functorch.TransformType.Grad  # type: ignore[attr-defined]
-    return len(kinds) if all(kind == grad for kind in kinds) else -1
+    types = torch._C._functorch.TransformType  # type: ignore[attr-defined]
+    grads = sum(kind == types.Grad for kind in kinds)
+    return grads if kinds == [types.Grad] * grads + [types.Vmap] * (len(kinds) - grads) else -1
 
 
 def is_fake(x: torch.Tensor) -> bool:

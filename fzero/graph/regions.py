@@ -40,6 +40,21 @@ class Regions:
     def pulled(self, region: int) -> list[torch.Tensor]:
         return [like(x.meta["val"]) for x in result_of(self.regions[region].pullback) if x is not None]
 
+    def mapped(
+        self,
+        number: int,
+        dims: Sequence[int | None],
+        operands: Sequence[torch.Tensor],
+        wanted: Sequence[int],
+        randomness: str,
+    ) -> tuple[int, Sequence[int | None]]:
+        """The region that is a map over a region, and the dims of its outputs that it maps over.
+
+        Args:
+            dims: of the operands.
+        """
+        raise Inline
+
     def call_region(
         self, number: int, wanted: Sequence[int], operands: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
@@ -85,3 +100,15 @@ class _Called(torch.autograd.Function):
         for i, reached in zip(ctx.wanted, traced.reached, strict=True):
             out[i] = next(found) if reached else None
         return None, None, None, *out
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any,
+        in_dims: Sequence[int | None],
+        regions: Regions,
+        number: int,
+        wanted: Sequence[int],
+        *operands: torch.Tensor,
+    ) -> object:
+        every, dims = regions.mapped(number, in_dims[3:], operands, wanted, info.randomness)
+        return regions.call_region(every, wanted, operands), tuple(dims)
