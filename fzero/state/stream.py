@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, overload
+from typing import overload
 
 import torch
 
 from fzero.base import pages, private
-from fzero.base.arguments import named, need_int, renamed, wrong
+from fzero.base.arguments import named, need_int, need_str, renamed, wrong
 from fzero.base.follow import any_follows
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
@@ -23,6 +23,8 @@ from fzero.state.sharded import Sharded, check_buffers, entries_of
 from fzero.state.squares import squares_of, sum_of_squares
 from fzero.state.whole import whole_of
 from fzero.table.layout import Key, Slot
+
+Leaf = tuple[Slot, torch.Tensor]  # a full leaf, often a view of its group's buffer
 
 
 @overload
@@ -94,8 +96,7 @@ def stream(
             )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise wrong(who, "dtype", dtype, "a floating dtype, such as torch.bfloat16, or None")
-        if not isinstance(pattern, str):
-            raise wrong(who, "pattern", pattern, "a pattern over the paths of leaves")
+        need_str(pattern, who, "pattern", "a pattern over the paths of leaves")
         need_match(who, pattern, tree)
         kept = is_kept(who, to)
         if to is not None:
@@ -111,7 +112,7 @@ def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, torch.T
     try:
         yield "", None
         while (found := _next(leaves)) is not None:
-            yield found.slot.path, found.whole if kept else None
+            yield found[0].path, found[1] if kept else None
     finally:
         while _next(leaves) is not None:
             pass
@@ -120,13 +121,6 @@ def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, torch.T
 def _next(leaves: Iterator[Leaf]) -> Leaf | None:
     with as_found(), private.of_normal_tensors(), private.below_transforms(), torch.no_grad():
         return next(leaves, None)
-
-
-class Leaf(NamedTuple):
-    """A full leaf, often a view of its group's buffer."""
-
-    slot: Slot
-    whole: torch.Tensor
 
 
 def leaves_of(tree: Sharded, pattern: str, dtype: torch.dtype | None = None) -> Iterator[Leaf]:
@@ -145,7 +139,7 @@ def leaves_of(tree: Sharded, pattern: str, dtype: torch.dtype | None = None) -> 
         assert coming is not None
         views, coming = groups[key].views(coming()), None
         for slot in [slot for slot in groups[key].slots if slot.leaf in wanted]:
-            yield Leaf(slot, whole_of(rows[slot.leaf], tree.axis_of(key), views.pop(slot.leaf)))
+            yield slot, whole_of(rows[slot.leaf], tree.axis_of(key), views.pop(slot.leaf))
             if coming is None and after is not None:  # not before: the unit before may have been held until here
                 coming = _start(tree, after, dtype)
         del views
@@ -180,11 +174,7 @@ def _start(tree: Sharded, key: Key, dtype: torch.dtype | None) -> Callable[[], t
 
 
 def is_kept(who: str, to: object) -> bool:
-    """Tells whether this rank gets leaves that go to a rank, or to all.
-
-    Raises:
-        TypeError, ValueError: it is no rank.
-    """
+    """Tells whether this rank gets leaves that go to a rank, or to all; refuses what is no rank."""
     if to is None:
         return True
     rank, world = need_int(to, who, "to", "a rank"), backend.size_of(backend.world())

@@ -19,18 +19,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = 'values for "auto"; those without one become arguments of a function'
     parser.add_argument("--auto", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=more)
     given = parser.parse_args(arguments)
-    if given.ranks < 1 or not all("=" in each for each in given.auto):
-        parser.error("expected --ranks of at least 1, and --auto key=value")
-    autos = {name: _value(text) for name, _, text in (each.partition("=") for each in given.auto)}
-    if len(autos) < len(given.auto) or "optimizer" in autos:
-        parser.error("expected each key of --auto once, and no optimizer=, which no text can say")
+    autos = {name: _value(text) for name, is_there, text in (each.partition("=") for each in given.auto) if is_there}
+    if given.ranks < 1 or len(autos) < len(given.auto) or "optimizer" in autos:
+        said = "--ranks of at least 1, and --auto key=value, each key once, without optimizer=, which no text can say"
+        parser.error(f"expected {said}")
     try:
         read = translated(given.config, autos, given.ranks, names=True)
     except (OSError, ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return 1
     said = refusals(rows := read.report())
-    print(shown(rows, "", {}) if said else shown(rows, read.code, read.loop, read.arguments))
+    print(shown(rows, "", {}) if said else shown(rows, "\n".join(read.lines), read.loop, read.arguments))
     print(said, end="\n" if said else "", file=sys.stderr)
     return 1 if said else 0
 

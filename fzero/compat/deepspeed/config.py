@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fzero.base.arguments import need_path
 from fzero.comm import backend
@@ -67,34 +67,29 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     """
     need_function(fn, _WHO)
     read = translated(config, auto, backend.size_of(backend.world()) if backend.initialized() else 1)
-    rows = read.report()
-    if said := refusals(rows):
+    if said := refusals(rows := read.report()):
         raise ValueError(said)
-    code, made = read.code, {"fn": fn, **read.given}
+    code, made = "\n".join(read.lines), dict[str, Any](fn=fn, **read.given)
     try:
         exec(code, made)  # what is printed is what is run
     except (ValueError, TypeError, ArithmeticError) as error:
         said = f"{_WHO}: the configuration says the step below, which fzero refuses: {error}\n{code}"
         raise ValueError(said) from error
-    mesh = made.get("mesh")
-    assert mesh is None or isinstance(mesh, Mesh)
-    return FromDeepSpeed(made["step"], rows, code, read.loop, mesh)
+    return FromDeepSpeed(made["step"], rows, code, read.loop, made.get("mesh"))
 
 
 @dataclass(frozen=True, repr=False)
 class FromDeepSpeed:
     """What `fz.compat.from_deepspeed` returns, which says what is in it."""
 
-    step: typing.Any  # fz.Step, which this wing does not know
+    step: Any  # fz.Step, which this wing does not know
     report: tuple[Row, ...]
     code: str
     loop: dict[str, object]
     mesh: Mesh | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return shown(self.report, self.code, self.loop)
-
-    __repr__ = __str__
 
 
 def translated(config: Config, autos: Mapping[str, object], ranks: int, names: bool = False) -> Reading:
@@ -107,6 +102,7 @@ def translated(config: Config, autos: Mapping[str, object], ranks: int, names: b
     r.lines.append(f"step = fz.train_step(fn, optimizer{', policy' if policy else ''})")
     memory(r)
     logs(r)
+    r.lines.insert(0, HEAD)
     return r
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,14 @@ from fzero.compat.deepspeed.schedules import PARAMS
 
 HEAD = "import torch\n\nimport fzero as fz\n"
 AUTO = "auto"
-DTYPES = {
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+TRAINERS = (
+    "fz.adamw: there is no optimizer, and Hugging Face's Trainer makes this one. Its own decays no norm and no bias, "
+    "and its rate is that of its lr_scheduler_type: optimizer= and a schedule as lr= say both"
+)
+_DTYPES = {
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
 }
 
 
@@ -44,11 +48,12 @@ KINDS = {
     "a number": lambda x: x if number(x) else None,
     "true or false": lambda x: x if isinstance(x, bool) else None,
     "a string": lambda x: x if isinstance(x, str) else None,
-    "one of 'bf16', 'fp16', 'fp32'": lambda x: DTYPES.get(x.lower()) if isinstance(x, str) else None,
+    "one of 'bf16', 'fp16', 'fp32'": lambda x: _DTYPES.get(str(x).lower().removeprefix("torch.")),
     "two numbers in [0, 1)": lambda x: [*x] if isinstance(x, (list, tuple)) and len(x) == 2 and all(
         [number(each) and 0 <= each < 1 for each in x]) else None,
     "a value": lambda x: x,
 }
+_KIND_OF = {bool: "true or false", int: "an int", float: "a number", str: "a string"}  # that of a default
 
 
 class Reading:
@@ -64,33 +69,29 @@ class Reading:
         self.rows: dict[str, Row] = {}
         self.given: dict[str, object] = {}  # values of autos that are no JSON, by their names in the code
         self.arguments: list[Name] = []
-        self.lines: list[str] = []  # the code
+        self.lines: list[str] = []  # the code, which makes `step` of `fn`
         self.transforms: list[str] = []  # calls that become lines behind train_step
         self.loop: dict[str, object] = {}  # arguments of fz.loop
         self.mesh: dict[str, int] = {}  # axis -> ranks
-        self._flatten("", tree)
+        self._flatten(tree)
         if not self.has("optimizer") and "optimizer" not in autos:  # Hugging Face's Trainer then makes one
             own = {name: AUTO for name in ("lr", "betas", "eps", "weight_decay") if name == "lr" or name in autos}
-            self._flatten("optimizer.", {"type": "AdamW", "params": own})
-            self.honour("optimizer.type", "fz.adamw: there is no optimizer, and Hugging Face's Trainer makes this one")
+            self._flatten({"optimizer": {"type": "AdamW", "params": own}})
+            self.honour(TRAINERS, "optimizer.type")
         for name, value in autos.items():
             self._fill(name, value)
         for path in self.values:
             self._settle(path)
 
-    @property
-    def code(self) -> str:
-        """The code, which makes `step` of `fn`."""
-        return "\n".join([HEAD, *self.lines])
-
-    # ---- what a translation asks
-
     def take(
-        self, path: str, default: object = None, kind: str = "a value", least: float = -math.inf,
+        self, path: str, default: object = None, kind: str = "", least: float = -math.inf,
         among: Sequence[object] = (), open: bool = False,
-    ) -> object:  # fmt: skip
-        """A value of a kind; the default where there is none, or a refusal; a name where it may be one (`open`)."""
-        value = self.values.get(path)
+    ) -> Any:  # fmt: skip
+        """A value of a kind, else of that of its default.
+
+        It is the default where there is none, or a refusal, and a name where it may be one (`open`).
+        """
+        value, kind = self.values.get(path), kind or _KIND_OF.get(type(default), "a value")
         if value is None or (isinstance(value, Name) and open):
             return default if value is None else value
         if value == AUTO and self.names and open:
@@ -99,134 +100,119 @@ class Reading:
             return name
         found = None if isinstance(value, Name) else KINDS[kind](value)
         if value == AUTO and found != AUTO:
-            self.refuse(path, f"'auto' has no value. Give {self._auto_name(path)}=...")
+            self.refuse(f"'auto' has no value. Give {self._auto_name(path)}=...", path)
         elif found is None or (among and found not in among) or (isinstance(found, (int, float)) and found < least):
             words = f"one of {', '.join(map(repr, among))}" if among else kind
-            self.refuse(path, f"expected {words}" + (f" of at least {least:g}" if least > -math.inf else ""))
+            self.refuse(f"expected {words}" + (f" of at least {least:g}" if least > -math.inf else ""), path)
         else:
             return found
         return default
-
-    def integer(self, path: str, default: int, least: float = -math.inf) -> int:
-        found = self.take(path, default, "an int", least)
-        return found if isinstance(found, int) else default
-
-    def flag(self, path: str, default: bool = False) -> bool:
-        return self.take(path, default, "true or false") is True
 
     def enabled(self, block: str) -> bool | Name:
         """Whether a block is there and does not say that it is off."""
         path, there = f"{block}.enabled", self.has(block)
         if there:
-            self.add(path, True, "honoured", "a block that does not say it is enabled; DeepSpeed's default is false")
-        value = self.take(path, there and path not in self.values, "true or false", open=True)
-        return value if isinstance(value, Name) else bool(value)
+            self.add(path, True, "a block that does not say it is enabled; DeepSpeed's default is false")
+        return self.take(path, there and path not in self.values, open=True)
 
     def has(self, block: str) -> bool:
         return self.values.get(block) is not None or bool(self.under(block))
 
     def under(self, block: str) -> list[str]:
-        """The keys in a block."""
-        return [path[len(block) + 1 :] for path in self.values if path.startswith(f"{block}.")]
+        """The paths in a block."""
+        return [path for path in self.values if path.startswith(f"{block}.")]
 
-    # ---- what it says
+    def honour(self, what: str, *paths: str) -> None:
+        self._say("honoured", what, paths)
 
-    def honour(self, path: str, what: str) -> None:
-        self._say(path, "honoured", what)
+    def hint(self, why: str, *paths: str) -> None:
+        self._say("no effect", why, paths)
 
-    def hint(self, path: str, why: str) -> None:
-        self._say(path, "no effect", why)
+    def refuse(self, why: str, path: str) -> None:
+        self._say("refused", why, [path])
 
-    def refuse(self, path: str, why: str) -> None:
-        if path not in self.rows or self.rows[path].verdict != "refused":
-            self.rows.pop(path, None)
-            self._say(path, "refused", why)
-
-    def add(self, path: str, value: object, verdict: str, what: str) -> None:
-        """Of a key that is not there: its default counts, or it is missing."""
+    def add(self, path: str, value: object, what: str, verdict: str = "honoured") -> None:
+        """Of a key that is not there: its default counts."""
         if path not in self.values:
             self.rows.setdefault(path, Row(path, value, verdict, what))
+
+    def _say(self, verdict: str, what: str, paths: Iterable[str]) -> None:
+        """The first word on a key counts, but for a refusal."""
+        refused = verdict == "refused"
+        for path in paths:
+            old = self.rows.get(path)
+            if (refused and (old is None or old.verdict != verdict)) or (old is None and path in self.values):
+                self.rows[path] = Row(*self.written.get(path, (path, None)), verdict, what)
 
     def report(self) -> tuple[Row, ...]:
         """A row for each key in the order of the configuration, then those for what is not there."""
         for path, value in self.values.items():
             block, _, key = path.partition(".")
             if value is None or (self.values.get(f"{block}.enabled", True) in (False, None) and key != "enabled"):
-                self.hint(path, f"{block} is not enabled" if value is not None else "null is the default")
-            self.honour(path, "off" if value is False else "fzero does so")
-        order = [*self.values, *self.rows]
-        return tuple([self.rows[path] for path in dict.fromkeys(order)])
+                self.hint(f"{block} is not enabled" if value is not None else "null is the default", path)
+            self.honour("off" if value is False else READ.get(path, "fzero does so"), path)
+        return tuple([self.rows[path] for path in dict.fromkeys([*self.values, *self.rows])])
 
-    def _say(self, path: str, verdict: str, what: str) -> None:
-        """The first word on a key counts."""
-        if path in self.values or verdict == "refused":
-            key, value = self.written.get(path, (path, None))
-            self.rows.setdefault(path, Row(key, value, verdict, what))
-
-    # ---- how it is read
-
-    def _flatten(self, at: str, tree: Mapping[str, object]) -> None:
+    def _flatten(self, tree: Mapping[str, object], at: str = "", known: str = "") -> None:
+        """Puts the leaves below a block, `at` as it was written and `known` by its own name, in their places."""
         for key, given in tree.items():
-            value = _plain(given)
             if not isinstance(key, str):
                 raise TypeError(f"compat.from_deepspeed: got the key {key!r} in {at or 'config'}, expected strings.")
-            written, (block, _, rest) = at + key, (at + key).partition(".")
-            path = ".".join([ALIASES.get(block, block), rest]) if rest else ALIASES.get(block, block)
-            path, own = ALIASES.get(path, path), value
+            value, written, path = _plain(given), at + key, ALIASES.get(known + key, known + key)
             if isinstance(value, Mapping) and value:
-                self._flatten(f"{written}.", value)
+                self._flatten(value, f"{written}.", f"{path}.")
                 continue
+            own = value
             if path == ZERO and isinstance(value, bool):
                 path, own = f"{ZERO}.stage", int(value)
             elif path in OFFLOADS and isinstance(value, bool):
                 path, own = f"{ZERO}.{OFFLOADS[path]}.device", "cpu" if value else "none"
             if path in self.values:
-                self.refuse(path, f"it is there as {written} too. Keep one")
+                self.refuse(f"it is there as {written} too. Keep one", path)
             self.values[path], self.written[path] = own, (written, value)
 
     def _fill(self, name: str, value: object) -> None:
         """Puts a value in the place of an "auto"."""
         value = _plain(value)
-        same = [path for path in self.values if path.replace(".", "_") == name]
-        same = same or [path for path in self.values if path.rpartition(".")[2] == name]
+        same = [path for path in self.values if name in (path.replace(".", "_"), path.rpartition(".")[2])]
         autos = [path for path in same if self.values[path] == AUTO]
-        if len(autos) > 1:
+        if name == "optimizer":
+            self.given[name] = value
+        elif len(autos) > 1:
             names = " or ".join([f"{path.replace('.', '_')}=" for path in autos])
-            self.refuse(autos[0], f"{name}= stands for several keys. Write {names}")
+            self.refuse(f"{name}= stands for several keys. Write {names}", autos[0])
         elif autos or (not same and name in READ):
             path = autos[0] if autos else name
             plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
             self.values[path], self.written[path] = value if plain else Name(name), (path, value)
             self.given |= {} if plain else {name: value}
-        elif len(same) == 1 and self.values[same[0]] is not None:
-            if self.values[same[0]] != ([*value] if isinstance(value, tuple) else value):
-                self.refuse(same[0], f"it is not 'auto', and got {name}={value!r} too. Keep one")
-        elif name == "optimizer":
-            self.given[name] = value
-        elif same or name in _LASTS or name in [path.replace(".", "_") for path in KNOWN]:
-            self.add(name, value, "no effect", "nothing is 'auto' for it")
+        elif len(same) == 1 and self.values[same[0]] not in (None, [*value] if isinstance(value, tuple) else value):
+            self.refuse(f"it is not 'auto', and got {name}={value!r} too. Keep one", same[0])
+        elif name in _LASTS or name in [path.replace(".", "_") for path in KNOWN]:
+            self.add(name, value, "nothing is 'auto' for it", "no effect")
         else:
-            self.add(name, value, "refused", f"no key has this name{nearest(name, _LASTS)}")
+            self.add(name, value, f"no key has this name{nearest(name, _LASTS)}", "refused")
 
     def _settle(self, path: str) -> None:
         """Says what is so of a key by itself: without effect, not in fzero, or not known."""
         value, parts = self.values[path], path.split(".")
         ways = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if why := next((HINTS[way] for way in ways if way in HINTS), ""):
-            self.hint(path, why)
+            self.hint(why, path)
         elif block := next((way for way in ways if way in REFUSED), ""):
-            on = self.values.get(f"{block}.enabled", value if block == path else True)
-            (self.hint if on in (False, None) else self.refuse)(path, "off" if on in (False, None) else REFUSED[block])
+            if self.values.get(f"{block}.enabled", value if block == path else True) not in (False, None):
+                self.refuse(REFUSED[block], path)
+            self.hint("off", path)
         elif path in ONLY:
             if value is not None and value not in ONLY[path][0]:
-                self.refuse(path, ONLY[path][1])
-            (self.hint if value == AUTO else self.honour)(path, "fzero does so")
+                self.refuse(ONLY[path][1], path)
+            (self.hint if value == AUTO else self.honour)("fzero does so", path)
         elif path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
             inside = next((known for known in KNOWN if known.startswith(f"{path}.")), "")
             if inside and value not in ({}, None):
-                self.refuse(path, f"expected a block of keys, such as {inside!r}")
+                self.refuse(f"expected a block of keys, such as {inside!r}", path)
             elif not inside:
-                self.refuse(path, f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}")
+                self.refuse(f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}", path)
 
     def _auto_name(self, path: str) -> str:
         """What an "auto" is called: the last part of its key, or all of it where others are alike."""
