@@ -119,8 +119,7 @@ def _gather_one(pattern: str | None, to: int | None, kept: bool, tree: Sharded) 
     rows, groups = tree.layout.rows, tree.layout.groups
     keys = [key for key in tree.groups if any(matches(pattern or "*", slot.path) for slot in groups[key].slots)]
     need_whole_alike(tree if pattern is None else tree.only(keys))
-    if to is not None:
-        need_receiver("gather", tree.axis, to)
+    need_receiver("gather", tree.axis, to)
     leaves = {slot.leaf: leaf.clone() for slot, leaf in leaves_of(tree, pattern or "*") if kept}
     if pattern is not None:
         return {rows[index].path: leaves[index] for index in sorted(leaves)}

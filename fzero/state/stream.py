@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -27,22 +27,10 @@ from fzero.table.layout import Key, Slot
 Leaf = tuple[Slot, torch.Tensor]  # a full leaf, often a view of its group's buffer
 
 
-@overload
-def stream(
-    tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: None = None
-) -> Generator[tuple[str, torch.Tensor], None, None]: ...
-
-
-@overload
-def stream(
-    tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", *, to: int
-) -> Generator[tuple[str, torch.Tensor | None], None, None]: ...
-
-
 @renamed(dst="to")
 def stream(
     tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
-) -> Generator[tuple[str, torch.Tensor | None], None, None]:
+) -> Generator[tuple[str, Any], None, None]:
     """Full leaves, unit by unit: to hand weights to an inference engine while training stands. All ranks iterate.
 
     While you use the leaves of one unit, those of the next are on their way. No rank holds more than these two units
@@ -99,15 +87,14 @@ def stream(
         need_str(pattern, who, "pattern", "a pattern over the paths of leaves")
         need_match(who, pattern, tree)
         kept = is_kept(who, to)
-        if to is not None:
-            need_receiver(who, tree.axis, to)
+        need_receiver(who, tree.axis, to)
         need_whole_alike(tree)
     leaves = _in_step(leaves_of(tree, pattern, dtype), kept)
     next(leaves)  # from here on it takes part until the end, also where nobody takes a leaf
     return leaves
 
 
-def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, torch.Tensor | None], None, None]:
+def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, Any], None, None]:
     """The leaves for whoever iterates; where that ends early, this rank goes on with the others to their end."""
     try:
         yield "", None
@@ -190,9 +177,9 @@ def need_match(who: str, pattern: str, *trees: Sharded) -> None:
         raise ValueError(f"{who}: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
 
 
-def need_receiver(who: str, axis: Axis, to: int) -> None:
+def need_receiver(who: str, axis: Axis, to: int | None) -> None:
     """Refuses a rank that no rank of this axis, of its tensor groups or replicas is: none would get the result."""
-    if axis.group is None or axis.replicas:
+    if to is None or axis.group is None or axis.replicas:
         return
     over = axis.tensor
     there = [(to in axis.members,)] if over is None or over.size == 1 else told(axis, [to in over.members], f"{who} to")

@@ -195,14 +195,12 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("fp16.auto_cast", True, {}, H, "fn = fz.compat.cast_inputs(fn, torch.float16)"),
     ("fp16.auto_cast", False, {}, H, ""),
     ("fp16.fp16_master_weights_and_grads", True, {f"{ZERO}.stage": 2}, H, "param=torch.float16, grad=torch.float16"),
-    ("fp16.fp16_master_weights_and_grads", True, {}, R, "stages 1, 2 and 3"),
     ("bf16.enabled", True, {}, H, f"policy = {BF16}"),
     ("bf16.enabled", "yes", {}, R, "expected true or false"),
     (f"bf16.{MASTERS}", True, {f"{ZERO}.stage": 1}, H, "grad=torch.bfloat16, moment=torch.float32"),
-    (f"bf16.{MASTERS}", True, {}, R, "stages 1, 2 and 3"),
     ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1, f"bf16.{MASTERS}": True}, H, BF16.replace("float32",
         "bfloat16")),
-    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1}, R, f"needs {MASTERS}"),
+    ("bf16.bf16_optimizer_states", True, {f"{ZERO}.stage": 1}, H, "moment=torch.bfloat16"),
     ("bf16.check_grad_overflow", True, {}, H, ""),
     ("bf16.check_grad_overflow", False, {}, R, "always skipped. Leave it out"),
     ("torch_autocast.enabled", True, {"torch_autocast.dtype": "bfloat16"}, H, "fz.autocast(step, torch.bfloat16)"),
@@ -221,12 +219,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     (f"{ZERO}.offload_optimizer.device", "gpu", {f"{ZERO}.stage": 3}, R, "one of 'none', 'cpu', 'nvme'"),
     (f"{ZERO}.offload_optimizer.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "nvme"}, H,
      "fz.offload(step, params=fz.Disk('DISK'), moments=fz.Disk('DISK'))"),
-    (f"{ZERO}.offload_optimizer.ratio", 1.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H,
-        "fz.offload("),
-    (f"{ZERO}.offload_optimizer.ratio", 0.0, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, H,
-        "fz.shard_zero3(step)"),
-    (f"{ZERO}.offload_optimizer.ratio", 0.5, {f"{ZERO}.stage": 3, f"{ZERO}.offload_optimizer.device": "cpu"}, M,
-        "fz.offload("),
+    (f"{ZERO}.offload_optimizer.ratio", 0.5, {}, M, ""),
     (f"{ZERO}.offload_param.device", "cpu", {f"{ZERO}.stage": 3}, H, "fz.offload(step, params='host')"),
     (f"{ZERO}.offload_param.device", "cpu", {f"{ZERO}.stage": 2}, M, ""),
     (f"{ZERO}.offload_param.nvme_path", "DISK", {f"{ZERO}.stage": 3, f"{ZERO}.offload_param.device": "nvme"}, H,
@@ -260,7 +253,7 @@ SAID: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("pipeline.stages", "auto", {}, M, ""),
     ("compile.deepcompile", True, {}, H, "step = fz.jit(step)"),
     ("compile.deepcompile", True, {f"{ZERO}.stage": 1, f"{ZERO}.offload_optimizer.device": "cpu"}, R, "no offloading"),
-    ("compile.deepcompile", False, {}, M, ""),
+    ("compile.deepcompile", False, {}, H, ""),
     ("tensorboard.enabled", True, {}, H, ""),
     ("tensorboard.output_path", "out", {}, H, ""),
     ("tensorboard.job_name", "run", {"tensorboard.enabled": False}, M, ""),
@@ -312,13 +305,14 @@ def test_the_verdict_on_a_key(
 
 def test_every_known_key_is_there() -> None:
     asked = {key for key, *_ in SAID} | {path for _, _, more, *_ in SAID for path in more}
-    prefixed = {name for name in ALIASES if name.startswith(f"{ZERO}.stage3_")}
+    prefixed = {name for name in (*HINTS, *READ) if name.startswith(f"{ZERO}.stage3_")}
     params = {f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own}
     assert {*READ, *HINTS, *REFUSED, *ONLY, *params, *OFFLOADS} <= asked
     assert {*KNOWN} == {*READ, *HINTS, *REFUSED, *ONLY, *params, *ALIASES, *OFFLOADS,
                         *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own]}  # fmt: skip
-    for name in prefixed:
-        assert row_of(made_of({name: 1 if "gather" not in name else True}), name).verdict in (H, M)
+    assert len(prefixed) == 9
+    for name in (*prefixed, *[name.replace("stage3_", "") for name in prefixed]):
+        assert row_of(made_of({name: 1 if "gather_16" not in name else True}), name).verdict in (H, M)
     with pytest.raises(ValueError, match=r"max_live_parameters: got 1; it is there as .*max_live_parameters too"):
         made_of({f"{ZERO}.stage3_max_live_parameters": 1, f"{ZERO}.max_live_parameters": 1})
 
@@ -662,7 +656,7 @@ def test_an_optimizer_of_torch_has_its_defaults_and_takes_zeros(name: str, own: 
 def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     made = made_of({"optimizer.params": {"lr": "auto", "betas": "auto", "weight_decay": numpy.float32(0.5)}},
-        lr=numpy.float64(0.25), betas=numpy.array([0.5, 0.75]))  # fmt: skip
+        lr=numpy.float64(0.25), betas=(numpy.float32(0.5), 0.75))  # fmt: skip
     assert "fz.adamw(0.25, b1=0.5, b2=0.75, weight_decay=0.5)" in made.code
 
 
@@ -817,7 +811,7 @@ def test_arguments_of_a_wrong_kind(call: Any, match: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("{", "got no JSON"), ("[1]", "got list, expected an object"), ('{"a": 1, "a": 2}', "'a' twice")],
+    [("{", "got no JSON"), ("[1]", "got list, expected an object"), ('{"a": 1, "a": 2}', "twice in .'a', 'a'")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "ds_config.json").write_text(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +140,7 @@ def _loaded(config: Config) -> Mapping[str, object]:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if twice := [name for name, times in Counter(key for key, _ in pairs).items() if times > 1]:
-        raise ValueError(f"{_WHO}: got the key {twice[0]!r} twice, expected it once.")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{_WHO}: got a key twice in {[key for key, _ in pairs]}, expected each once.")
+    return found

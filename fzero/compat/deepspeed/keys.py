@@ -20,14 +20,15 @@ def _paths(*blocks: tuple[str, str, str]) -> dict[str, str]:
 
 # accepted without effect on numbers beyond rounding: keys and whole blocks
 HINTS = _paths(
-    (ZERO, "allgather_partitions allgather_bucket_size reduce_bucket_size use_multi_rank_bucket_allreduce "
-     "reduce_scatter allgather_sequential use_all_reduce_for_fetch_params mics_hierarchical_params_gather", _BUCKETS),
-    (ZERO, "overlap_comm prefetch_bucket_size offload_optimizer.pipeline_read offload_optimizer.pipeline_write",
+    (ZERO, "allgather_partitions allgather_bucket_size reduce_bucket_size reduce_scatter "
+     "use_multi_rank_bucket_allreduce stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params "
+     "mics_hierarchical_params_gather", _BUCKETS),
+    (ZERO, "overlap_comm stage3_prefetch_bucket_size offload_optimizer.pipeline_read offload_optimizer.pipeline_write",
      _OVERLAP),
     (ZERO, "contiguous_gradients round_robin_gradients parameter_alignment legacy_stage1 sub_group_size", _LAYOUT),
-    (ZERO, "max_live_parameters max_reuse_distance module_granularity_threshold leaf_module",
+    (ZERO, "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold leaf_module",
      "train_step(..., units=) says what is gathered together, and two units are alive at a time"),
-    (ZERO, "param_persistence_threshold model_persistence_threshold",
+    (ZERO, "stage3_param_persistence_threshold stage3_model_persistence_threshold",
      "every leaf is sharded; shard_zero3(step, pattern=) keeps some whole"),
     (ZERO, "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks compute_grad_norm "
      "override_module_apply save_muon_momentum_buffer_in_memory offload_optimizer.cpuadam_cores_perc", _NO_CHOICE),
@@ -36,6 +37,7 @@ HINTS = _paths(
     (ZERO, "cpu_offload_use_pin_memory offload_optimizer.pin_memory offload_param.pin_memory", _PINNED),
     (ZERO, "offload_optimizer.buffer_count offload_optimizer.buffer_size offload_optimizer.fast_init "
      "offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu", _DISK),
+    (ZERO, "offload_optimizer.ratio", "all is offloaded: fz.offload(step, ..., pattern=) takes a part"),
     ("bf16", "immediate_grad_update", "gradients are summed as they come"),
     ("torch_autocast", "lower_precision_safe_modules", "leaves of two or more dims travel in the dtype"),
     ("activation_checkpointing", "number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary "
@@ -114,12 +116,12 @@ READ = _paths(
     ("bf16", "enabled bf16_master_weights_and_grads bf16_optimizer_states", "fz.Policy"),
     ("torch_autocast", "enabled dtype", "fz.autocast"),
     (ZERO, "stage", "fz.shard_zero1, 2 or 3; at stage 0 the first, which reduces over ranks"),
-    (ZERO, "gather_16bit_weights_on_model_save", "fz.save_safetensors(folder, state, dtype=torch.bfloat16)"),
+    (ZERO, "stage3_gather_16bit_weights_on_model_save", "fz.save_safetensors(folder, state, dtype=torch.bfloat16)"),
     (ZERO, "zero_hpz_partition_size", "there is one partition of the params"),
     (ZERO, "mics_shard_size", "fz.shard_zero3(..., replicate=); DeepSpeed 0.19 has removed it"),
     (ZERO, "zero_quantized_weights", "fz.Policy(gather='8-bit')"),
-    (ZERO, "offload_optimizer.device offload_optimizer.nvme_path offload_optimizer.ratio "
-     "offload_param.device offload_param.nvme_path", "fz.offload"),
+    (ZERO, "offload_optimizer.device offload_optimizer.nvme_path offload_param.device offload_param.nvme_path",
+     "fz.offload"),
     ("tensor_parallel", "autotp_size partition_config.layer_specs", "fz.shard_tensor"),
     ("activation_checkpointing", "partition_activations cpu_checkpointing", "fz.remat; on the CPU by fz.offload"),
     ("compile", "deepcompile", "fz.jit"),
@@ -127,27 +129,21 @@ READ = _paths(
     ("csv_monitor", "enabled output_path job_name", "fz.loop(..., log=)"),
 )  # fmt: skip
 
-# other names: deprecated ones, and those with a prefix
-_PREFIXED = (
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-    "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
-    "use_all_reduce_for_fetch_params allgather_sequential"
-)
-ALIASES = {f"{ZERO}.stage3_{key}": f"{ZERO}.{key}" for key in _PREFIXED.split()} | {
-    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.gather_16bit_weights_on_model_save",
-    "bfloat16": "bf16",
-}
+# other names: without a prefix, and deprecated ones
+ALIASES = {path.replace("stage3_", ""): path for path in (*HINTS, *READ) if "stage3_" in path}
+ALIASES |= {f"{ZERO}.{way}gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+            for way in ("", "stage3_")} | {"bfloat16": "bf16"}  # fmt: skip
 OFFLOADS = {f"{ZERO}.cpu_offload": "offload_optimizer", f"{ZERO}.cpu_offload_param": "offload_param"}  # booleans
 
-_ADAM: dict[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-_CHOICES: dict[str, object] = {"adam_w_mode": True, "torch_adam": False}
+_LAMB: dict[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+_ADAM = {**_LAMB, "adam_w_mode": True, "torch_adam": False}
 _ANY = dict.fromkeys(("set_grad_none", "foreach", "fused", "capturable"))
 # DeepSpeed's optimizers by their names in lower case: what they take, and their defaults
 OPTIMIZERS: dict[str, dict[str, object]] = {
-    **{name: {**_ADAM, **_CHOICES, "amsgrad": False, **_ANY} for name in ("adam", "adamw")},
+    **{name: {**_ADAM, **_ANY} for name in ("adam", "adamw")},
     "lion": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0, **_ANY},
-    "lamb": {**_ADAM, "amsgrad": False},
-    "muon": {**_ADAM, "lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-10, **_CHOICES, "muon_lr": None, "adam_lr": None,
+    "lamb": _LAMB,
+    "muon": {**_ADAM, "lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-10, "muon_lr": None, "adam_lr": None,
              "momentum": 0.95, "ns_method": "gram"},
 }  # fmt: skip
 OTHERS = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")  # which fzero does not have

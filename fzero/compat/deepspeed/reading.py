@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +21,8 @@ TRAINERS = (
     "fz.adamw: there is no optimizer, and Hugging Face's Trainer makes this one. Its own decays no norm and no bias, "
     "and its rate is that of its lr_scheduler_type: optimizer= and a schedule as lr= say both"
 )
-_DTYPES = {
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-}
+_DTYPES = {name: getattr(torch, name) for name in ("half", "float16", "bfloat16", "float", "float32")}
+_DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Row(NamedTuple):
@@ -41,15 +41,15 @@ class Name(str):
         return str(self)
 
 
-number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+number = lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 # a kind in words -> a value as one, or None where it is none
 KINDS = {
     "an int": lambda x: int(x) if number(x) and x == int(x) else None,  # JSON's 5e8 is a float
-    "a number": lambda x: x if number(x) else None,
+    "a number": lambda x: (x if isinstance(x, int) else float(x)) if number(x) else None,  # numpy's too
     "true or false": lambda x: x if isinstance(x, bool) else None,
     "a string": lambda x: x if isinstance(x, str) else None,
     "one of 'bf16', 'fp16', 'fp32'": lambda x: _DTYPES.get(str(x).lower().removeprefix("torch.")),
-    "two numbers in [0, 1)": lambda x: [*x] if isinstance(x, (list, tuple)) and len(x) == 2 and all(
+    "two numbers in [0, 1)": lambda x: [*map(float, x)] if isinstance(x, (list, tuple)) and len(x) == 2 and all(
         [number(each) and 0 <= each < 1 for each in x]) else None,
     "a value": lambda x: x,
 }
@@ -80,8 +80,6 @@ class Reading:
             self.honour(TRAINERS, "optimizer.type")
         for name, value in autos.items():
             self._fill(name, value)
-        for path in self.values:
-            self._settle(path)
 
     def take(
         self, path: str, default: object = None, kind: str = "", least: float = -math.inf,
@@ -122,43 +120,52 @@ class Reading:
         """The paths in a block."""
         return [path for path in self.values if path.startswith(f"{block}.")]
 
-    def honour(self, what: str, *paths: str) -> None:
-        self._say("honoured", what, paths)
+    def _say(self, verdict: str, what: str, *paths: str) -> None:
+        """The first word on a key counts, but for a refusal."""
+        for path in paths:
+            said = self.rows[path].verdict if path in self.rows else None
+            if (said is None and path in self.values) or verdict == "refused" != said:
+                self.rows[path] = Row(*self.written.get(path, (path, None)), verdict, what)
 
-    def hint(self, why: str, *paths: str) -> None:
-        self._say("no effect", why, paths)
-
-    def refuse(self, why: str, path: str) -> None:
-        self._say("refused", why, [path])
+    honour = functools.partialmethod(_say, "honoured")
+    hint = functools.partialmethod(_say, "no effect")
+    refuse = functools.partialmethod(_say, "refused")
 
     def add(self, path: str, value: object, what: str, verdict: str = "honoured") -> None:
         """Of a key that is not there: its default counts."""
         if path not in self.values:
             self.rows.setdefault(path, Row(path, value, verdict, what))
 
-    def _say(self, verdict: str, what: str, paths: Iterable[str]) -> None:
-        """The first word on a key counts, but for a refusal."""
-        refused = verdict == "refused"
-        for path in paths:
-            old = self.rows.get(path)
-            if (refused and (old is None or old.verdict != verdict)) or (old is None and path in self.values):
-                self.rows[path] = Row(*self.written.get(path, (path, None)), verdict, what)
-
     def report(self) -> tuple[Row, ...]:
         """A row for each key in the order of the configuration, then those for what is not there."""
         for path, value in self.values.items():
             block, _, key = path.partition(".")
-            if value is None or (self.values.get(f"{block}.enabled", True) in (False, None) and key != "enabled"):
-                self.hint(f"{block} is not enabled" if value is not None else "null is the default", path)
+            way = next((way for way in itertools.accumulate(path.split("."), "{}.{}".format) if way in _WHOLE), "")
+            if way in HINTS:
+                self.hint(HINTS[way], path)
+            elif way and self.values.get(f"{way}.enabled", value if way == path else True) not in (False, None):
+                self.refuse(REFUSED[way], path)
+            elif path in ONLY and value is not None and value not in ONLY[path][0]:
+                self.refuse(ONLY[path][1], path)
+            elif not way and path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
+                inside = next((known for known in KNOWN if known.startswith(f"{path}.")), "")
+                if not inside:
+                    self.refuse(f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}", path)
+                elif value not in ({}, None):
+                    self.refuse(f"expected a block of keys, such as {inside!r}", path)
+            if value is None or way or (value == AUTO and path in ONLY):
+                self.hint("off" if way else "it is the default", path)
+            elif self.values.get(f"{block}.enabled", True) in (False, None) and key != "enabled":
+                self.hint(f"{block} is not enabled", path)
             self.honour("off" if value is False else READ.get(path, "fzero does so"), path)
         return tuple([self.rows[path] for path in dict.fromkeys([*self.values, *self.rows])])
 
     def _flatten(self, tree: Mapping[str, object], at: str = "", known: str = "") -> None:
         """Puts the leaves below a block, `at` as it was written and `known` by its own name, in their places."""
-        for key, given in tree.items():
+        for key, value in tree.items():
             if not isinstance(key, str):
                 raise TypeError(f"compat.from_deepspeed: got the key {key!r} in {at or 'config'}, expected strings.")
-            value, written, path = _plain(given), at + key, ALIASES.get(known + key, known + key)
+            written, path = at + key, ALIASES.get(known + key, known + key)
             if isinstance(value, Mapping) and value:
                 self._flatten(value, f"{written}.", f"{path}.")
                 continue
@@ -173,7 +180,6 @@ class Reading:
 
     def _fill(self, name: str, value: object) -> None:
         """Puts a value in the place of an "auto"."""
-        value = _plain(value)
         same = [path for path in self.values if name in (path.replace(".", "_"), path.rpartition(".")[2])]
         autos = [path for path in same if self.values[path] == AUTO]
         if name == "optimizer":
@@ -183,7 +189,7 @@ class Reading:
             self.refuse(f"{name}= stands for several keys. Write {names}", autos[0])
         elif autos or (not same and name in READ):
             path = autos[0] if autos else name
-            plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+            plain = isinstance(value, (numbers.Real, str, list, tuple, type(None)))
             self.values[path], self.written[path] = value if plain else Name(name), (path, value)
             self.given |= {} if plain else {name: value}
         elif len(same) == 1 and self.values[same[0]] not in (None, [*value] if isinstance(value, tuple) else value):
@@ -193,38 +199,11 @@ class Reading:
         else:
             self.add(name, value, f"no key has this name{nearest(name, _LASTS)}", "refused")
 
-    def _settle(self, path: str) -> None:
-        """Says what is so of a key by itself: without effect, not in fzero, or not known."""
-        value, parts = self.values[path], path.split(".")
-        ways = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        if why := next((HINTS[way] for way in ways if way in HINTS), ""):
-            self.hint(why, path)
-        elif block := next((way for way in ways if way in REFUSED), ""):
-            if self.values.get(f"{block}.enabled", value if block == path else True) not in (False, None):
-                self.refuse(REFUSED[block], path)
-            self.hint("off", path)
-        elif path in ONLY:
-            if value is not None and value not in ONLY[path][0]:
-                self.refuse(ONLY[path][1], path)
-            (self.hint if value == AUTO else self.honour)("fzero does so", path)
-        elif path not in KNOWN and not path.startswith(("optimizer.params.", "scheduler.params.")):
-            inside = next((known for known in KNOWN if known.startswith(f"{path}.")), "")
-            if inside and value not in ({}, None):
-                self.refuse(f"expected a block of keys, such as {inside!r}", path)
-            elif not inside:
-                self.refuse(f"DeepSpeed 0.19 has no such key{nearest(path, KNOWN)}", path)
-
     def _auto_name(self, path: str) -> str:
         """What an "auto" is called: the last part of its key, or all of it where others are alike."""
         last = path.rpartition(".")[2]
         alike = [other for other, value in self.values.items() if value == AUTO and other.rpartition(".")[2] == last]
         return last if len(alike) < 2 else path.replace(".", "_")
-
-
-def _plain(value: object) -> object:
-    """Numbers and arrays of numpy as Python's own, which the code can say."""
-    tolist = None if isinstance(value, torch.Tensor) else getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -238,4 +217,5 @@ KNOWN = [
     *[f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own],
     *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own],
 ]  # fmt: skip
+_WHOLE = {**HINTS, **REFUSED}
 _LASTS = [*dict.fromkeys([path.rpartition(".")[2] for path in KNOWN])]

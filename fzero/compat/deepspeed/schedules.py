@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fzero.base.arguments import need_bool, need_number, wrong
+from fzero.base.arguments import need_bool, need_number, need_str
 from fzero.table.optimizer import Schedule
 
 _WHO = "compat.deepspeed_schedule"
@@ -57,8 +57,7 @@ def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = F
         >>> schedule(0), schedule(1), schedule(6), schedule(100)
         (0.0, 0.0, 0.05, 0.1)
     """
-    if not isinstance(type, str):
-        raise wrong(_WHO, "type", type, f"one of {', '.join(map(repr, PARAMS))}")
+    need_str(type, _WHO, "type", f"one of {', '.join(map(repr, PARAMS))}")
     if type not in PARAMS:
         raise ValueError(f"{_WHO}: got type={type!r}, expected one of {', '.join(map(repr, PARAMS))}.")
     need_bool(momentum, _WHO, "momentum")

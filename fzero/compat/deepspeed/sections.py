@@ -24,7 +24,7 @@ def devices(r: Reading) -> None:
     for axis, size in [*cuts.items()][:1]:
         if r.ranks % size:
             r.refuse(f"it is no divisor of the number of ranks, which is {r.ranks}", keys[axis])
-        r.mesh = {"dp": r.ranks // size, axis: size}
+        r.mesh = {"dp": max(1, r.ranks // size), axis: size}
     if "tp" not in r.mesh:
         r.hint("there is no tensor parallelism", *[key for key in r.under("tensor_parallel") if key != keys["tp"]])
     data, mics, second = r.mesh["dp"], f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
@@ -46,29 +46,27 @@ def devices(r: Reading) -> None:
 def batch(r: Reading) -> str:
     """The batch arithmetic. Returns what gradients are multiplied by, in code, or nothing."""
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    ranks = math.prod([size for axis, size in r.mesh.items() if axis not in ("tp", "sp")])
+    data = r.mesh.get("dp", r.ranks)
     total, micro, count = [0 if r.values.get(key) == AUTO else r.take(key, 0, least=1) for key in keys]
-    name: object = None
-    if not count and total and micro:
-        count = total // (micro * ranks)
-    elif not count and r.names:
-        name = r.take(keys[2], None, open=True)
-    if not name:
-        count = max(count, 1)
-        micro = micro or total // (count * ranks)
-        if total and total != micro * count * ranks:
-            said = f"{micro} examples x {count} microbatches x {ranks} data-parallel ranks"
-            r.refuse(f"expected {micro * count * ranks}: {said}", keys[0])
-    size = f"a call takes {micro * count} examples of each rank" if micro and count else "a call takes what it is given"
+    if not count and r.names and not (total and micro):
+        count = r.take(keys[2], 1, open=True)
+    size, named = "a call takes what it is given", isinstance(count, Name)
+    if not named:
+        count = count or max(1, total // (max(1, micro) * data) if micro else 1)
+        micro = micro or total // (count * data)
+        if total and total != micro * count * data:
+            said = f"{micro} examples x {count} microbatches x {data} data-parallel ranks"
+            r.refuse(f"expected {micro * count * data}: {said}", keys[0])
+        size = f"a call takes {micro * count} examples of each rank" if micro else size
     managed = r.take("managed_gradient_accumulation", True)
-    call = f"fz.accumulate(step, {name or count})" if managed and (name or count > 1) else "a call is one microbatch"
+    call = f"fz.accumulate(step, {count})" if managed and count != 1 else "a call is one microbatch"
     for key, said in zip(keys, (size, size, call), strict=True):
-        (r.hint if r.values.get(key) == AUTO and not name else r.honour)(said, key)
+        (r.hint if r.values.get(key) == AUTO and not named else r.honour)(said, key)
     if call.startswith("fz."):
         r.transforms.append(call)
-    times = 1.0 if managed else 1 / max(count, 1)
+    times = 1.0 if managed or named else 1 / count
     if r.take("gradient_allreduce_op", "mean", among=("mean", "sum")) == "sum":
-        times *= ranks
+        times *= data
         if r.take(f"{ZERO}.stage", 0) == 3:
             r.refuse("DeepSpeed has no sum at stage 3", "gradient_allreduce_op")
     return repr(times) if times != 1 else ""
@@ -108,26 +106,21 @@ def _if(on: bool | Name, made: str, other: str) -> str:
 
 def _policy(r: Reading, block: str, low: torch.dtype | None) -> str:
     """The policy of a block, in code: params that are computed with in its dtype, DeepSpeed's masters and sums."""
-    sequence, stage, said = "seq_parallel_communication_data_type", r.take(f"{ZERO}.stage", 0), dict[str, object]()
+    sequence, said = "seq_parallel_communication_data_type", dict[str, object]()
     if "sp" not in r.mesh:
         r.hint("there is no sequence parallelism", sequence)
     key = sequence if "sp" in r.mesh and r.has(sequence) else "communication_data_type"
     sent, sums, wide = r.take(key, None, _DTYPE), r.take("data_types.grad_accum_dtype", None, _DTYPE), torch.float32
     if low is not None:
-        masters, states = f"{block}.{block}_master_weights_and_grads", f"{block}.{block}_optimizer_states"
-        narrow = {key: low if r.take(key, False) else wide for key in (masters, states)}
-        for key, dtype in narrow.items():
-            if dtype == low and not stage:
-                r.refuse("DeepSpeed has it at stages 1, 2 and 3", key)
-        if narrow[states] == low != narrow[masters]:
-            r.refuse("it needs bf16_master_weights_and_grads", states)
-        kept = low if narrow[masters] == low or wide not in (sent, sums) else wide
-        said = {"param": narrow[masters], "grad": kept, "moment": narrow[states], "compute": low}
+        keys = f"{block}.{block}_master_weights_and_grads", f"{block}.{block}_optimizer_states"
+        masters, moments = [low if r.take(key, False) else wide for key in keys]
+        kept = low if masters == low or wide not in (sent, sums) else wide
+        said = {"param": masters, "grad": kept, "moment": moments, "compute": low}
     if (sent or sums) and wide not in (sent, sums) and (sums or sent != low):
         said["reduce"] = sent or sums
     if r.take(f"{ZERO}.zero_quantized_weights", False):
         said["gather"] = "8-bit"
-        if stage != 3:
+        if r.take(f"{ZERO}.stage", 0) != 3:
             r.refuse("DeepSpeed has it at stage 3 only", f"{ZERO}.zero_quantized_weights")
     return f"fz.Policy({', '.join([f'{name}={value!r}' for name, value in said.items()])})"
 
@@ -154,18 +147,16 @@ def memory(r: Reading) -> None:
         r.lines.insert(0, f"mesh = torch.distributed.init_device_mesh({where}, {shape})")
         ways = {"shard": ", axis='shard', replicate='replicate'", "sp": ", axis=('dp', 'sp')"}.get([*r.mesh][1], "")
         ways = f", mesh=mesh{ways}"
-    if stage or math.prod([size for axis, size in r.mesh.items() if axis != "tp"]) > 1:
+    if stage or r.ranks > r.mesh.get("tp", 1):
         steps.append(f"fz.shard_zero{stage or 1}(step{ways})")
     if "tp" in r.mesh:
         steps.append(f"fz.shard_tensor(step, {_plan(r)}, mesh=mesh)")
     _offload(r, stage)
-    r.take(f"{ZERO}.gather_16bit_weights_on_model_save", False)
+    r.take(f"{ZERO}.stage3_gather_16bit_weights_on_model_save", False)
     block = "activation_checkpointing"
     cut, host = [r.take(f"{block}.{key}", False) for key in ("partition_activations", "cpu_checkpointing")]
     steps += ["fz.remat(step)"] * (cut or host) + ["fz.offload(step, activations='host')"] * host
-    if not r.take("compile.deepcompile", False):
-        r.hint("off", *r.under("compile"))
-    else:
+    if r.take("compile.deepcompile", False):
         if any(call.startswith("fz.offload(") for call in steps):
             r.refuse("a graph takes no offloading. Leave it out", "compile.deepcompile")
         steps.append("fz.jit(step)")
@@ -191,24 +182,20 @@ def _plan(r: Reading) -> str:
 
 def _offload(r: Reading, stage: int) -> None:
     places: dict[str, str] = {}
-    for block, least in ((f"{ZERO}.offload_optimizer", 1), (f"{ZERO}.offload_param", 3)):
-        place = r.take(f"{block}.device", "none", among=("none", "cpu", "nvme"))
-        path, ratio = r.take(f"{block}.nvme_path", None, "a string"), r.take(f"{block}.ratio", 1.0, least=0)
-        if place == "nvme" and path is None:
+    for kind, least in (("moments", 1), ("params", 3)):
+        block = f"{ZERO}.offload_{'optimizer' if kind == 'moments' else 'param'}"
+        place, path = r.take(f"{block}.device", "none", among=("none", "cpu", "nvme")), r.take(f"{block}.nvme_path", "")
+        if place == "nvme" and not path:
             r.refuse("it needs nvme_path", f"{block}.device")
         if place != "nvme":
             r.hint("the device is another one", f"{block}.nvme_path")
         if place != "none" and stage < least:
             r.hint(f"DeepSpeed has it from stage {least} on", f"{block}.device")
-        elif place != "none" and ratio:
-            places[block] = f"fz.Disk({path!r})" if place == "nvme" else "'host'"
-            if ratio != 1:
-                r.hint("all is offloaded: fz.offload(step, ..., pattern=) takes a part", f"{block}.ratio")
+        elif place != "none":
+            places[kind] = f"fz.Disk({path!r})" if place == "nvme" else "'host'"
     if places:
-        place, moments = next(iter(places.values())), f"{ZERO}.offload_optimizer" in places
-        call = f"fz.offload(step, params={place}{f', moments={place}' * moments})"  # params lie where masters do
-        r.honour(call, *[key for block in places for key in r.under(block)])
-        r.transforms.append(call)
+        place = next(iter(places.values()))  # params lie where masters do
+        r.transforms.append(f"fz.offload(step, params={place}{f', moments={place}' * ('moments' in places)})")
 
 
 def logs(r: Reading) -> None:
