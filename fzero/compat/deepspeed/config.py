@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fzero.base.arguments import need_path
@@ -129,14 +130,13 @@ def _loaded(config: Config) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
     path = need_path(config, _WHO, "config", "the path of a JSON file, or a dict")
-    with open(path, encoding="utf-8") as file:
-        try:
-            found = json.load(file, object_pairs_hook=_once)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{_WHO}: {path}: got no JSON ({error}), expected ds_config.json.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{_WHO}: {path}: got {type(found).__name__}, expected an object with keys.")
-    return found
+    try:
+        found = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{_WHO}: {path}: got no JSON ({error}), expected ds_config.json.") from None
+    if isinstance(found, dict):
+        return found
+    raise ValueError(f"{_WHO}: {path}: got {type(found).__name__}, expected an object with keys.")
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:

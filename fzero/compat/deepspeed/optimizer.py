@@ -13,6 +13,7 @@ from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr", "warmup_max_lr")
+_FROM_ZERO = ("decay_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
 _TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
 _NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
@@ -69,13 +70,10 @@ def _params(r: Reading, block: str, known: Mapping[str, object]) -> dict[str, An
             r.refuse(f"its {block} has no such parameter{nearest(key, known)}", path)
         if key not in known or not r.has(path):
             continue
-        default, least, kind = known[key], 0, ""
-        if key.endswith(("num_steps", "step_size", "stair_count")):
-            kind, least = "an int", key.endswith(("num_steps", "step_size")) and key != "decay_step_size"
-        elif key in _NUMBERS or default is REQUIRED or type(default) in (int, float):
-            kind = "a number"
-        elif key == "betas":
-            kind = "two numbers in [0, 1)"
+        default, steps = known[key], key.endswith(("num_steps", "step_size", "stair_count"))
+        number = key in _NUMBERS or default is REQUIRED or type(default) in (int, float)
+        kind = "an int" if steps else "two numbers in [0, 1)" if key == "betas" else "a number" if number else ""
+        least = 1 if steps and key not in _FROM_ZERO else 0
         among = ("log", "linear") if key == "warmup_type" else ()
         open = not isinstance(default, bool)  # a flag decides what the code is
         given[key] = r.take(path, default, kind, least, among, open)

@@ -37,8 +37,7 @@ class Row(NamedTuple):
 class Name(str):
     """A name in the code, where a value is not known."""
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
 
 number = lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
@@ -51,7 +50,6 @@ KINDS = {
     "one of 'bf16', 'fp16', 'fp32'": lambda x: _DTYPES.get(str(x).lower().removeprefix("torch.")),
     "two numbers in [0, 1)": lambda x: [*map(float, x)] if isinstance(x, (list, tuple)) and len(x) == 2 and all(
         [number(each) and 0 <= each < 1 for each in x]) else None,
-    "a value": lambda x: x,
 }
 _KIND_OF = {bool: "true or false", int: "an int", float: "a number", str: "a string"}  # that of a default
 
@@ -85,23 +83,21 @@ class Reading:
         self, path: str, default: object = None, kind: str = "", least: float = -math.inf,
         among: Sequence[object] = (), open: bool = False,
     ) -> Any:  # fmt: skip
-        """A value of a kind, else of that of its default.
-
-        It is the default where there is none, or a refusal, and a name where it may be one (`open`).
-        """
-        value, kind = self.values.get(path), kind or _KIND_OF.get(type(default), "a value")
+        """A value of a kind, or of its default's; the default for none or a refused one; maybe (`open`) a name."""
+        value, kind = self.values.get(path), kind or _KIND_OF.get(type(default), "")
         if value is None or (isinstance(value, Name) and open):
             return default if value is None else value
         if value == AUTO and self.names and open:
             name = Name(self._auto_name(path))
             self.arguments += [name] if name not in self.arguments else []
             return name
-        found = None if isinstance(value, Name) else KINDS[kind](value)
+        found = None if isinstance(value, Name) else KINDS[kind](value) if kind else value
         if value == AUTO and found != AUTO:
             self.refuse(f"'auto' has no value. Give {self._auto_name(path)}=...", path)
         elif found is None or (among and found not in among) or (isinstance(found, (int, float)) and found < least):
-            words = f"one of {', '.join(map(repr, among))}" if among else kind
-            self.refuse(f"expected {words}" + (f" of at least {least:g}" if least > -math.inf else ""), path)
+            words = f"one of {', '.join(map(repr, among))}" if among else kind or "what JSON can say"
+            floor = f" of at least {least:g}" * (kind in ("an int", "a number") and least > -math.inf and not among)
+            self.refuse(f"expected {words}{floor}", path)
         else:
             return found
         return default
@@ -212,10 +208,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f". The nearest one is {found[0]!r}" if found else ""
 
 
-KNOWN = [
-    *READ, *HINTS, *REFUSED, *ONLY, *ALIASES, *OFFLOADS,
-    *[f"optimizer.params.{name}" for own in OPTIMIZERS.values() for name in own],
-    *[f"scheduler.params.{name}" for own in PARAMS.values() for name in own],
-]  # fmt: skip
+KNOWN = [*READ, *HINTS, *REFUSED, *ONLY, *ALIASES, *OFFLOADS]
+for _block, _kinds in (("optimizer", OPTIMIZERS), ("scheduler", PARAMS)):
+    KNOWN += [f"{_block}.params.{name}" for own in _kinds.values() for name in own]
 _WHOLE = {**HINTS, **REFUSED}
 _LASTS = [*dict.fromkeys([path.rpartition(".")[2] for path in KNOWN])]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fzero.base.arguments import need_bool, need_number, need_str
+from fzero.base.arguments import need_bool, need_number
 from fzero.table.optimizer import Schedule
 
 _WHO = "compat.deepspeed_schedule"
@@ -57,7 +57,6 @@ def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = F
         >>> schedule(0), schedule(1), schedule(6), schedule(100)
         (0.0, 0.0, 0.05, 0.1)
     """
-    need_str(type, _WHO, "type", f"one of {', '.join(map(repr, PARAMS))}")
     if type not in PARAMS:
         raise ValueError(f"{_WHO}: got type={type!r}, expected one of {', '.join(map(repr, PARAMS))}.")
     need_bool(momentum, _WHO, "momentum")
@@ -82,28 +81,24 @@ def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = F
     return functools.partial(_FUNCTIONS[type], {"lr": lr, "momentum": momentum, **known, **given})
 
 
-def _share(p: Mapping[str, Any], i: int) -> float | None:
-    """How much of the warm-up is done at an iteration; None behind it."""
-    steps = max(2, p["warmup_num_steps"])
-    if i >= steps:
-        return None
+def _share(p: Mapping[str, Any], i: int, steps: int) -> float:
+    """How much of a warm-up of so many steps is done at an iteration."""
     return i / steps if p["warmup_type"] == "linear" else math.log(i + 1) / math.log(steps)
 
 
 def _warmup(p: Mapping[str, Any], count: int) -> float:
-    low, i, end = p["warmup_min_lr"], max(0, count - 1), p.get("total_num_steps")
+    low, i, steps, end = p["warmup_min_lr"], max(0, count - 1), max(2, p["warmup_num_steps"]), p.get("total_num_steps")
     top = p["lr"] if p["warmup_max_lr"] is None else p["warmup_max_lr"]
-    if (share := _share(p, i)) is None:
-        share = 1.0 if end is None else max(0.0, (end - i) / max(1.0, end - max(2, p["warmup_num_steps"])))
-    return low + (top - low) * share
+    behind = 1.0 if end is None else max(0.0, (end - i) / max(1.0, end - steps))
+    return low + (top - low) * (_share(p, i, steps) if i < steps else behind)
 
 
 def _cosine(p: Mapping[str, Any], count: int) -> float:
     low, end, steps, i = p["warmup_min_ratio"], p["cos_min_ratio"], max(2, p["warmup_num_steps"]), count - 1
     if count == 0:
         return 0.0
-    if (share := _share(p, i)) is not None:
-        return p["lr"] * (low + (1 - low) * share)
+    if i < steps:
+        return p["lr"] * (low + (1 - low) * _share(p, i, steps))
     progress = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
     return p["lr"] * max(0.0, end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
 
