@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import typing
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import torch
 
@@ -24,13 +24,14 @@ from fzero.state.squares import squares_of, sum_of_squares
 from fzero.state.whole import whole_of
 from fzero.table.layout import Key, Slot
 
+Leaves = Generator[tuple[str, typing.Any], None, None]  # None where they are another rank's
 Leaf = tuple[Slot, torch.Tensor]  # a full leaf, often a view of its group's buffer
 
 
 @renamed(dst="to")
 def stream(
     tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
-) -> Generator[tuple[str, Any], None, None]:
+) -> Leaves:
     """Full leaves, unit by unit: to hand weights to an inference engine while training stands. All ranks iterate.
 
     While you use the leaves of one unit, those of the next are on their way. No rank holds more than these two units
@@ -94,7 +95,7 @@ def stream(
     return leaves
 
 
-def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, Any], None, None]:
+def _in_step(leaves: Iterator[Leaf], kept: bool) -> Leaves:
     """The leaves for whoever iterates; where that ends early, this rank goes on with the others to their end."""
     try:
         yield "", None

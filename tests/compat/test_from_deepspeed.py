@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from nightly import in_turns
 from test_deepspeed import FOLDERS, held_of, optimizer, product
 from torch import nn
+from torch.nn import functional as F
 
 import fzero as fz
 from fzero.compat.deepspeed import __main__ as command
@@ -687,6 +688,7 @@ class Net(nn.Module):
         return self.o_proj(torch.tanh(self.q_proj(x)))
 
 
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -697,7 +699,7 @@ class Net(nn.Module):
         {f"{ZERO}.mics_shard_size": 2, f"{ZERO}.stage": 3},
     ],
 )  # fmt: skip
-def test_no_mesh_changes_a_number(keys: dict[str, Any]) -> None:
+def test_no_mesh_changes_a_number(keys: dict[str, Any], deep: bool) -> None:
     apply, params = fz.functional(Net())
 
     def rank_main(rank: int, keys: dict[str, Any]) -> Any:
@@ -709,8 +711,33 @@ def test_no_mesh_changes_a_number(keys: dict[str, Any]) -> None:
         return dict(fz.gather(state.params))
 
     want = rank_main(0, {})
-    for found in run_ranks(functools.partial(rank_main, keys=keys), 4):
+    for found in run_ranks(functools.partial(rank_main, keys={**keys, "compile.deepcompile": deep}), 4):
         assert_trees_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_deepcompile_of_a_sequence_that_is_cut() -> None:
+    """Over two ranks, as `sequence_parallel_size` says, with the attention of fz.parallel in the graph."""
+    x = torch.randn(4, 2, 6, 8, generator=torch.Generator().manual_seed(1))  # [batch, heads, sequence, features]
+
+    def rank_main(rank: int, size: int = 2, deep: bool = False) -> Any:
+        def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
+            if made.mesh is None:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+            attend = fz.parallel.ulysses(None, fz.parallel.axis(made.mesh, "sp"), is_causal=True)
+            return attend(q, k, v).square().mean()
+
+        keys = {"sequence_parallel_size": size, f"{ZERO}.stage": 3 * (size > 1), "compile.deepcompile": deep}
+        made = fz.compat.from_deepspeed(config_with(keys), loss)
+        state = made.step.init({name: torch.eye(8) for name in "qkv"})
+        for _ in range(3):
+            state, _ = made.step(state, x.chunk(size, 2)[rank])
+        return dict(fz.gather(state.params))
+
+    want = rank_main(0, 1)
+    for deep in (False, True):
+        for found in run_ranks(functools.partial(rank_main, deep=deep), 2):
+            assert_trees_close(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_inputs_that_are_cast_and_a_step_that_is_pickled() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fzero.base.arguments import need_path
 from fzero.comm import backend
@@ -69,20 +69,20 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     read = translated(config, auto, backend.size_of(backend.world()) if backend.initialized() else 1)
     if said := refusals(rows := read.report()):
         raise ValueError(said)
-    code, made = "\n".join(read.lines), dict[str, Any](fn=fn, **read.given)
+    code, made = "\n".join(read.lines), {"fn": fn, **read.given}
     try:
         exec(code, made)  # what is printed is what is run
     except (ValueError, TypeError, ArithmeticError) as error:
         said = f"{_WHO}: the configuration says the step below, which fzero refuses: {error}\n{code}"
         raise ValueError(said) from error
-    return FromDeepSpeed(made["step"], rows, code, read.loop, made.get("mesh"))
+    return FromDeepSpeed(made["step"], rows, code, read.loop, made.get("mesh"))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, repr=False)
 class FromDeepSpeed:
     """What `fz.compat.from_deepspeed` returns, which says what is in it."""
 
-    step: Any  # fz.Step, which this wing does not know
+    step: typing.Any  # fz.Step, which this wing does not know
     report: tuple[Row, ...]
     code: str
     loop: dict[str, object]

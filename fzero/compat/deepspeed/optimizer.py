@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from fzero.compat.deepspeed.keys import ONLY, OPTIMIZERS, OTHERS
 from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
-from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED
+from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED, Given
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr", "warmup_max_lr")
 _FROM_ZERO = ("decay_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
@@ -61,9 +60,9 @@ def _made(r: Reading) -> str:
     return f"fz.partition({{{_NO_MATRICES!r}: {adam}, '*': {muon}}})"
 
 
-def _params(r: Reading, block: str, known: Mapping[str, object]) -> dict[str, Any]:
+def _params(r: Reading, block: str, known: Mapping[str, object]) -> Given:
     """The parameters that a block gives; those that are not known are refused."""
-    given = dict[str, Any]()
+    given = dict[str, object]()
     for path in r.under(f"{block}.params"):
         key = path.removeprefix(f"{block}.params.")
         if key not in known and path not in ONLY:
@@ -80,7 +79,7 @@ def _params(r: Reading, block: str, known: Mapping[str, object]) -> dict[str, An
     return given
 
 
-def _numbers(r: Reading, p: Mapping[str, Any], made: str) -> list[str]:
+def _numbers(r: Reading, p: Given, made: str) -> list[str]:
     """Arguments behind the rate: those that are not fzero's own defaults."""
     pair = p["betas"]
     b1, b2 = (f"{pair}[0]", f"{pair}[1]") if isinstance(pair, Name) else map(repr, pair)
@@ -101,8 +100,8 @@ def _of_torch(r: Reading, kind: str) -> str:
         return "None"
     known = {key: own.default for key, own in inspect.signature(getattr(torch.optim, name)).parameters.items()}
     given = _params(r, "optimizer", known)
-    first = _rate(r, given.pop("lr", known["lr"]))
-    rest = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items() if x != known[key]}
+    first = _rate(r, given.get("lr", known["lr"]))
+    rest = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items() if x != known[key] and key != "lr"}
     own = name == "SGD" and {*rest} <= {"momentum", "weight_decay", "nesterov"}
     r.honour("fz.sgd" if own else f"fz.from_torch(torch.optim.{name}, ...)", *r.under("optimizer"))
     said = ", ".join([first, *[f"{key}={x!r}" for key, x in rest.items()]])

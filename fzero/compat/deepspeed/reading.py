@@ -7,8 +7,8 @@ import functools
 import itertools
 import math
 import numbers
+import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("half", "float16", "bfloat16"
 _DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class Row(NamedTuple):
+class Row(typing.NamedTuple):
     """What became of one key."""
 
     key: str  # its dotted path, as it was written
@@ -82,7 +82,7 @@ class Reading:
     def take(
         self, path: str, default: object = None, kind: str = "", least: float = -math.inf,
         among: Sequence[object] = (), open: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> typing.Any:  # fmt: skip
         """A value of a kind, or of its default's; the default for none or a refused one; maybe (`open`) a name."""
         value, kind = self.values.get(path), kind or _KIND_OF.get(type(default), "")
         if value is None or (isinstance(value, Name) and open):

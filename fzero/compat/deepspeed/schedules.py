@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from fzero.base.arguments import need_bool, need_number
 from fzero.table.optimizer import Schedule
 
 _WHO = "compat.deepspeed_schedule"
 REQUIRED = object()
+Given = Mapping[str, typing.Any]  # parameters by their names
 _TYPE: dict[str, object] = {"warmup_num_steps": 1000, "warmup_type": "log"}
 _WARMUP: dict[str, object] = {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_TYPE}
 # what each takes, with its default, or REQUIRED
@@ -81,19 +82,19 @@ def deepspeed_schedule(type: str, lr: float | None = None, *, momentum: bool = F
     return functools.partial(_FUNCTIONS[type], {"lr": lr, "momentum": momentum, **known, **given})
 
 
-def _share(p: Mapping[str, Any], i: int, steps: int) -> float:
+def _share(p: Given, i: int, steps: int) -> float:
     """How much of a warm-up of so many steps is done at an iteration."""
     return i / steps if p["warmup_type"] == "linear" else math.log(i + 1) / math.log(steps)
 
 
-def _warmup(p: Mapping[str, Any], count: int) -> float:
+def _warmup(p: Given, count: int) -> float:
     low, i, steps, end = p["warmup_min_lr"], max(0, count - 1), max(2, p["warmup_num_steps"]), p.get("total_num_steps")
     top = p["lr"] if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     behind = 1.0 if end is None else max(0.0, (end - i) / max(1.0, end - steps))
     return low + (top - low) * (_share(p, i, steps) if i < steps else behind)
 
 
-def _cosine(p: Mapping[str, Any], count: int) -> float:
+def _cosine(p: Given, count: int) -> float:
     low, end, steps, i = p["warmup_min_ratio"], p["cos_min_ratio"], max(2, p["warmup_num_steps"]), count - 1
     if count == 0:
         return 0.0
@@ -103,13 +104,13 @@ def _cosine(p: Mapping[str, Any], count: int) -> float:
     return p["lr"] * max(0.0, end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _range_test(p: Mapping[str, Any], count: int) -> float:
+def _range_test(p: Given, count: int) -> float:
     interval = count / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
     return p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval)
 
 
-def _one_cycle(p: Mapping[str, Any], count: int) -> float:
+def _one_cycle(p: Given, count: int) -> float:
     first, stairs = p["cycle_first_step_size"], p["cycle_first_stair_count"]
     second = first if p["cycle_second_step_size"] is None else p["cycle_second_step_size"]
     over, behind, of = count % (first + second), count - first - second, first
@@ -126,7 +127,7 @@ def _one_cycle(p: Mapping[str, Any], count: int) -> float:
     return low if count == 0 else (high - (high - low) * height) * (1 + p["decay_mom_rate"] * decays)  # as it begins
 
 
-_FUNCTIONS: dict[str, Callable[[Mapping[str, Any], int], float]] = {
+_FUNCTIONS: dict[str, Callable[[Given, int], float]] = {
     "WarmupLR": _warmup, "WarmupDecayLR": _warmup, "WarmupCosineLR": _cosine, "OneCycle": _one_cycle,
     "LRRangeTest": _range_test,
 }  # fmt: skip
