@@ -150,7 +150,7 @@ def global_norm(*trees: object) -> torch.Tensor:
     return root(sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]))
 
 
-def measured(trees: Sequence[object], distant: Callable[[Distant], torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
+def measured(trees: Sequence[object], distant: Callable[[Distant], typing.Any] | None = None) -> Iterator[torch.Tensor]:
     """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves].
 
     Args:

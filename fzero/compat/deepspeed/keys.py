@@ -95,17 +95,15 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # read by the translation, and what they become unless that says more
 READ = _paths(
-    ("", "train_batch_size train_micro_batch_size_per_gpu", "the examples of each rank that a call takes"),
-    ("", "gradient_accumulation_steps managed_gradient_accumulation", "fz.accumulate"),
-    ("", "gradient_clipping", "fz.clip_by_global_norm"),
+    ("", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+     "optimizer.type scheduler.type", "fz.accumulate, or the optimizer"),
+    ("", "gradient_clipping", "nothing is clipped"),
     ("", "gradient_allreduce_op prescale_gradients gradient_predivide_factor", "the mean over ranks, or the sum"),
     ("", "communication_data_type seq_parallel_communication_data_type",
      "fz.Policy: gradients travel in it, or as they are kept where that is wider"),
-    ("", "sequence_parallel_size",
-     "axis 'sp': fn runs fz.parallel.ulysses over it, and gradients are means over its ranks too"),
-    ("", "data_parallel_size", "axis 'dp'"),
+    ("", "sequence_parallel_size data_parallel_size",
+     "the mesh: fn runs fz.parallel.ulysses over its axis 'sp', and gradients are means over all ranks"),
     ("", "steps_per_print", "fz.loop(..., every=)"),
-    ("", "optimizer.type scheduler.type", "the optimizer"),
     ("data_types", "grad_accum_dtype", "fz.Policy: gradients are summed in it"),
     ("fp16", "enabled fp16_master_weights_and_grads", "fz.Policy"),
     ("fp16", "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
@@ -113,7 +111,7 @@ READ = _paths(
     ("fp16", "auto_cast", "fz.compat.cast_inputs"),
     ("bf16", "enabled bf16_master_weights_and_grads bf16_optimizer_states", "fz.Policy"),
     ("torch_autocast", "enabled dtype", "fz.autocast"),
-    (ZERO, "stage", "fz.shard_zero1, 2 or 3; at stage 0 the first, which reduces over ranks"),
+    (ZERO, "stage", "fz.shard_zero1 reduces over ranks. In 16 bits DeepSpeed's Adam counts one update more than here"),
     (ZERO, "stage3_gather_16bit_weights_on_model_save", "fz.save_safetensors(folder, state, dtype=torch.bfloat16)"),
     (ZERO, "zero_hpz_partition_size", "there is one partition of the params"),
     (ZERO, "mics_shard_size", "fz.shard_zero3(..., replicate=); DeepSpeed 0.19 has removed it"),

@@ -12,7 +12,6 @@ from fzero.compat.deepspeed.reading import AUTO, Name, Reading, nearest
 from fzero.compat.deepspeed.schedules import PARAMS, REQUIRED, Given
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr", "warmup_max_lr")
-_FROM_ZERO = ("decay_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
 _WITHOUT_EFFECT = ("torch_adam", "set_grad_none", "foreach", "fused", "capturable", "ns_method")
 _TORCHS = [name for name, own in vars(torch.optim).items() if isinstance(own, type) and name != "Optimizer"]
 _NO_MATRICES = "*[eE]mbed*|*lm_head*|*[nN]orm*|*bias"  # DeepSpeed asks shapes, and leaves out the first two
@@ -72,8 +71,8 @@ def _params(r: Reading, block: str, known: Mapping[str, object]) -> Given:
         default, steps = known[key], key.endswith(("num_steps", "step_size", "stair_count"))
         number = key in _NUMBERS or default is REQUIRED or type(default) in (int, float)
         kind = "an int" if steps else "two numbers in [0, 1)" if key == "betas" else "a number" if number else ""
-        least = 1 if steps and key not in _FROM_ZERO else 0
-        among = ("log", "linear") if key == "warmup_type" else ()
+        least = 1 if key.endswith(("num_steps", "first_step_size", "second_step_size", "test_step_size")) else 0
+        among = ("log", "linear") * (key == "warmup_type")
         open = not isinstance(default, bool)  # a flag decides what the code is
         given[key] = r.take(path, default, kind, least, among, open)
     return given

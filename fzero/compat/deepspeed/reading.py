@@ -17,10 +17,6 @@ from fzero.compat.deepspeed.schedules import PARAMS
 
 HEAD = "import torch\n\nimport fzero as fz\n"
 AUTO = "auto"
-TRAINERS = (
-    "fz.adamw: there is no optimizer, and Hugging Face's Trainer makes this one. Its own decays no norm and no bias, "
-    "and its rate is that of its lr_scheduler_type: optimizer= and a schedule as lr= say both"
-)
 _DTYPES = {name: getattr(torch, name) for name in ("half", "float16", "bfloat16", "float", "float32")}
 _DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -75,7 +71,8 @@ class Reading:
         if not self.has("optimizer") and "optimizer" not in autos:  # Hugging Face's Trainer then makes one
             own = {name: AUTO for name in ("lr", "betas", "eps", "weight_decay") if name == "lr" or name in autos}
             self._flatten({"optimizer": {"type": "AdamW", "params": own}})
-            self.honour(TRAINERS, "optimizer.type")
+            said = "fz.adamw, as there is no optimizer. Hugging Face's Trainer makes one that decays no norm and bias,"
+            self.honour(f"{said} by its lr_scheduler_type: give a schedule as lr=, or optimizer=", "optimizer.type")
         for name, value in autos.items():
             self._fill(name, value)
 

@@ -140,6 +140,7 @@ def memory(r: Reading) -> None:
         ways = f", mesh=mesh{ways}"
     if stage or r.ranks > r.mesh.get("tp", 1):
         steps.append(f"fz.shard_zero{stage or 1}(step{ways})")
+        r.honour(steps[-1], *[f"{ZERO}.stage"] * bool(stage))
     if "tp" in r.mesh:
         steps.append(f"fz.shard_tensor(step, {_plan(r)}, mesh=mesh)")
     _offload(r, stage)
