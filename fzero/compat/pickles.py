@@ -6,17 +6,17 @@ import os
 import pickle
 import re
 import threading
+import typing
 import zipfile
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fzero.checkpoint.chunks import CHUNK
 from fzero.checkpoint.manifest import DamagedCheckpoint
 
-States = dict[str, Any]  # what a file says may be anything
+States = dict[str, typing.Any]  # what a file says may be anything
 _door = threading.Lock()  # torch's list of what may be unpickled is the process's, and ranks may be threads
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch before 1.6 begin
 

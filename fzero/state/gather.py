@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
 
 import torch
 
@@ -21,16 +21,16 @@ from fzero.state.stream import is_kept, leaves_of, need_match, need_receiver, ne
 from fzero.state.train_state import TrainState
 
 
-@overload
+@typing.overload
 def gather(tree: Sharded, pattern: str, to: None = None) -> dict[str, torch.Tensor]: ...
 
 
-@overload
-def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any: ...
+@typing.overload
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> typing.Any: ...
 
 
 @renamed(dst="to")
-def gather(tree: object, pattern: str | None = None, to: int | None = None) -> Any:
+def gather(tree: object, pattern: str | None = None, to: int | None = None) -> object:
     """Full tensors from the slices of all ranks: what `full_tensor()` is to DTensor. All ranks call it.
 
     Values are decoded, and grads are without their loss scale. `fz.scatter` is the way back.
@@ -119,8 +119,7 @@ def _gather_one(pattern: str | None, to: int | None, kept: bool, tree: Sharded) 
     rows, groups = tree.layout.rows, tree.layout.groups
     keys = [key for key in tree.groups if any(matches(pattern or "*", slot.path) for slot in groups[key].slots)]
     need_whole_alike(tree if pattern is None else tree.only(keys))
-    if to is not None:
-        need_receiver("gather", tree.axis, to)
+    need_receiver("gather", tree.axis, to)
     leaves = {slot.leaf: leaf.clone() for slot, leaf in leaves_of(tree, pattern or "*") if kept}
     if pattern is not None:
         return {rows[index].path: leaves[index] for index in sorted(leaves)}
@@ -151,7 +150,7 @@ def global_norm(*trees: object) -> torch.Tensor:
     return root(sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]))
 
 
-def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None = None) -> Iterator[torch.Tensor]:
+def measured(trees: Sequence[object], distant: Callable[[Distant], typing.Any] | None = None) -> Iterator[torch.Tensor]:
     """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves].
 
     Args:

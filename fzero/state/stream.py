@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import typing
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, overload
 
 import torch
 
 from fzero.base import pages, private
-from fzero.base.arguments import named, need_int, renamed, wrong
+from fzero.base.arguments import named, need_int, need_str, renamed, wrong
 from fzero.base.follow import any_follows
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
@@ -24,23 +24,14 @@ from fzero.state.squares import squares_of, sum_of_squares
 from fzero.state.whole import whole_of
 from fzero.table.layout import Key, Slot
 
-
-@overload
-def stream(
-    tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: None = None
-) -> Generator[tuple[str, torch.Tensor], None, None]: ...
-
-
-@overload
-def stream(
-    tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", *, to: int
-) -> Generator[tuple[str, torch.Tensor | None], None, None]: ...
+Leaves = Generator[tuple[str, typing.Any], None, None]  # None where they are another rank's
+Leaf = tuple[Slot, torch.Tensor]  # a full leaf, often a view of its group's buffer
 
 
 @renamed(dst="to")
 def stream(
     tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
-) -> Generator[tuple[str, torch.Tensor | None], None, None]:
+) -> Leaves:
     """Full leaves, unit by unit: to hand weights to an inference engine while training stands. All ranks iterate.
 
     While you use the leaves of one unit, those of the next are on their way. No rank holds more than these two units
@@ -94,24 +85,22 @@ def stream(
             )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise wrong(who, "dtype", dtype, "a floating dtype, such as torch.bfloat16, or None")
-        if not isinstance(pattern, str):
-            raise wrong(who, "pattern", pattern, "a pattern over the paths of leaves")
+        need_str(pattern, who, "pattern", "a pattern over the paths of leaves")
         need_match(who, pattern, tree)
         kept = is_kept(who, to)
-        if to is not None:
-            need_receiver(who, tree.axis, to)
+        need_receiver(who, tree.axis, to)
         need_whole_alike(tree)
     leaves = _in_step(leaves_of(tree, pattern, dtype), kept)
     next(leaves)  # from here on it takes part until the end, also where nobody takes a leaf
     return leaves
 
 
-def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, torch.Tensor | None], None, None]:
+def _in_step(leaves: Iterator[Leaf], kept: bool) -> Leaves:
     """The leaves for whoever iterates; where that ends early, this rank goes on with the others to their end."""
     try:
         yield "", None
         while (found := _next(leaves)) is not None:
-            yield found.slot.path, found.whole if kept else None
+            yield found[0].path, found[1] if kept else None
     finally:
         while _next(leaves) is not None:
             pass
@@ -120,13 +109,6 @@ def _in_step(leaves: Iterator[Leaf], kept: bool) -> Generator[tuple[str, torch.T
 def _next(leaves: Iterator[Leaf]) -> Leaf | None:
     with as_found(), private.of_normal_tensors(), private.below_transforms(), torch.no_grad():
         return next(leaves, None)
-
-
-class Leaf(NamedTuple):
-    """A full leaf, often a view of its group's buffer."""
-
-    slot: Slot
-    whole: torch.Tensor
 
 
 def leaves_of(tree: Sharded, pattern: str, dtype: torch.dtype | None = None) -> Iterator[Leaf]:
@@ -145,7 +127,7 @@ def leaves_of(tree: Sharded, pattern: str, dtype: torch.dtype | None = None) -> 
         assert coming is not None
         views, coming = groups[key].views(coming()), None
         for slot in [slot for slot in groups[key].slots if slot.leaf in wanted]:
-            yield Leaf(slot, whole_of(rows[slot.leaf], tree.axis_of(key), views.pop(slot.leaf)))
+            yield slot, whole_of(rows[slot.leaf], tree.axis_of(key), views.pop(slot.leaf))
             if coming is None and after is not None:  # not before: the unit before may have been held until here
                 coming = _start(tree, after, dtype)
         del views
@@ -180,11 +162,7 @@ def _start(tree: Sharded, key: Key, dtype: torch.dtype | None) -> Callable[[], t
 
 
 def is_kept(who: str, to: object) -> bool:
-    """Tells whether this rank gets leaves that go to a rank, or to all.
-
-    Raises:
-        TypeError, ValueError: it is no rank.
-    """
+    """Tells whether this rank gets leaves that go to a rank, or to all; refuses what is no rank."""
     if to is None:
         return True
     rank, world = need_int(to, who, "to", "a rank"), backend.size_of(backend.world())
@@ -200,9 +178,9 @@ def need_match(who: str, pattern: str, *trees: Sharded) -> None:
         raise ValueError(f"{who}: got pattern={pattern!r}, expected one that matches some of the leaves {paths}.")
 
 
-def need_receiver(who: str, axis: Axis, to: int) -> None:
+def need_receiver(who: str, axis: Axis, to: int | None) -> None:
     """Refuses a rank that no rank of this axis, of its tensor groups or replicas is: none would get the result."""
-    if axis.group is None or axis.replicas:
+    if to is None or axis.group is None or axis.replicas:
         return
     over = axis.tensor
     there = [(to in axis.members,)] if over is None or over.size == 1 else told(axis, [to in over.members], f"{who} to")

@@ -6,9 +6,9 @@ import json
 import os
 import textwrap
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fzero.base.arguments import need_path
 from fzero.comm import backend
@@ -67,18 +67,15 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     """
     need_function(fn, _WHO)
     read = translated(config, auto, backend.size_of(backend.world()) if backend.initialized() else 1)
-    rows = read.report()
-    if said := refusals(rows):
+    if said := refusals(rows := read.report()):
         raise ValueError(said)
-    code, made = read.code, {"fn": fn, **read.given}
+    code, made = "\n".join(read.lines), {"fn": fn, **read.given}
     try:
         exec(code, made)  # what is printed is what is run
     except (ValueError, TypeError, ArithmeticError) as error:
         said = f"{_WHO}: the configuration says the step below, which fzero refuses: {error}\n{code}"
         raise ValueError(said) from error
-    mesh = made.get("mesh")
-    assert mesh is None or isinstance(mesh, Mesh)
-    return FromDeepSpeed(made["step"], rows, code, read.loop, mesh)
+    return FromDeepSpeed(made["step"], rows, code, read.loop, made.get("mesh"))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,10 +88,8 @@ class FromDeepSpeed:
     loop: dict[str, object]
     mesh: Mesh | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return shown(self.report, self.code, self.loop)
-
-    __repr__ = __str__
 
 
 def translated(config: Config, autos: Mapping[str, object], ranks: int, names: bool = False) -> Reading:
@@ -107,6 +102,7 @@ def translated(config: Config, autos: Mapping[str, object], ranks: int, names: b
     r.lines.append(f"step = fz.train_step(fn, optimizer{', policy' if policy else ''})")
     memory(r)
     logs(r)
+    r.lines.insert(0, HEAD)
     return r
 
 
@@ -134,17 +130,17 @@ def _loaded(config: Config) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
     path = need_path(config, _WHO, "config", "the path of a JSON file, or a dict")
-    with open(path, encoding="utf-8") as file:
-        try:
-            found = json.load(file, object_pairs_hook=_once)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{_WHO}: {path}: got no JSON ({error}), expected ds_config.json.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{_WHO}: {path}: got {type(found).__name__}, expected an object with keys.")
-    return found
+    try:
+        found = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{_WHO}: {path}: got no JSON ({error}), expected ds_config.json.") from None
+    if isinstance(found, dict):
+        return found
+    raise ValueError(f"{_WHO}: {path}: got {type(found).__name__}, expected an object with keys.")
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if twice := [name for name, times in Counter(key for key, _ in pairs).items() if times > 1]:
-        raise ValueError(f"{_WHO}: got the key {twice[0]!r} twice, expected it once.")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{_WHO}: got a key twice in {[key for key, _ in pairs]}, expected each once.")
+    return found
