@@ -17,7 +17,7 @@ from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
-from fzero.graph import inductor, of_torch, program
+from fzero.graph import inductor, of_torch, operators, program
 from fzero.graph.program import compiled, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
@@ -81,7 +81,10 @@ def compiled_regions(regions: Sequence[Traced], seeds: Sequence[int], backend: s
 
 def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
     """The program of a forward that calls regions."""
-    own = compiled_regions(regions, [0] * len(regions), backend)
+    nodes = traced.forward.graph.nodes
+    called = list(dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL)))
+    own = compiled_regions([regions[number] for number in called], [0] * len(called), backend)
+    own = dict(zip(called, own.values(), strict=True))
     graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
     return compiled(graph, traced.constants, own)
 
