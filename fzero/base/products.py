@@ -1,4 +1,8 @@
-"""Products of two matrices, and how they are added to a sum: in one pass over it where that gives the bits of two."""
+"""Products of two matrices: what nodes of torch's graph hand on, and how it is added to a sum.
+
+It is added in one pass over the sum where that gives the bits of two. The names of nodes and of what they saved are
+private parts of torch, which `tests/base/test_products.py` holds against torch's own pullbacks, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
+
+from fzero.base import private, texts
 
 FROM = (
     128  # the inner dim from which one pass is quicker: below it, libraries read the sum more slowly than `add_` does
@@ -20,36 +27,40 @@ class Product(NamedTuple):
     Attributes:
         left, right: matrices.
         transposed: whether the value is the product's transpose.
+        dtype: that the value is rounded to.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     transposed: bool
+    dtype: torch.dtype
     factor: complex = 1
 
     def value(self) -> torch.Tensor:
-        out = self.left.mm(self.right)
-        return times(out.t() if self.transposed else out, self.factor)
+        out = self._unrounded().to(self.dtype)
+        return out.t() if self.transposed else out
 
-    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+    def _unrounded(self) -> torch.Tensor:
+        out = self.left.mm(self.right)
+        out = out if self.factor == 1 else out * self.factor.conjugate()
+        return out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
+
+    def add_to(self, total: torch.Tensor, first: bool) -> None:
         """Adds it to a sum of its shape, with the bits that it has if its value is added.
 
         Args:
             first: whether the sum begins with it, and what is there does not count.
-            dtype: that its value is rounded to before.
         """
-        own = total.t() if self.transposed else total
+        own, dtype = total.t() if self.transposed else total, self.dtype
         is_dense = self.left.layout == self.right.layout == torch.strided
-        if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
+        if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype and total.numel() >= LEAST:
             if first:
                 torch.mm(self.left, self.right, out=own)
                 return
             if _is_alike(self.left, self.right, own):
                 own.addmm_(self.left, self.right)
                 return
-        value = times(self.left.mm(self.right), self.factor)
-        if value.is_complex() and not dtype.is_complex:
-            value = value.real  # of a real leaf that was cast
+        value = self._unrounded()
         if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
             value = value.to(total.device, dtype)
         if first:
@@ -58,9 +69,59 @@ class Product(NamedTuple):
             own.add_(value)
 
 
-def times(x: torch.Tensor, factor: complex) -> torch.Tensor:
-    """A cotangent, of what was multiplied by a factor."""
-    return x if factor == 1 else x * factor.conjugate()
+class Later:
+    """A product that is computed later, of operands that stay as they are until then. It leads to no graph."""
+
+    def __init__(self, product: Product) -> None:
+        left, right = [private.unwrapped(x).detach() for x in product[:2]]
+        self.product = product._replace(left=left, right=right)
+        self._versions = [private.version(x) for x in (left, right)]
+
+    def now(self) -> Product:
+        for x, version in zip(self.product[:2], self._versions, strict=True):
+            if private.version(x) != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
+                    f"{tuple(x.shape)}, it is at version {private.version(x)}; expected version {version} instead."
+                )
+        return self.product
+
+
+# ---- of a graph
+
+# a node, and the place of an edge -> the name of the operand whose cotangent it carries, and that of the other one
+_OPERANDS = {
+    ("MmBackward0", 0): ("self", "mat2"),
+    ("MmBackward0", 1): ("mat2", "self"),
+    ("AddmmBackward0", 1): ("mat1", "mat2"),
+    ("AddmmBackward0", 2): ("mat2", "mat1"),
+}
+
+
+def is_product(node: Node, place: int) -> bool:
+    """Tells whether what a node hands on along an edge is a product of two matrices."""
+    return (type(node).__name__, place) in _OPERANDS
+
+
+def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dtype: torch.dtype) -> Product:
+    """What a node hands on along such an edge of its own cotangent, by torch's own formulas.
+
+    Args:
+        transposed: whether its transpose is meant.
+        dtype: that it is rounded to.
+    """
+    mine, other = _OPERANDS[type(node).__name__, place]
+    saved: torch.Tensor = getattr(node, f"_saved_{other}")
+    sizes, strides = getattr(node, f"_saved_{mine}_sym_sizes"), getattr(node, f"_saved_{mine}_sym_strides")
+    by_columns = strides[0] == 1 and strides[1] == sizes[0] and grad.layout == saved.layout == torch.strided
+    if mine == "mat2":
+        left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
+    else:
+        left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
+    return Product(left, right, by_columns is not transposed, dtype, getattr(node, "_saved_alpha", 1))
+
+
+# ---- in one pass
 
 
 def _is_alike(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> bool:
