@@ -93,18 +93,18 @@ class PlainRun(Outcome):
         self._note(returned, real, (rest, aux))
 
     def pull(
-        self, cotangent: object, retain_graph: bool = False, *, into: Into = None
+        self, cotangent: object, retain_graph: bool = False, create_graph: bool = False, *, into: Into = None
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling:
-            if is_transformed(cotangent):
-                pulled = self._run_again().pull(cotangent, retain_graph)
+            if create_graph or is_transformed(cotangent):
+                pulled = self._run_again().pull(cotangent, retain_graph, create_graph)
                 if not retain_graph:
                     self.drop()
                 return pulled
             real, cotangents = self._begun(cotangent)
             sums, params = self._sums(into), self._params
-            with self._around():
+            with self._around(retain_graph):
                 ends = [o for o in real if o.requires_grad]
                 weights = [] if self._hooks.any() else weights_of(ends, params, self._inputs)
                 totals = sums.places([weight.number for weight in weights])
@@ -122,7 +122,7 @@ class PlainRun(Outcome):
                 return self._summed(sums, dict(zip(others, found[count:], strict=True)), added, retain_graph), out
 
     @contextlib.contextmanager
-    def _around(self) -> Iterator[None]:
+    def _around(self, retain_graph: bool) -> Iterator[None]:
         assert self.state is not None
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
@@ -130,6 +130,8 @@ class PlainRun(Outcome):
                     yield
         except BaseException:
             private.forget_failed_backward()
+            if not retain_graph:
+                self.drop()  # some of its graph is gone
             raise
 
     def _sums(self, into: Into) -> Adding:
@@ -166,7 +168,7 @@ class PlainRun(Outcome):
                 wanted = run.pull_inputs(cotangent, retain_graph)
             else:
                 real, cotangents = self._begun(cotangent)
-                with self._around():
+                with self._around(retain_graph):
                     waits = not self._hooks.any()
                     found, pulled = pull_first(real, cotangents, self._params, self._inputs, waits, retain_graph)
                     wanted = self._filled(pulled)
@@ -190,7 +192,7 @@ class PlainRun(Outcome):
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
             grads, retain_graph = rest
-            with self._around():
+            with self._around(retain_graph):
                 sums = self._sums(into)
                 late = {i: x.now() for i, x in enumerate(grads) if isinstance(x, Later)}
                 for i, total in sums.places(late).items():
