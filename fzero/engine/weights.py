@@ -190,7 +190,7 @@ def apart_from(grad: Grad, storages: Collection[int]) -> Grad:
     if grad is None:
         return None
     if isinstance(grad, Later):
-        left, right = [_apart_from(x, storages) for x in grad.now()[:2]]
+        left, right = [_apart_from(x, storages) for x in grad.product[:2]]
         return Later(grad.product._replace(left=left, right=right))
     return _apart_from(grad, storages)
 

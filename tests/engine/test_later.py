@@ -12,6 +12,7 @@ from halved import F64, SHARDS, Layers, normed, params_of
 from torch import nn
 
 import fzero as fz
+from fzero.engine.run import Run
 from fzero.testing import LiveBytes, run_ranks
 
 
@@ -57,7 +58,9 @@ def test_nothing_is_left_after_both_halves(shard: str) -> None:
             seen: list[Any] = []
             traced = fz.with_fn(step, lambda p, x, seen=seen: seen.append(weakref.ref(h := x * 2)) or normed(p, h))
             out, pullback = traced.vjp(state, x)
-            own = [weakref.ref(run) for run in pullback._runs]
+            held = [[run.traversal] if isinstance(run, Run) else run._params for run in pullback._runs]
+            own = [weakref.ref(x) for each in held for x in each]
+            del held
             if ends != "nothing":
                 pullback.inputs(torch.ones_like(out))
             if ends == "params":
