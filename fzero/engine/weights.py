@@ -191,7 +191,8 @@ def apart_from(grad: Grad, storages: Collection[int]) -> Grad:
         return None
     if isinstance(grad, Later):
         left, right = [_apart_from(x, storages) for x in grad.product[:2]]
-        return Later(grad.product._replace(left=left, right=right))
+        same = left is grad.product.left and right is grad.product.right
+        return grad if same else Later(grad.now()._replace(left=left, right=right))
     return _apart_from(grad, storages)
 
 
