@@ -268,14 +268,14 @@ def hooked(q: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ w)
 
 
-def low_rank(q: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x @ (q["w"] @ q["v"]))
+def of_params(q: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x * (q["w"] @ q["g"][:, None]).t())
 
 
-@pytest.mark.parametrize("body", [hooked, low_rank])
+@pytest.mark.parametrize("body", [hooked, of_params])
 @pytest.mark.parametrize("shard", ["unsharded", "remat", "ZeRO-3"])
 def test_weights_that_must_not_wait(shard: str, body: Any) -> None:
-    """What has a hook, and what is multiplied with a weight that is not there any more."""
+    """What has a hook, and what is multiplied with a param that is not there any more."""
 
     def rank_main(_: int) -> None:
         x = torch.ones(4, 5, dtype=F64)
