@@ -1,24 +1,17 @@
-"""Products of two matrices: what nodes of torch's graph hand on, and how it is added to a sum.
+"""Products of two matrices: what nodes of torch's graph hand on, now or later, and how it is added to a sum.
 
-It is added in one pass over the sum where that gives the bits of two. The names of nodes and of what they saved are
-private parts of torch, which `tests/base/test_products.py` holds against torch's own pullbacks, bit for bit.
+The names of nodes and of what they saved are private parts of torch, which `tests/base/test_products.py` holds against
+torch's own pullbacks, bit for bit.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 
 from fzero.base import private, texts
-
-FROM = (
-    128  # the inner dim from which one pass is quicker: below it, libraries read the sum more slowly than `add_` does
-)
-
-LEAST = 4096  # elements from which it is worth its while, and from which a draw shows whether bits are the same
 
 
 class Product(NamedTuple):
@@ -53,13 +46,9 @@ class Product(NamedTuple):
         """
         own, dtype = total.t() if self.transposed else total, self.dtype
         is_dense = self.left.layout == self.right.layout == torch.strided
-        if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype and total.numel() >= LEAST:
-            if first:
-                torch.mm(self.left, self.right, out=own)
-                return
-            if _is_alike(self.left, self.right, own):
-                own.addmm_(self.left, self.right)
-                return
+        if first and is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
+            torch.mm(self.left, self.right, out=own)
+            return
         value = self._unrounded()
         if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
             value = value.to(total.device, dtype)
@@ -119,42 +108,3 @@ def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dty
     else:
         left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
     return Product(left, right, by_columns is not transposed, dtype, getattr(node, "_saved_alpha", 1))
-
-
-# ---- in one pass
-
-
-def _is_alike(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> bool:
-    if total.device.type != "cpu" or left.shape[1] < FROM or total.numel() < LEAST:
-        return False
-    if total.dtype not in (torch.float32, torch.float64) or torch.get_float32_matmul_precision() != "highest":
-        return False
-    if 0 in (*left.stride(), *right.stride()):  # expanded, as the cotangent of a sum is: few of its numbers are drawn
-        return False
-    forms = [(tuple(x.shape), x.stride()) for x in (left, right, total)]
-    return _adds_alike(*forms, total.dtype, (torch.get_num_threads(), torch.backends.mkldnn.enabled))
-
-
-_Form = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@functools.lru_cache(4096)
-def _adds_alike(left: _Form, right: _Form, total: _Form, dtype: torch.dtype, settings: object) -> bool:
-    """Tells whether addmm has the bits of a product that is added: which sums are formed depends on shapes alone.
-
-    Libraries add up short inner dims (up to 384 in MKL) before they touch the sum, and cut longer ones.
-    """
-    generator = torch.Generator().manual_seed(0)
-    with torch.autocast("cpu", enabled=False):
-        for _ in range(2):
-            a, b, c = [_drawn(form, dtype, generator) for form in (left, right, total)]
-            separate = c + a.mm(b)
-            if not torch.equal(c.addmm_(a, b), separate):
-                return False
-    return True
-
-
-def _drawn(form: _Form, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    shape, strides = form
-    out = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    return out.copy_(torch.randn(shape, dtype=dtype, generator=generator, device="cpu"))

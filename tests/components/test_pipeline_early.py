@@ -42,7 +42,8 @@ def order(rank: int, name: str) -> list[str]:
     done: list[str] = []
     send, add = Messages.send, Product.add_to
     noted = lambda word, fn: lambda *a, **k: (done.append(word), fn(*a, **k))[1]
-    with mock.patch.object(Messages, "send", noted("send", send)), mock.patch.object(Product, "add_to", noted("add", add)):
+    sends = mock.patch.object(Messages, "send", noted("send", send))
+    with sends, mock.patch.object(Product, "add_to", noted("add", add)):
         pipe(state, torch.ones(6, 8, dtype=torch.float64))
     return done
 

@@ -48,6 +48,22 @@ def test_between_the_halves_only_what_the_second_needs_is_kept(shard: str) -> No
     run_ranks(rank_main, 2 if "ZeRO" in shard else 1)
 
 
+def test_between_the_halves_no_graph_is_kept() -> None:
+    seen: list[Any] = []
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x @ p["w"]
+        seen.append(weakref.ref(h))
+        return torch.sin(h) @ p["a"]
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    out, pullback = step.vjp(step.init(params_of()), torch.ones(4, 5, dtype=F64))
+    assert seen[-1]() is not None
+    pullback.inputs(torch.ones_like(out))
+    gc.collect()
+    assert seen[-1]() is None
+
+
 @pytest.mark.parametrize("shard", SHARDS)
 def test_nothing_is_left_after_both_halves(shard: str) -> None:
     def rank_main(rank: int) -> None:
