@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.autograd import graph
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base import private
 from fzero.base.refusals import frames_of
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
@@ -58,12 +57,30 @@ class Pass:
             self.number = running()
 
 
-def has_posthooks(node: graph.Node) -> bool:
-    """Tells whether somebody has registered a hook on a node of a graph that sees, and may change, what it hands on."""
-    handle = register(node.register_hook, lambda *_: None)  # which leads to all of the node's
-    every = handle.hooks_dict_ref()
-    handle.remove()
-    return bool(every)
+def is_users(kind: type) -> bool:
+    """Tells whether nodes of a type are a Function's, but for this library's: they may write to what they are given.
+
+    It is one in Python, as operators of torch.library are, or in C++; of CopySlices, a write to a view, only C++ sees
+    what has written.
+    """
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        return not getattr(kind, "_forward_cls", kind).__module__.startswith("fzero.")
+    return kind.__name__ in ("CppFunction", "CopySlices")
+
+
+def is_hooked(node: graph.Node) -> bool:
+    """Tells whether what a node saved passes through somebody's hooks, which may count on one look at it."""
+    return any(
+        getattr(each, "unpack_hook", None) is not None
+        for name in _raw(type(node))
+        for saved in [getattr(node, name)]
+        for each in (saved if isinstance(saved, (tuple, list)) else (saved,))
+    )
+
+
+@functools.cache
+def _raw(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 class Registrations:
@@ -223,31 +240,6 @@ def note_state() -> Callable[[], None]:
             _C._pop_saved_tensors_default_hooks()
 
     return restore
-
-
-@functools.cache
-def functions_keep_nodes() -> bool:
-    """Whether the Python object of a Function's node keeps the node itself; before torch 2.13 only the graph does."""
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return x.clone()
-
-    with private.below_transforms(), private.outside_inference(), torch.enable_grad():
-        node = Probe.apply(torch.ones((), requires_grad=True, device="cpu")).grad_fn  # type: ignore[union-attr]
-    try:
-        return bool(node._input_metadata)  # type: ignore[union-attr]
-    except RuntimeError:
-        return False
-
-
-def keeping(outputs: Sequence[torch.Tensor]) -> list[object]:
-    """What keeps the graph of some outputs where nodes that are held do not: torch's own nodes keep what is behind."""
-    if functions_keep_nodes():
-        return []
-    function = torch.autograd.function.BackwardCFunction
-    return [x if isinstance(x.grad_fn, function) else x.grad_fn for x in outputs if x.requires_grad]
 
 
 def node_that_runs() -> graph.Node | None:

@@ -19,8 +19,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import as_written, intercept, private
 from fzero.base.context import during, variable
-from fzero.base.edges import is_users
-from fzero.base.hooks import Registrations
+from fzero.base.hooks import Registrations, is_users
 from fzero.base.node import edges_to
 from fzero.base.operators import Function, kind_of
 from fzero.base.pytree import tensors_in

@@ -196,8 +196,9 @@ class Pullback:
     """The pullback that `step.vjp` returns: it maps a cotangent of the outputs to grads and input cotangents.
 
     Call it: `grads, input_cotangents = pullback(cotangent)`. Or in two halves: `pullback.inputs(cotangent)` now, for
-    those who wait for the input cotangents, and `pullback.params()` later. The products that give gradients of weights,
-    about half of the work, are in the second half. No product is done twice.
+    those who wait for the input cotangents, and `pullback.params()` later. The products that give gradients of the
+    weights of linear layers, about half of the work, are in the second half: in an unsharded step, and in units whose
+    params are gathered or that run again. No product is done twice.
 
     All ranks of the step call it, in the same order. A pullback holds activations until it is called or dropped.
 
@@ -212,11 +213,12 @@ class Pullback:
         several, scale = self._micro.count > 1, scale_of(step, state)
         self._runs, self._auxes, self._carry, self._has_aux = list[Any](), [], Carry(step, state), step.has_aux
         parts, self._counts = counted(self._micro, state, inputs)
+        leaves = None if step.graphs is not None else Leaves.of(step, state, False)
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
             seed, mask = seed_of(state, rng, i), self._counts.mask(i)
             run = run_of(
-                *(None, step, state, given, own, seed, scale),
+                *(leaves, step, state, given, own, seed, scale),
                 unreduced=False,
                 alone=not several,
                 partial=several,
@@ -279,10 +281,10 @@ class Pullback:
     def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of a pullback: the input cotangents, the same bits as a call returns.
 
-        What the second half needs is kept: of a linear layer its input and the cotangent of its output. What cannot be
-        parted is pulled back as a whole, and its grads are kept: compiled units, and whatever a transform of
-        `torch.func` differentiates around this. The halves of several pullbacks may alternate, in the same order on all
-        ranks.
+        What the second half needs is kept: of a linear layer its input and the cotangent of its output. All else is
+        pulled back now, and its grads are kept: weights that are used more than once, convolutions, compiled units,
+        ZeRO-1 and 2, and whatever a transform of `torch.func` differentiates around this. The halves of several
+        pullbacks may alternate, in the same order on all ranks.
 
         Args:
             cotangent: as for a call. You may write to its tensors afterwards.

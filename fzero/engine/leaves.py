@@ -64,13 +64,14 @@ class Leaves:
         table = step.table(state.layout)
         if table.acting or table.compiled or private.transforms() or private.dispatch_modes() or in_differentiated():
             return None  # whoever differentiates around it goes on through the graph
-        if state.params.axis.tensor is not None or state.params.axis.further:
+        axis = state.params.axis
+        if axis.tensor is not None or axis.further or (axis.ranks > 1 and not unreduced):
             return None
         traversal = traversal_of(step, state, (), unreduced)[0]
         rows = traversal.layout.groups
         if not all(_is_at_hand(use, rows[key].row.frozen) for key, use in traversal.uses.items()):
             return None
-        return Leaves(traversal, state.params.axis)
+        return Leaves(traversal, axis)
 
     def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor], mask: Mask) -> Traversal:
         """Another run over the same buffers."""

@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private, pytree, refusals
-from fzero.base.hooks import Registrations, without_compiled_autograd
+from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to
+from fzero.base.products import Later, Product
 from fzero.comm.divergence import failing
 from fzero.engine.adding import Adding
 from fzero.engine.function import call_function
-from fzero.engine.halves import Part, Split, apart_from
 from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
 from fzero.engine.outlets import alike
 from fzero.engine.run import Run
-from fzero.engine.weights import pull, weights_of
+from fzero.engine.weights import Grad, apart_from, pull, pull_first, weights_of
 from fzero.engine.written import unwritten
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
@@ -36,8 +36,8 @@ from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 Into = Mapping[Key, Buffer] | None
-# what the first half of a pullback leaves: parts of the graph, what is known already, and whether it is asked again
-Rest = tuple[list[Part], dict[int, torch.Tensor | None], bool]
+# what the first half of a pullback leaves: the params' cotangents, and whether the graph is asked again
+Rest = tuple[list[Grad], bool]
 
 
 class PlainRun(Outcome):
@@ -67,7 +67,6 @@ class PlainRun(Outcome):
         flat, spec = pytree.flatten(tuple(inputs))
         self._again: Callable[[], Run] | None = again
         self._entered = [(x, private.version(x)) for x in flat if isinstance(x, torch.Tensor)]
-        self._hooks = Registrations()
         with torch.enable_grad(), private.outside_inference():
             every, filled = leaves.made(), list(flat)
             for i, x in enumerate(flat):
@@ -79,6 +78,7 @@ class PlainRun(Outcome):
             self._inputs = [filled[place] for place in self.wanted]
             arguments = pytree.unflatten(spec, filled)
             traversal = leaves.traversal(seed, every, mask)
+            self._hooks = traversal.hooks
             with failing("a forward"):
                 result = call_function(step, state, traversal, {}, arguments)
             outputs, others = returned = split_both(step, result)
@@ -93,30 +93,36 @@ class PlainRun(Outcome):
         self._note(returned, real, (rest, aux))
 
     def pull(
-        self, cotangent: object, retain_graph: bool = False, *, into: Into = None
+        self, cotangent: object, retain_graph: bool = False, create_graph: bool = False, *, into: Into = None
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling:
-            if is_transformed(cotangent):
-                pulled = self._run_again().pull(cotangent, retain_graph)
+            if create_graph or is_transformed(cotangent):
+                pulled = self._run_again().pull(cotangent, retain_graph, create_graph)
                 if not retain_graph:
                     self.drop()
                 return pulled
             real, cotangents = self._begun(cotangent)
             sums, params = self._sums(into), self._params
-            with self._around():
+            with self._around(retain_graph):
                 ends = [o for o in real if o.requires_grad]
                 weights = [] if self._hooks.any() else weights_of(ends, params, self._inputs)
                 totals = sums.places([weight.number for weight in weights])
                 others = [i for i in range(len(params)) if i not in totals]
                 asked = [*self._inputs, *[params[i] for i in others]]
-                found, added = pull(ends, self._given(cotangents), asked, weights, totals, retain_graph)
+                added: set[int] = set()
+
+                def add(number: int, product: Product) -> None:
+                    product.add_to(*totals[number])
+                    added.add(number)
+
+                found = pull(ends, self._given(cotangents), asked, weights, add, retain_graph)
                 count = len(self._inputs)
                 out = self._filled(found[:count])
                 return self._summed(sums, dict(zip(others, found[count:], strict=True)), added, retain_graph), out
 
     @contextlib.contextmanager
-    def _around(self) -> Iterator[None]:
+    def _around(self, retain_graph: bool) -> Iterator[None]:
         assert self.state is not None
         try:
             with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
@@ -124,6 +130,8 @@ class PlainRun(Outcome):
                     yield
         except BaseException:
             private.forget_failed_backward()
+            if not retain_graph:
+                self.drop()  # some of its graph is gone
             raise
 
     def _sums(self, into: Into) -> Adding:
@@ -160,15 +168,13 @@ class PlainRun(Outcome):
                 wanted = run.pull_inputs(cotangent, retain_graph)
             else:
                 real, cotangents = self._begun(cotangent)
-                with self._around():
-                    pulled, early, parts = Split(real, self._inputs, self._params).pull(cotangents, retain_graph)
+                with self._around(retain_graph):
+                    waits = not self._hooks.any()
+                    found, pulled = pull_first(real, cotangents, self._params, self._inputs, waits, retain_graph)
                     wanted = self._filled(pulled)
                     # whoever has these may write to them before the second half
-                    storages = {storage_of(x) for x in (*cotangents, *wanted, *self._inputs, *real) if x is not None}
-                    for part in parts:
-                        part.own(storages)
-                    own = {i: None if x is None else apart_from(x, storages) for i, x in early.items()}
-                    self._rest = parts, own, retain_graph
+                    storages = {storage_of(x) for x in (*cotangents, *wanted, *real) if x is not None}
+                    self._rest = [apart_from(x, storages) for x in found], retain_graph
             if not retain_graph:
                 self._real, self._inputs = None, []
             return wanted
@@ -185,12 +191,14 @@ class PlainRun(Outcome):
             if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
-            parts, found, retain_graph = rest
-            with self._around():
-                for part in parts:
-                    pulled = part.pull([self._params[i] for i in part.params], retain_graph)
-                    found.update(zip(part.params, pulled, strict=True))
-                return self._summed(self._sums(into), found, (), retain_graph)
+            grads, retain_graph = rest
+            with self._around(retain_graph):
+                sums = self._sums(into)
+                late = {i: x.now() for i, x in enumerate(grads) if isinstance(x, Later)}
+                for i, total in sums.places(late).items():
+                    late[i].add_to(*total)
+                early = {i: x for i, x in enumerate(grads) if not isinstance(x, Later)}
+                return self._summed(sums, early, late, retain_graph)
 
     def _run_again(self) -> Run:
         """A run of the same under torch.func: for whoever differentiates the pullback, or maps it."""

@@ -16,12 +16,11 @@ from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.called import CalledOp
-from fzero.engine.halves import Part, Split
-from fzero.engine.later import Later
 from fzero.engine.named import Named
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
+from fzero.engine.weights import pull_first
 from fzero.table.layout import Key
 
 
@@ -99,35 +98,20 @@ class PulledOp(CalledOp):
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
         keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
-        late = self.traversal.late  # whether its params' cotangents are for the second half
-        if late is not None and (not keys or any(map(self.traversal.wants, keys))):
-            late = None
-        parts: list[Part] = []
         with self._pulling(pull, keep):
-            if late is None or self.signature.compiles:
+            if self.traversal.late is None:
                 found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
             else:
-                split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
-                if not split.native:
-                    late.settle(self.traversal.collect)
-                found_inputs, early, parts = split.pull(cotangents, keep)
-                del split
-                found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
+                waits = not self.traversal.hooks.any()
+                own, wanted_now = pull_first(pull.outputs, cotangents, flat, inputs, waits, keep)
+                found = [*own, *wanted_now]
         if not self.signature.pulled:
             need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
             self.signature.pulled = True
-        if late is None:
-            self._leave()  # of what does not lead to these outputs
+        self._leave()  # of what does not lead to these outputs
         # what the unit does not depend on has none: zeros would meet infinite derivatives before it
         out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
         del found[len(flat) :]
-        if late is not None:
-            self._empty()  # what is kept of the leaves would keep it
-            later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
-            found, sizes, keys = [], [], []
-            at_once = self.signature.compiles and self.number in late.alone
-            late.put(self.number, later, self.traversal.collect, at_once)
-            del later
         del flat
         if keep:
             self._empty()

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,21 +16,48 @@ from fzero.base import private, pytree, refusals
 from fzero.base.context import in_differentiated
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
+from fzero.base.products import Later
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
-from fzero.engine.pending import Ends, Pending
 from fzero.engine.traversal import Traversal
+from fzero.engine.weights import Grad, apart_from
 from fzero.engine.written import unwritten
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
+from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
+
+
+class Ends(NamedTuple):
+    """The ends of a run's graph: what its level of torch.func differentiates."""
+
+    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    primals: dict[Key, torch.Tensor]
+
+
+class Rest(NamedTuple):
+    """What the first half of a pullback leaves to the second.
+
+    Attributes:
+        late: what is to be collected, in order.
+        graph: cotangents that came through the graph.
+        delivery: adds them up, into `found`.
+        retain_graph: whether either half will be asked for again.
+    """
+
+    late: deque[tuple[Key, list[Grad]]]
+    graph: Mapping[Key, torch.Tensor | None]
+    delivery: Delivery
+    found: dict[Key, Buffer]
+    retain_graph: bool
 
 
 class Run(Outcome):
@@ -75,7 +103,7 @@ class Run(Outcome):
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends = list[Ends]()
-        self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
+        self._rest: Rest | dict[Key, Buffer] | None = None  # what is left of a pullback, or what it will bring
         self._used: set[int] | None = None  # takes the leaves that a pullback finds used
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
@@ -232,17 +260,23 @@ class Run(Outcome):
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
             self._rest = grads
             return out
-        assert self._ends is not None
+        assert self._ends is not None and self._pull is not None
         found: dict[Key, Buffer] = {}
-        pending = Pending(traversal, self._ends, self._delivery(traversal, found), found, retain_graph)
+        delivery, late = self._delivery(traversal, found), deque[tuple[Key, list[Grad]]]()
         try:
-            with self._half(pending):
-                wanted = pending.inputs(self._ends, cotangents)
+            with self._half(traversal, delivery, retain_graph), private.outside_inference():
+                traversal.late = late
+                graph, wanted = self._pull(tuple(cotangents), retain_graph=retain_graph, create_graph=False)
         except BaseException:
             if not retain_graph:
                 self.drop()
             raise
-        self._rest = pending
+        finally:
+            traversal.late = None
+        # whoever has these may write to them before the second half
+        storages = {storage_of(private.unwrapped(x)) for x in (*cotangents, *wanted, *self._ends.outputs)}
+        own = deque((key, [apart_from(x, storages) for x in grads]) for key, grads in late)
+        self._rest = Rest(own, graph, delivery, found, retain_graph)
         if not retain_graph:
             self._pull = self._ends = None
         return self._placed(wanted)
@@ -257,18 +291,21 @@ class Run(Outcome):
             if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
-            rest.delivery.into = tensors_of(into)
-            with self._half(rest):
-                rest.params()
+            traversal, rest.delivery.into = self.traversal, tensors_of(into)
+            assert traversal is not None
+            with self._half(traversal, rest.delivery, rest.retain_graph), private.outside_inference():
+                while rest.late:
+                    key, grads = rest.late.popleft()
+                    traversal.collect(key, [x.now().value() if isinstance(x, Later) else x for x in grads])
+                rest.delivery.finish(rest.graph)
             if not rest.retain_graph:
                 self.drop()
             return rest.found
 
     @contextlib.contextmanager
-    def _half(self, pending: Pending) -> Iterator[None]:
+    def _half(self, traversal: Traversal, delivery: Delivery, retain_graph: bool) -> Iterator[None]:
         """Around one half of a pullback."""
-        traversal = pending.traversal
-        traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
+        traversal.delivery, traversal.retain_graph = delivery, retain_graph
         try:
             with failing("a pullback"), self._unwritten(), torch.no_grad(), traversal.schedule.pullback():
                 yield

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -16,13 +17,14 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
+from fzero.base.hooks import Registrations
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
-from fzero.engine.later import Late
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
+from fzero.engine.weights import Grad
 from fzero.purity.collectives import of_collectives
 from fzero.purity.observer import Observer
 from fzero.table.counting import Mask
@@ -81,7 +83,9 @@ class Traversal:
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
-        self.late: Late | None = None  # in the first half of one
+        # in the first half of one: what the second is to collect, in order
+        self.late: deque[tuple[Key, list[Grad]]] | None = None
+        self.hooks = Registrations()
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
@@ -152,6 +156,9 @@ class Traversal:
 
         Where cotangents are delivered None, otherwise what has arrived.
         """
+        if self.late is not None:
+            self.late.append((key, list(cotangents)))
+            return None
         if self.delivery is not None and self.delivery.used is not None:
             self.delivery.note(key, cotangents)
         own = [None] * len(cotangents) if self.mask.masked else cotangents

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
+from fzero.base.products import Product
 from fzero.components.messages import Messages
-from fzero.engine.halves import Part
 from fzero.testing import run_ranks
 
 
@@ -40,9 +40,10 @@ def order(rank: int, name: str) -> list[str]:
     schedule = {"1F1B": fz.schedules.one_f_one_b, "GPipe": fz.schedules.gpipe}[name](2, 3)
     pipe, state = pipe_of((hidden, last), schedule)
     done: list[str] = []
-    send, add = Messages.send, Part.pull
+    send, add = Messages.send, Product.add_to
     noted = lambda word, fn: lambda *a, **k: (done.append(word), fn(*a, **k))[1]
-    with mock.patch.object(Messages, "send", noted("send", send)), mock.patch.object(Part, "pull", noted("add", add)):
+    sends = mock.patch.object(Messages, "send", noted("send", send))
+    with sends, mock.patch.object(Product, "add_to", noted("add", add)):
         pipe(state, torch.ones(6, 8, dtype=torch.float64))
     return done
 
