@@ -35,10 +35,10 @@ from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
-from fzero.purity.look import Captured, Impure, Operation, refusal
-from fzero.purity.observer import current as observer
+from fzero.purity.collectives import current as collectives
+from fzero.purity.look import Impure, Look, refusal
 from fzero.purity.one_level import OneLevel
-from fzero.purity.trial import Trial, repeated, sums_of
+from fzero.purity.trial import Trial, repeated
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
@@ -58,7 +58,7 @@ class UnitOp(PulledOp):
     """
 
     # what the first run showed, if it was the first under its signature, until it has run again
-    _first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
+    _first: Look | None = None
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class UnitOp(PulledOp):
         return definition_of(self._eager)
 
     def _observing(self) -> contextlib.AbstractContextManager[object]:
-        return _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
+        return _NOTHING if collectives.get() is not None else self.traversal.collectives(f"Unit {self.unit!r}")
 
     def _compared(
         self, trial: Trial, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -279,7 +279,7 @@ class UnitOp(PulledOp):
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
         if self.recompute and not (signature.transformed or signature.repeated):  # a level has operations of its own
-            self._first = look.operations, [*look.captured.values()], sums_of(out)
+            self._first = look
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
@@ -292,7 +292,7 @@ class UnitOp(PulledOp):
         given = [*leaves.values(), *tensors]
         assert self._first is not None
         with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, self._first, self._defined)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

@@ -14,7 +14,7 @@ _PASS_ON = ("fzero.purity", "fzero.base.intercept")  # which call an operator fo
 
 def place_here() -> Place | None:
     """The innermost line of the user's that runs; None if this library calls an operation itself."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(1)
     direct = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -28,3 +28,15 @@ def place_here() -> Place | None:
         )
         frame = frame.f_back
     return NOWHERE
+
+
+def frames_here() -> list[FrameType]:
+    """The frames that run, the innermost first, up to this library's, which has called the user's function."""
+    frames, frame = list[FrameType](), sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("fzero.") and not module.startswith(("fzero.purity", "fzero.base.")):
+            break
+        frames.append(frame)
+        frame = frame.f_back
+    return frames

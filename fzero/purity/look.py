@@ -25,8 +25,9 @@ from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
 from fzero.base.places import Place
 from fzero.base.refusals import heard, noted
+from fzero.comm.backend import COLLECTIVES
 from fzero.purity.caller import NOWHERE, place_here
-from fzero.purity.observer import current
+from fzero.purity.collectives import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
 
 # which give no derivative on: x.shape, x.detach()
@@ -36,6 +37,7 @@ _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_gr
 NameOf = Callable[[torch.Tensor], str]
 # which compute nothing: autograd and fake tensors do so by themselves, too
 _SILENT = ("aten::detach", "prim::device")
+_NUMBERS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
 _MADE_OF_NUMBERS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor
 
 
@@ -69,8 +71,7 @@ class Operation(NamedTuple):
 class Captured(NamedTuple):
     """A tensor that the function was not given, and did not make."""
 
-    held: StorageWeakRef | weakref.ref[torch.Tensor]  # so that nothing else comes to lie there
-    memory: int
+    is_gone: Callable[[], bool]  # it holds the memory's number, so that nothing else comes to lie there
     version: int
     place: Place | None
 
@@ -78,17 +79,12 @@ class Captured(NamedTuple):
 class Made(NamedTuple):
     """What a run has made of what it was given: whoever keeps it keeps this run's values."""
 
-    memory: StorageWeakRef | weakref.ref[torch.Tensor]
+    is_gone: Callable[[], bool]
     shape: torch.Size
     place: Place | None
 
-    def is_alive(self) -> bool:
-        if isinstance(self.memory, StorageWeakRef):
-            return not self.memory.expired()
-        return self.memory() is not None
 
-
-class Look:
+class Look(dispatch.TorchDispatchMode):
     """Looks at one run, as a context.
 
     Args:
@@ -105,7 +101,11 @@ class Look:
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
 
+    supports_higher_order_operators = True
+    looks = True  # and changes nothing of what is computed
+
     def __init__(self, given: Mapping[int, NameOf], inside: bool = True) -> None:
+        super().__init__()
         self.operations: list[Operation] = []
         self.captured: dict[int, Captured] = {}
         self.made: list[Made] = []
@@ -115,27 +115,22 @@ class Look:
         self.outer: Collection[int] = ()
         self._inside, self._given = inside, dict(given)
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
-        self._modes = _Operators(self), _Functions(self)
+        self._functions = _Functions(self)
 
     def __enter__(self) -> Look:
         as_written.begin(self)
         self._token = looking.set(self)
-        dispatch._push_mode(self._modes[0])
-        self._modes[1].__enter__()
+        dispatch._push_mode(self)  # `super().__enter__` notes a mode for all threads, which several may leave so
+        self._functions.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._modes[1].__exit__(*error)
+        self._functions.__exit__(*error)
         dispatch._pop_mode()
         looking.reset(self._token)
         as_written.end(self)
 
-    def give(self, tensor: torch.Tensor, name: NameOf) -> None:
-        """Has another tensor be one that the function is given."""
-        memory = memory_of(private.unwrapped(tensor))
-        self._given[memory], self._own[memory] = name, True
-
-    def given_more(self, given: Mapping[int, NameOf]) -> None:
+    def give(self, given: Mapping[int, NameOf]) -> None:
         """Has more memory be what the function is given."""
         self._given |= given
         self._own |= dict.fromkeys(given, True)
@@ -155,49 +150,48 @@ class Look:
 
     # ---- what the modes tell
 
-    def before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if getattr(func, "namespace", None) in COLLECTIVES:  # torch.func gives what lies in lists of lists as it is
+            args = tuple([pytree.map_leaves(_unwrapped, x) for x in args])
+        if looking.get() is not self or not hasattr(func, "_schema"):  # a higher-order one
+            return func(*args, **(kwargs or {}))
+        depends = self._before(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        place = self.operations[-1].place if self.operations else None
+        for x in pytree.tensors_in(out):
+            memory = memory_of(x)
+            if func._schema.name not in _SILENT and memory not in self._own and memory not in self.captured:
+                self._own[memory] = depends
+            elif depends and memory in self._own:
+                self._own[memory] = True
+            if depends and not isinstance(x, StandIn):
+                self.made.append(Made(gone(x, memory not in self._given), x.shape, place))
+        return out
+
+    def _before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
         """Looks at what an operation is given; whether any of it depends on what the function is given."""
-        name, depends, place = func._schema.name, False, place_here()
-        if place is None:  # this library's own
-            for x in pytree.tensors_in(*args, *kwargs.values()):
-                if name not in _SILENT:
-                    self._own.setdefault(memory_of(x), False)
-                depends = depends or self._own.get(memory_of(x), False)
-            return depends
-        if name in _MADE_OF_NUMBERS:
-            for x in pytree.tensors_in(*args):
+        name, place, operands = func._schema.name, place_here(), pytree.tensors_in(*args, *kwargs.values())
+        if (place is None and name not in _SILENT) or name in _MADE_OF_NUMBERS:  # this library's own
+            for x in operands:
                 self._own.setdefault(memory_of(x), False)
-        for x in pytree.tensors_in(*args, *kwargs.values()):
-            known = self._own.get(memory_of(x))
-            if known is None:
-                of = memory_of(x)
-                self.captured.setdefault(of, Captured(_held(x), of, private.version(x), place))
-            depends = depends or bool(known)
+        depends = any([self._own.get(memory_of(x), False) for x in operands])
+        if place is None:
+            return depends
+        if func.namespace in COLLECTIVES and (collectives := current.get()) is not None:
+            collectives.operated(func.namespace, name.partition("::")[2], place)
+        for x in operands:
+            if (memory := memory_of(x)) not in self._own:
+                self.captured.setdefault(memory, Captured(gone(x), private.version(x), place))
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
         self.reruns = self.reruns or hooks.any_around()
         # what a generator gives depends on whoever drew from it before
         depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
-        numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
+        flat = [x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, _NUMBERS)]
+        numbers = [bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x for x in flat]
         if name not in _SILENT:
-            self.operations.append(Operation(name, numbers, depends, place))
+            self.operations.append(Operation(name, tuple(numbers), depends, place))
         return depends
-
-    def after(self, out: object, depends: bool, new: bool) -> None:
-        """Notes what an operation has made.
-
-        Args:
-            new: whether that may be new memory.
-        """
-        for x in pytree.tensors_in(out):
-            memory = memory_of(x)
-            if new and memory not in self._own and memory not in self.captured:
-                self._own[memory] = depends
-            elif depends and memory in self._own:
-                self._own[memory] = True
-            if depends and not isinstance(x, StandIn):
-                of = _held(x) if memory not in self._given else weakref.ref(x)
-                self.made.append(Made(of, x.shape, self.operations[-1].place if self.operations else None))
 
     def called(self, func: Function, operands: Operands, kwargs: Named) -> None:
         """Looks at tensors as the caller has them."""
@@ -266,31 +260,14 @@ class Look:
             )
 
 
-class _Operators(dispatch.TorchDispatchMode):
-    supports_higher_order_operators = True
-    looks = True
-
-    def __init__(self, look: Look) -> None:
-        super().__init__()
-        self._look = look
-
-    def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if looking.get() is not self._look or not hasattr(func, "_schema"):  # a higher-order one
-            return func(*args, **(kwargs or {}))
-        depends = self._look.before(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        self._look.after(out, depends, func._schema.name not in _SILENT)
-        return out
-
-
 class _Functions(TorchFunctionMode):
     def __init__(self, look: Look) -> None:
         super().__init__()
         self._look = look
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if (observer := current.get()) is not None:
-            observer.note(func, args, kwargs)
+        if (collectives := current.get()) is not None:
+            args, kwargs = collectives.called(func, args, kwargs)
         if looking.get() is self._look:
             self._look.called(func, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -335,7 +312,7 @@ def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
     """
     look = looking.get()
     if look is not None:  # at what runs this one
-        look.given_more(given)
+        look.give(given)
         yield look
         return
     look = Look(given, inside=False)
@@ -379,8 +356,16 @@ def memory_of(x: torch.Tensor) -> int:
         return id(x)
 
 
-def _held(x: torch.Tensor) -> StorageWeakRef | weakref.ref[torch.Tensor]:
-    return StorageWeakRef(x.untyped_storage()) if memory_of(x) != id(x) else weakref.ref(x)
+def gone(x: torch.Tensor, memory: bool = True) -> Callable[[], bool]:
+    """What tells whether a tensor is gone, with all that share its memory."""
+    if not memory or memory_of(x) == id(x):
+        reference = weakref.ref(x)
+        return lambda: reference() is None
+    return StorageWeakRef(x.untyped_storage()).expired
+
+
+def _unwrapped(x: object) -> object:
+    return private.unwrapped(x) if isinstance(x, torch.Tensor) else x
 
 
 def _moves(x: torch.Tensor) -> bool:
@@ -389,11 +374,3 @@ def _moves(x: torch.Tensor) -> bool:
         return private.is_mapped(x) or private.is_differentiated(x)
     except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
         return x.requires_grad
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None)))
-
-
-def _number(x: object) -> object:
-    return bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x
