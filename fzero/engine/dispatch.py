@@ -22,8 +22,8 @@ from fzero.engine.op import Around, UnitOp
 from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
+from fzero.purity.check import is_strict
 from fzero.purity.look import Look, asks_part, beside, looking, refusal
-from fzero.purity.strict import is_strict
 from fzero.purity.trial import Trial
 from fzero.table.handle import Handle, HandleError
 

@@ -37,7 +37,7 @@ from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
 from fzero.purity.collectives import current as collectives
 from fzero.purity.look import Impure, Look, refusal
-from fzero.purity.one_level import OneLevel
+from fzero.purity.one_level import one_level
 from fzero.purity.trial import Trial, repeated
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
@@ -103,10 +103,10 @@ class UnitOp(PulledOp):
         for key, primal in zip(self.keys, tensors, strict=False):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
-        one_level = OneLevel(self.unit) if private.level() else _NOTHING
+        alone = one_level(self.unit) if private.level() else _NOTHING
         again = self._surroundings.again() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, again, one_level, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, again, alone, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -206,18 +206,18 @@ class UnitOp(PulledOp):
         tries = self._first is None and (again or not signature.proven) and signature.proves and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
-        one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
+        alone = one_level(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
             trial = None
             if tries:
-                with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
+                with self._saving(wanted, fulls, tensors[count:], tried=True), alone:
                     trial = self._tried(leaves, tensors[count:], memories)
             with (
                 self._saving(wanted, fulls, tensors[count:]),
                 seeded(self.seed),
-                one_level,
+                alone,
                 self._traced(wanted, [*leaves.values(), *tensors[count:]]) as traced,
             ):
                 if trial is not None:

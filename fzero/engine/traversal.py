@@ -95,7 +95,7 @@ class Traversal:
 
     def collectives(self, who: str) -> Collectives:
         """What looks at torch's collectives where nothing is known of a function yet."""
-        return Collectives(who, self.run, self.layout.tensor[1] > 1)
+        return Collectives(who, self.run)
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""

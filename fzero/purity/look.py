@@ -32,7 +32,7 @@ from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, nam
 
 # which give no derivative on: x.shape, x.detach()
 _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
+HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
 NameOf = Callable[[torch.Tensor], str]
 # which compute nothing: autograd and fake tensors do so by themselves, too
@@ -52,6 +52,10 @@ class Impure(Exception):
     def __init__(self, what: str, place: Place | None, instead: str) -> None:
         super().__init__(what)
         self.what, self.place, self.instead = what, place, instead
+
+
+def impure(what: str, place: Place | None, instead: str) -> Impure:
+    return noted(Impure(what, place, instead))
 
 
 class Operation(NamedTuple):
@@ -89,12 +93,12 @@ class Look(dispatch.TorchDispatchMode):
 
     Args:
         given: the memory of what the function is given -> what names a tensor of it.
-        protected: whether writes to that are refused.
         inside: whether it runs inside of what is differentiated, as a unit does: then it captures constants only.
 
-    Attributes:
         objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
         outer: ids of these as its caller has them.
+
+    Attributes:
         operations: all of them, in order.
         captured: by the memory of a tensor.
         made: what depends on something given.
@@ -104,31 +108,33 @@ class Look(dispatch.TorchDispatchMode):
     supports_higher_order_operators = True
     looks = True  # and changes nothing of what is computed
 
-    def __init__(self, given: Mapping[int, NameOf], inside: bool = True) -> None:
+    def __init__(
+        self,
+        given: Mapping[int, NameOf],
+        inside: bool = True,
+        objects: Collection[int] = (),
+        outer: Collection[int] = (),
+    ) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.captured: dict[int, Captured] = {}
         self.made: list[Made] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = False
-        self.objects: Collection[int] = ()
-        self.outer: Collection[int] = ()
-        self._inside, self._given = inside, dict(given)
+        self._inside, self._given, self._objects, self._outer = inside, dict(given), objects, outer
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
-        self._functions = _Functions(self)
+        self._functions = Functions(self._called)
 
     def __enter__(self) -> Look:
-        as_written.begin(self)
+        self._functions.__enter__()
         self._token = looking.set(self)
         dispatch._push_mode(self)  # `super().__enter__` notes a mode for all threads, which several may leave so
-        self._functions.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._functions.__exit__(*error)
         dispatch._pop_mode()
         looking.reset(self._token)
-        as_written.end(self)
+        self._functions.__exit__(*error)
 
     def give(self, given: Mapping[int, NameOf]) -> None:
         """Has more memory be what the function is given."""
@@ -177,8 +183,8 @@ class Look(dispatch.TorchDispatchMode):
         depends = any([self._own.get(memory_of(x), False) for x in operands])
         if place is None:
             return depends
-        if func.namespace in COLLECTIVES and (collectives := current.get()) is not None:
-            collectives.operated(func.namespace, name.partition("::")[2], place)
+        if func.namespace == "c10d" and (collectives := current.get()) is not None:
+            collectives.operated(name.partition("::")[2], place)
         for x in operands:
             if (memory := memory_of(x)) not in self._own:
                 self.captured.setdefault(memory, Captured(gone(x), private.version(x), place))
@@ -193,20 +199,25 @@ class Look(dispatch.TorchDispatchMode):
             self.operations.append(Operation(name, tuple(numbers), depends, place))
         return depends
 
-    def called(self, func: Function, operands: Operands, kwargs: Named) -> None:
+    def _called(self, func: Function, args: Operands, kwargs: Named) -> tuple[Operands, Named]:
+        if (collectives := current.get()) is not None:
+            args, kwargs = collectives.called(func, args, kwargs)
+        if looking.get() is self:
+            self._look_at(func, args, kwargs)
+        return args, kwargs
+
+    def _look_at(self, func: Function, operands: Operands, kwargs: Named) -> None:
         """Looks at tensors as the caller has them."""
         if func in _ASKS:
             _refuse_parts(func, operands, kwargs or {})
-        if func in _HOOKS:
+        if func in HOOKS:
             self.reruns = True
-            if id(operands[0]) in self.objects:
-                raise noted(
-                    Impure(
-                        f"calls {func.__name__!r} of a tensor that it is given",
-                        place_here(),
-                        "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
-                        "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
-                    )
+            if id(operands[0]) in self._objects:
+                raise impure(
+                    f"calls {func.__name__!r} of a tensor that it is given",
+                    place_here(),
+                    "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
+                    "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
                 )
         if func in _CONSTANT:
             return
@@ -218,19 +229,17 @@ class Look(dispatch.TorchDispatchMode):
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
-            given = id(x) not in self.outer or id(x) in self.objects  # where nothing is differentiated, they are one
+            given = id(x) not in self._outer or id(x) in self._objects  # where nothing is differentiated, they are one
             if given and memory_of(private.unwrapped(x)) in self._own:
                 continue
             place = place_here()
             if place is None:  # this library's own
                 return
             if _moves(x):
-                raise noted(
-                    Impure(
-                        f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
-                        place,
-                        "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
-                    )
+                raise impure(
+                    f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
+                    place,
+                    "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
                 )
             self.constants[id(x)] = weakref.ref(x)
 
@@ -241,39 +250,47 @@ class Look(dispatch.TorchDispatchMode):
         if memory in self._given:
             what = self._given[memory](x)
             params = "" if what == "an input" else "Params change in step.update only. "
-            raise noted(
-                Impure(
-                    f"writes to {what} in place, by {name.partition('::')[2]}",
-                    place,
-                    f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
-                    "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
-                )
+            raise impure(
+                f"writes to {what} in place, by {name.partition('::')[2]}",
+                place,
+                f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
+                "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
             )
         if memory in self.captured or memory not in self._own:
-            raise noted(
-                Impure(
-                    f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
-                    place,
-                    "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
-                    "then fz.functional(module, buffers=True) and fz.carry.",
-                )
+            raise impure(
+                f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
+                place,
+                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
+                "then fz.functional(module, buffers=True) and fz.carry.",
             )
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, look: Look) -> None:
+class Functions(TorchFunctionMode):
+    """Shows functions of torch, above all levels.
+
+    Args:
+        called: given a function and its operands, the operands to call it with.
+    """
+
+    def __init__(self, called: Callable[[Function, Operands, Named], tuple[Operands, Named]]) -> None:
         super().__init__()
-        self._look = look
+        self._called = called
+
+    def __enter__(self) -> Functions:
+        as_written.begin(self)  # nothing compiled runs: Dynamo takes wrong steps under modes
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if (collectives := current.get()) is not None:
-            args, kwargs = collectives.called(func, args, kwargs)
-        if looking.get() is self._look:
-            self._look.called(func, args, kwargs)
+        args, kwargs = self._called(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
-_Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 # what looks at the function that is running

@@ -76,25 +76,23 @@ class Trial:
         with _refusing(who, defined):
             with _beside():
                 before = _content(given)
-            attributes = set[str]().union(*map(_set_on, (*given, *outer)))
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
-            look = Look(self._names, inside)
+            look = Look(self._names, inside, {id(x) for x in own if inside}, self._outer)
             look.made += [Made(gone(x, False), x.shape, None) for x in own if passes]
-            look.objects, look.outer = {id(x) for x in own if inside}, self._outer
             with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
-            if any(_set_on(x) - attributes for x in (*own, *given, *outer)):
-                raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
             opaque = [x for x in out if not isinstance(x, (torch.Tensor, *VALUES))]
             self.opaque = {type(x) for x in opaque}
+            set_on = [[value for name, value in vars(x).items() if name != OWNER] for x in own]
             del out
             own.clear()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 torch.clear_autocast_cache()
-            if (rule := collectives.get()) is None or not rule.refuses():
+            if (rule := collectives.get()) is None or rule.error is None:
                 _need_gone(look, opaque)
+            del set_on
             with _beside():
                 _need_same(given, before, look, self._names)
         self.look = look
@@ -105,18 +103,15 @@ class Trial:
         Raises:
             ValueError: it is not as the trial was.
         """
-        real = Look(self._names, self._inside)
-        real.objects, real.outer = {id(x) for x in self._given if self._inside}, self._outer
-        with _refusing(self._who, self._defined):
-            with seeded(self._seed), heard(), real:
-                try:
-                    out = run()
-                except Exception as error:
-                    if not is_ours(error) and not isinstance(error, Impure):
-                        error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
-                    raise
+        real = Look(self._names, self._inside, {id(x) for x in self._given if self._inside}, self._outer)
+        with _refusing(self._who, self._defined), seeded(self._seed):
+            try:
+                out = _again(run, self.look, real)
+            except Exception as error:
+                if not is_ours(error) and not isinstance(error, Impure):
+                    error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
+                raise
             with _beside():
-                _need_same_operations(self.look.operations, real.operations)
                 _need_same_values(self._kept, out)
         return out, real
 
@@ -134,20 +129,24 @@ def repeated(
     Raises:
         ValueError: it does something else.
     """
-    look = Look(names_of(given, memories))
     with _refusing(who, defined):
-        with heard(), look:
-            out = run()
-        _need_same_operations(first.operations, look.operations)
-        for memory, each in look.captured.items():
-            was = first.captured.get(memory)
-            if was is not None and was.version != each.version:
-                raise Impure(
-                    "reads a tensor that it closes over when it runs again (fz.remat, a derivative of a derivative), "
-                    "and that has been written to since its call",
-                    each.place,
-                    "Give it to the call as an argument.",
-                )
+        return _again(run, first, Look(names_of(given, memories)))
+
+
+def _again(run: Callable[[], Sequence[object]], first: Look, look: Look) -> Sequence[object]:
+    """Runs what has run before, and refuses what is not the same."""
+    with heard(), look:
+        out = run()
+    _need_same_operations(first.operations, look.operations)
+    for memory, each in look.captured.items():
+        was = first.captured.get(memory)
+        if was is not None and was.version != each.version:
+            raise Impure(
+                "reads a tensor that it closes over when it runs again, with the same arguments, and that has been "
+                "written to since",
+                each.place,
+                "Give it to the call as an argument.",
+            )
     return out
 
 
@@ -171,10 +170,6 @@ def _refusing(who: str, defined: Place | None) -> Iterator[None]:
         yield
     except Impure as error:
         raise noted(refusal(who, error, defined)) from None
-
-
-def _set_on(x: torch.Tensor) -> set[str]:
-    return vars(x).keys() - {OWNER}
 
 
 def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
@@ -231,7 +226,7 @@ def _alive(look: Look) -> list[Made]:
     return alive
 
 
-Content = tuple[int, int, bool, float]
+Content = tuple[int, int, bool, str]
 
 
 def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
@@ -240,7 +235,7 @@ def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
     for x in tensors:
         plain = private.unwrapped(x).detach()
         strided = _has_values(plain)
-        total = float(pytree.as_reals(plain).sum(dtype=torch.float64)) if strided else 0.0
+        total = str(float(pytree.as_reals(plain).sum(dtype=torch.float64))) if strided else ""  # a NaN is one again
         found.append((plain.data_ptr() if strided else 0, private.version(plain), x.requires_grad, total))
     return found
 
@@ -249,7 +244,7 @@ def _need_same(
     given: Sequence[torch.Tensor], before: Sequence[Content], look: Look, names: Mapping[int, NameOf]
 ) -> None:
     for x, was, now in zip(given, before, _content(given), strict=True):
-        if was != now and not (was[:3] == now[:3] and was[3] != was[3] and now[3] != now[3]):  # NaN
+        if was != now:
             raise Impure(
                 f"changes {names[memory_of(private.unwrapped(x))](x)} in a way that autograd does not see (x.data, "
                 "x.numpy(), requires_grad_)",
