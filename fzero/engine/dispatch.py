@@ -241,7 +241,7 @@ def _proven(
 
     with beside():
         defined = definition_of(fn)
-        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, passes=False, defined=defined)
+        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, defined=defined)
         out, own = trial.compared(run)
     check.note(unit, len(own.captured))
     result, taken = pytree.unflatten(specs[0], out)

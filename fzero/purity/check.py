@@ -29,15 +29,14 @@ class UnitProof(NamedTuple):
     captured: int | None
 
 
-class Report:
+class Report(NamedTuple):
     """What `fz.check_pure` has proven.
 
     Attributes:
         units: the units' calls, in order.
     """
 
-    def __init__(self, units: Sequence[UnitProof]) -> None:
-        self.units = tuple(units)
+    units: tuple[UnitProof, ...]
 
     def __repr__(self) -> str:
         words = {None: "not proven (prove=False)", 0: "pure"}
@@ -88,9 +87,9 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
     with failing("check_pure"), during(proofs, found), strict():
         defined = definition_of(step.fn)
-        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, False, defined=defined)
+        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, defined=defined)
         trial.compared(forward)
-    return Report(found)
+    return Report(tuple(found))
 
 
 def note(unit: str, captured: int | None) -> None:

@@ -47,8 +47,7 @@ class Trial:
         memories: buffers, each with what names a tensor in it.
         seed: of its random numbers; None: as they come.
         inside: as of `Look`.
-        passes: whether `run` passes on the tensors that it is given.
-        outer: the tensors among `given` as the caller has them, whom nothing passes on.
+        outer: the tensors among `given` as the caller has them, if `run` passes on those that it is given instead.
         defined: where the function is defined.
 
     Attributes:
@@ -66,16 +65,16 @@ class Trial:
         memories: Sequence[tuple[torch.Tensor, NameOf]],
         seed: int | None = None,
         inside: bool = True,
-        passes: bool = True,
-        outer: Sequence[torch.Tensor] = (),
+        outer: Sequence[torch.Tensor] | None = None,
         defined: Place | None = None,
     ) -> None:
         self._who, self._inside, self._given, self._seed = who, inside, given, seed
-        self._outer, self._defined = {id(x) for x in outer}, defined
+        self._outer, self._defined = {id(x) for x in outer or ()}, defined
         self._names = names_of(given, memories)
         with _refusing(who, defined):
             with _beside():
                 before = _content(given)
+            passes = outer is not None
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
             look = Look(self._names, inside, {id(x) for x in own if inside}, self._outer)
             look.made += [Made(gone(x, False), x.shape, None) for x in own if passes]
