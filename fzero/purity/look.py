@@ -28,7 +28,7 @@ from fzero.base.refusals import heard, noted
 from fzero.comm.backend import COLLECTIVES
 from fzero.purity.caller import NOWHERE, place_here
 from fzero.purity.collectives import current
-from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
+from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
 
 # which give no derivative on: x.shape, x.detach()
 _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -367,10 +367,7 @@ def asks_part(asks: str, outputs: int, unit: str) -> Impure:
 
 def memory_of(x: torch.Tensor) -> int:
     """A number that tensors which share memory have in common."""
-    try:
-        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
-    except (RuntimeError, NotImplementedError):
-        return id(x)
+    return storage_of(x) or id(x)
 
 
 def gone(x: torch.Tensor, memory: bool = True) -> Callable[[], bool]:
