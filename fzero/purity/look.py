@@ -62,12 +62,12 @@ class Operation(NamedTuple):
     """One operation, as it was called.
 
     Attributes:
-        numbers: its operands that are no tensors.
+        numbers: its operands that are no tensors, in words; of a generator its state.
         depends: whether any operand depends on what the function was given.
     """
 
     name: str
-    numbers: tuple[object, ...]
+    numbers: tuple[str | bytes, ...]
     depends: bool
     place: Place | None
 
@@ -194,7 +194,7 @@ class Look(dispatch.TorchDispatchMode):
         # what a generator gives depends on whoever drew from it before
         depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
         flat = [x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, _NUMBERS)]
-        numbers = [bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x for x in flat]
+        numbers = [bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else repr(x) for x in flat]
         if name not in _SILENT:
             self.operations.append(Operation(name, tuple(numbers), depends, place))
         return depends
