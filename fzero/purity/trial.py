@@ -276,8 +276,8 @@ def _differs(what: str, place: Place | None) -> Impure:
     return Impure(
         what,
         place,
-        "A clock, a counter, a file, a mode around it, or a random generator of your own decides something. Take what "
-        "changes as an argument, and draw random numbers from torch's default generator.",
+        "A clock, a counter, a file, a random generator of your own, or a TorchDispatchMode that is around it decides "
+        "something. Take what changes as an argument, and draw random numbers from torch's default generator.",
     )
 
 
