@@ -229,16 +229,6 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
     _settle(group)
 
 
-def adds(op: object) -> bool:
-    """Tells whether an operation of a reduction, if it is one, is linear: a sum or a mean."""
-    return op is None or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
-def is_differentiable(module: object) -> bool:
-    """Tells whether a module is one of torch's whose collectives have derivatives."""
-    return module in ("torch.distributed.nn.functional", "torch.distributed._functional_collectives")
-
-
 def adds_here(group: Group) -> bool:
     """Tells whether sums are best added up here, in rank order, of what the ranks send one another."""
     return kind_of(group) in ("gloo", "threaded")

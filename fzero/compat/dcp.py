@@ -262,7 +262,7 @@ class _Reading(Origin):
     def _update(self, name: str) -> int:
         """One leaf's number of updates."""
         numel = self._tensors[name].size.numel()
-        value = self._whole(name).item() if numel == 1 else f"{numel} elements"
+        value = self._elements(name, 0, 1).item() if numel == 1 else f"{numel} elements"
         if not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()):
             raise ValueError(
                 f"{self.place}: tensor {name!r} of {self.dtype(name)} has {value}, expected a number of updates. Say "
@@ -315,9 +315,6 @@ class _Reading(Origin):
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].properties.dtype
-
-    def _whole(self, name: str) -> torch.Tensor:
-        return self._elements(name, 0, self._tensors[name].size.numel()).view(self.shape(name))
 
     def _elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")

@@ -23,10 +23,10 @@ from fzero.engine.outlets import sharing
 from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
+from fzero.purity.check import is_strict
 from fzero.purity.look import Look, asks_part, beside, looking, refusal
-from fzero.purity.strict import is_strict
 from fzero.purity.trial import Trial
-from fzero.table.handle import Handle, HandleError
+from fzero.table.handle import Handle, HandleError, storage_of
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "
@@ -243,7 +243,7 @@ def _proven(
 
     with beside():
         defined = definition_of(fn)
-        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, passes=False, defined=defined)
+        trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, defined=defined)
         out, own = trial.compared(run)
     check.note(unit, len(own.captured))
     result, taken = pytree.unflatten(specs[0], out)
@@ -257,8 +257,7 @@ def _proven(
 def _returned(look: Look, unit: str, given: Sequence[object], result: object, *more: object) -> None:
     """What a unit returns is the function's own, which writes to none of it that is no memory of its own."""
     what = f"an output of unit {unit!r} that shares memory with its other outputs or its inputs"
-    for x in sharing(flatten(result)[0], given):
-        look.give(x, lambda _: what)
+    look.give({storage_of(x): lambda _: what for x in sharing(flatten(result)[0], given)})
     look.own((result, *more))
 
 

@@ -26,8 +26,8 @@ from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
 from fzero.formats.formats import Plain
+from fzero.purity.check import is_strict
 from fzero.purity.look import looking_at
-from fzero.purity.strict import is_strict
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.sharded import Sharded
@@ -215,7 +215,7 @@ def _copied(x: object) -> object:
 def _looking(given: Mapping[int, LeafOf]) -> Iterator[None]:
     """Around the first run of a function."""
     with looking_at("step: the function", given) as look:
-        with during(protecting, lambda copy, path: look.give(copy, lambda _: f"leaf {path!r}")):
+        with during(protecting, lambda copy, path: look.give({storage_of(copy): lambda _: f"leaf {path!r}"})):
             yield
 
 
@@ -241,13 +241,13 @@ def call_function(
     entered = [private.version(leaf) for leaf, _ in full]
 
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    observer: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    collectives: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if first and not traversal.table.compiled and proves.get():
         own = inputs[1:] if step.carries else inputs  # it may write to its copy of what is carried
         tensors = [x for x in pytree.flatten(own)[0] if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)]
         own_leaves = {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(state.params)
         look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | own_leaves)
-        observer = traversal.observing("step: the function")
+        collectives = traversal.collectives("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     over = None if traversal.table.compiled else traversal.tensor
@@ -262,7 +262,7 @@ def call_function(
         traversal.running(),
         traversal.schedule.forward(),
         look,
-        observer,
+        collectives,
     ):
         try:
             fn = traversal.fn or step.fn

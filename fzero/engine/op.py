@@ -35,10 +35,10 @@ from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
-from fzero.purity.look import Captured, Impure, Operation, refusal
-from fzero.purity.observer import current as observer
-from fzero.purity.one_level import OneLevel
-from fzero.purity.trial import Trial, repeated, sums_of
+from fzero.purity.collectives import current as collectives
+from fzero.purity.look import Impure, Look, refusal
+from fzero.purity.one_level import one_level
+from fzero.purity.trial import Trial, repeated
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
@@ -58,7 +58,7 @@ class UnitOp(PulledOp):
     """
 
     # what the first run showed, if it was the first under its signature, until it has run again
-    _first: tuple[Sequence[Operation], Sequence[Captured], Sequence[float]] | None = None
+    _first: Look | None = None
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class UnitOp(PulledOp):
         for key, primal in zip(self.keys, tensors, strict=False):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
-        one_level = OneLevel(self.unit) if private.level() else _NOTHING
+        alone = one_level(self.unit) if private.level() else _NOTHING
         again = self._surroundings.again() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, again, one_level, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, again, alone, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -206,18 +206,18 @@ class UnitOp(PulledOp):
         tries = self._first is None and (again or not signature.proven) and signature.proves and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
-        one_level = OneLevel(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
+        alone = one_level(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
             trial = None
             if tries:
-                with self._saving(wanted, fulls, tensors[count:], tried=True), one_level:
+                with self._saving(wanted, fulls, tensors[count:], tried=True), alone:
                     trial = self._tried(leaves, tensors[count:], memories)
             with (
                 self._saving(wanted, fulls, tensors[count:]),
                 seeded(self.seed),
-                one_level,
+                alone,
                 self._traced(wanted, [*leaves.values(), *tensors[count:]]) as traced,
             ):
                 if trial is not None:
@@ -266,7 +266,7 @@ class UnitOp(PulledOp):
         return definition_of(self._eager)
 
     def _observing(self) -> contextlib.AbstractContextManager[object]:
-        return _NOTHING if observer.get() is not None else self.traversal.observing(f"Unit {self.unit!r}")
+        return _NOTHING if collectives.get() is not None else self.traversal.collectives(f"Unit {self.unit!r}")
 
     def _compared(
         self, trial: Trial, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -279,7 +279,7 @@ class UnitOp(PulledOp):
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
         if self.recompute and not (signature.transformed or signature.repeated):  # a level has operations of its own
-            self._first = look.operations, [*look.captured.values()], sums_of(out)
+            self._first = look
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
@@ -292,7 +292,7 @@ class UnitOp(PulledOp):
         given = [*leaves.values(), *tensors]
         assert self._first is not None
         with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, self._first, self._defined)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

@@ -25,8 +25,7 @@ from fzero.engine.delivery import Delivery
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
 from fzero.engine.weights import Grad
-from fzero.purity.collectives import of_collectives
-from fzero.purity.observer import Observer
+from fzero.purity.collectives import Collectives
 from fzero.table.counting import Mask
 from fzero.table.handle import Handle
 from fzero.table.layout import Key, Layout, Slot
@@ -97,9 +96,9 @@ class Traversal:
         self.seeds = Seeds(*seed)
         self.next_seed = self.seeds.next
 
-    def observing(self, who: str) -> Observer:
-        """What looks at operations where nothing is known of a function yet."""
-        return Observer(of_collectives(who, self.run, self.layout.tensor[1] > 1))
+    def collectives(self, who: str) -> Collectives:
+        """What looks at torch's collectives where nothing is known of a function yet."""
+        return Collectives(who, self.run)
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""

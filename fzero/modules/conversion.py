@@ -21,6 +21,7 @@ from fzero.parallel import maps, piece
 from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece, whole
 from fzero.parallel.watched import mark_of, need_level, note, taken
+from fzero.state.sliced import in_order
 from fzero.table.handle import Handle
 from fzero.table.placements import Cut, Mark
 from fzero.table.slices import Slices
@@ -305,7 +306,8 @@ class Converted:
         return maps.split(_by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
 
     def _gathered(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
-        return _in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
+        every = maps.gather(x, self.axis, dim, slices.sizes(self.axis.size))
+        return every if len(slices.parts) == 1 else in_order(slices.ranges(self.axis.size), every, dim)
 
     def _need_whole(self, x: torch.Tensor, dim: int, count: int) -> None:
         mark = _given.get()
@@ -374,14 +376,3 @@ def _by_rank(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Ten
     if len(slices.parts) == 1:
         return x
     return torch.cat([x.narrow(dim, *piece) for own in slices.ranges(ranks) for piece in own], dim)
-
-
-def _in_order(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
-    """Ranks' slices of a dim, one after the other, in the order of the whole."""
-    if len(slices.parts) == 1:
-        return x
-    starts, end = {}, 0
-    for own in slices.ranges(ranks):
-        for start, size in own:
-            starts[start, size], end = end, end + size
-    return torch.cat([x.narrow(dim, place, size) for (_, size), place in sorted(starts.items())], dim)

@@ -1,9 +1,10 @@
-"""fz.check_pure: proves that a step's function and its units are pure."""
+"""fz.check_pure and fz.testing.strict: a step's function and its units are proven to be pure, whenever one says so."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from fzero.base import pytree
 from fzero.base.context import during, variable
 from fzero.base.places import definition_of
 from fzero.comm.divergence import failing
-from fzero.purity.strict import strict
 from fzero.purity.trial import Trial
 from fzero.table.spec import need_step
 
@@ -29,15 +29,14 @@ class UnitProof(NamedTuple):
     captured: int | None
 
 
-class Report:
+class Report(NamedTuple):
     """What `fz.check_pure` has proven.
 
     Attributes:
         units: the units' calls, in order.
     """
 
-    def __init__(self, units: Sequence[UnitProof]) -> None:
-        self.units = tuple(units)
+    units: tuple[UnitProof, ...]
 
     def __repr__(self) -> str:
         words = {None: "not proven (prove=False)", 0: "pure"}
@@ -88,12 +87,41 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
     with failing("check_pure"), during(proofs, found), strict():
         defined = definition_of(step.fn)
-        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, False, defined=defined)
+        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, defined=defined)
         trial.compared(forward)
-    return Report(found)
+    return Report(tuple(found))
 
 
 def note(unit: str, captured: int | None) -> None:
     own = proofs.get()
     if own is not None:
         own.append(UnitProof(unit, captured))
+
+
+# ----
+
+_strict: contextvars.ContextVar[bool] = variable("strict", False)
+
+
+def is_strict() -> bool:
+    return _strict.get()
+
+
+@contextlib.contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """A context in which every run of a step's function and of its units is proven to be pure.
+
+    Outside of it, a first run is. Use it in tests.
+
+    Args:
+        enabled: False switches it off inside another one.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> with fz.testing.strict():
+        ...     state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> metrics["loss"]
+        tensor(2.)
+    """
+    with during(_strict, enabled):
+        yield

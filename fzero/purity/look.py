@@ -25,17 +25,19 @@ from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
 from fzero.base.places import Place
 from fzero.base.refusals import heard, noted
+from fzero.comm.backend import COLLECTIVES
 from fzero.purity.caller import NOWHERE, place_here
-from fzero.purity.observer import current
-from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, writes
+from fzero.purity.collectives import current
+from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
 
 # which give no derivative on: x.shape, x.detach()
 _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
+HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
 NameOf = Callable[[torch.Tensor], str]
 # which compute nothing: autograd and fake tensors do so by themselves, too
 _SILENT = ("aten::detach", "prim::device")
+_NUMBERS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
 _MADE_OF_NUMBERS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # torch.tensor
 
 
@@ -52,16 +54,20 @@ class Impure(Exception):
         self.what, self.place, self.instead = what, place, instead
 
 
+def impure(what: str, place: Place | None, instead: str) -> Impure:
+    return noted(Impure(what, place, instead))
+
+
 class Operation(NamedTuple):
     """One operation, as it was called.
 
     Attributes:
-        numbers: its operands that are no tensors.
+        numbers: its operands that are no tensors, in words; of a generator its state.
         depends: whether any operand depends on what the function was given.
     """
 
     name: str
-    numbers: tuple[object, ...]
+    numbers: tuple[str | bytes, ...]
     depends: bool
     place: Place | None
 
@@ -69,8 +75,7 @@ class Operation(NamedTuple):
 class Captured(NamedTuple):
     """A tensor that the function was not given, and did not make."""
 
-    held: StorageWeakRef | weakref.ref[torch.Tensor]  # so that nothing else comes to lie there
-    memory: int
+    is_gone: Callable[[], bool]  # it holds the memory's number, so that nothing else comes to lie there
     version: int
     place: Place | None
 
@@ -78,64 +83,60 @@ class Captured(NamedTuple):
 class Made(NamedTuple):
     """What a run has made of what it was given: whoever keeps it keeps this run's values."""
 
-    memory: StorageWeakRef | weakref.ref[torch.Tensor]
+    is_gone: Callable[[], bool]
     shape: torch.Size
     place: Place | None
 
-    def is_alive(self) -> bool:
-        if isinstance(self.memory, StorageWeakRef):
-            return not self.memory.expired()
-        return self.memory() is not None
 
-
-class Look:
+class Look(dispatch.TorchDispatchMode):
     """Looks at one run, as a context.
 
     Args:
         given: the memory of what the function is given -> what names a tensor of it.
-        protected: whether writes to that are refused.
         inside: whether it runs inside of what is differentiated, as a unit does: then it captures constants only.
 
-    Attributes:
         objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
         outer: ids of these as its caller has them.
+
+    Attributes:
         operations: all of them, in order.
         captured: by the memory of a tensor.
         made: what depends on something given.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
 
-    def __init__(self, given: Mapping[int, NameOf], inside: bool = True) -> None:
+    supports_higher_order_operators = True
+    looks = True  # and changes nothing of what is computed
+
+    def __init__(
+        self,
+        given: Mapping[int, NameOf],
+        inside: bool = True,
+        objects: Collection[int] = (),
+        outer: Collection[int] = (),
+    ) -> None:
+        super().__init__()
         self.operations: list[Operation] = []
         self.captured: dict[int, Captured] = {}
         self.made: list[Made] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = False
-        self.objects: Collection[int] = ()
-        self.outer: Collection[int] = ()
-        self._inside, self._given = inside, dict(given)
+        self._inside, self._given, self._objects, self._outer = inside, dict(given), objects, outer
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
-        self._modes = _Operators(self), _Functions(self)
+        self._functions = Functions(self._called)
 
     def __enter__(self) -> Look:
-        as_written.begin(self)
+        self._functions.__enter__()
         self._token = looking.set(self)
-        dispatch._push_mode(self._modes[0])
-        self._modes[1].__enter__()
+        dispatch._push_mode(self)  # `super().__enter__` notes a mode for all threads, which several may leave so
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._modes[1].__exit__(*error)
         dispatch._pop_mode()
         looking.reset(self._token)
-        as_written.end(self)
+        self._functions.__exit__(*error)
 
-    def give(self, tensor: torch.Tensor, name: NameOf) -> None:
-        """Has another tensor be one that the function is given."""
-        memory = memory_of(private.unwrapped(tensor))
-        self._given[memory], self._own[memory] = name, True
-
-    def given_more(self, given: Mapping[int, NameOf]) -> None:
+    def give(self, given: Mapping[int, NameOf]) -> None:
         """Has more memory be what the function is given."""
         self._given |= given
         self._own |= dict.fromkeys(given, True)
@@ -155,64 +156,68 @@ class Look:
 
     # ---- what the modes tell
 
-    def before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
+    def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if getattr(func, "namespace", None) in COLLECTIVES:  # torch.func gives what lies in lists of lists as it is
+            args = tuple([pytree.map_leaves(_unwrapped, x) for x in args])
+        if looking.get() is not self or not hasattr(func, "_schema"):  # a higher-order one
+            return func(*args, **(kwargs or {}))
+        depends = self._before(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        place = self.operations[-1].place if self.operations else None
+        for x in pytree.tensors_in(out):
+            memory = memory_of(x)
+            if func._schema.name not in _SILENT and memory not in self._own and memory not in self.captured:
+                self._own[memory] = depends
+            elif depends and memory in self._own:
+                self._own[memory] = True
+            if depends and not isinstance(x, StandIn):
+                self.made.append(Made(gone(x, memory not in self._given), x.shape, place))
+        return out
+
+    def _before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
         """Looks at what an operation is given; whether any of it depends on what the function is given."""
-        name, depends, place = func._schema.name, False, place_here()
-        if place is None:  # this library's own
-            for x in pytree.tensors_in(*args, *kwargs.values()):
-                if name not in _SILENT:
-                    self._own.setdefault(memory_of(x), False)
-                depends = depends or self._own.get(memory_of(x), False)
-            return depends
-        if name in _MADE_OF_NUMBERS:
-            for x in pytree.tensors_in(*args):
+        name, place, operands = func._schema.name, place_here(), pytree.tensors_in(*args, *kwargs.values())
+        if (place is None and name not in _SILENT) or name in _MADE_OF_NUMBERS:  # this library's own
+            for x in operands:
                 self._own.setdefault(memory_of(x), False)
-        for x in pytree.tensors_in(*args, *kwargs.values()):
-            known = self._own.get(memory_of(x))
-            if known is None:
-                of = memory_of(x)
-                self.captured.setdefault(of, Captured(_held(x), of, private.version(x), place))
-            depends = depends or bool(known)
+        depends = any([self._own.get(memory_of(x), False) for x in operands])
+        if place is None:
+            return depends
+        if func.namespace == "c10d" and (collectives := current.get()) is not None:
+            collectives.operated(name.partition("::")[2], place)
+        for x in operands:
+            if (memory := memory_of(x)) not in self._own:
+                self.captured.setdefault(memory, Captured(gone(x), private.version(x), place))
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
         self.reruns = self.reruns or hooks.any_around()
         # what a generator gives depends on whoever drew from it before
         depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
-        numbers = tuple([_number(x) for x in pytree.flatten((args, kwargs))[0] if _is_number(x)])
+        flat = [x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, _NUMBERS)]
+        numbers = [bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else repr(x) for x in flat]
         if name not in _SILENT:
-            self.operations.append(Operation(name, numbers, depends, place))
+            self.operations.append(Operation(name, tuple(numbers), depends, place))
         return depends
 
-    def after(self, out: object, depends: bool, new: bool) -> None:
-        """Notes what an operation has made.
+    def _called(self, func: Function, args: Operands, kwargs: Named) -> tuple[Operands, Named]:
+        if (collectives := current.get()) is not None:
+            args, kwargs = collectives.called(func, args, kwargs)
+        if looking.get() is self:
+            self._look_at(func, args, kwargs)
+        return args, kwargs
 
-        Args:
-            new: whether that may be new memory.
-        """
-        for x in pytree.tensors_in(out):
-            memory = memory_of(x)
-            if new and memory not in self._own and memory not in self.captured:
-                self._own[memory] = depends
-            elif depends and memory in self._own:
-                self._own[memory] = True
-            if depends and not isinstance(x, StandIn):
-                of = _held(x) if memory not in self._given else weakref.ref(x)
-                self.made.append(Made(of, x.shape, self.operations[-1].place if self.operations else None))
-
-    def called(self, func: Function, operands: Operands, kwargs: Named) -> None:
+    def _look_at(self, func: Function, operands: Operands, kwargs: Named) -> None:
         """Looks at tensors as the caller has them."""
         if func in _ASKS:
             _refuse_parts(func, operands, kwargs or {})
-        if func in _HOOKS:
+        if func in HOOKS:
             self.reruns = True
-            if id(operands[0]) in self.objects:
-                raise noted(
-                    Impure(
-                        f"calls {func.__name__!r} of a tensor that it is given",
-                        place_here(),
-                        "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
-                        "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
-                    )
+            if id(operands[0]) in self._objects:
+                raise impure(
+                    f"calls {func.__name__!r} of a tensor that it is given",
+                    place_here(),
+                    "A hook is for the whole gradient of a tensor, and a call sees its own part. Call it where "
+                    "the tensor is computed, or of another one that you compute here (x = x.view_as(x)).",
                 )
         if func in _CONSTANT:
             return
@@ -224,19 +229,17 @@ class Look:
         for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
-            given = id(x) not in self.outer or id(x) in self.objects  # where nothing is differentiated, they are one
+            given = id(x) not in self._outer or id(x) in self._objects  # where nothing is differentiated, they are one
             if given and memory_of(private.unwrapped(x)) in self._own:
                 continue
             place = place_here()
             if place is None:  # this library's own
                 return
             if _moves(x):
-                raise noted(
-                    Impure(
-                        f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
-                        place,
-                        "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
-                    )
+                raise impure(
+                    f"closes over a tensor of shape {tuple(x.shape)} that is differentiated or mapped",
+                    place,
+                    "Give it to the call as an argument, or close over x.detach() if no gradient is wanted.",
                 )
             self.constants[id(x)] = weakref.ref(x)
 
@@ -247,56 +250,47 @@ class Look:
         if memory in self._given:
             what = self._given[memory](x)
             params = "Params change in step.update only. " if what.startswith("leaf") else ""
-            raise noted(
-                Impure(
-                    f"writes to {what} in place, by {name.partition('::')[2]}",
-                    place,
-                    f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
-                    "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
-                )
+            raise impure(
+                f"writes to {what} in place, by {name.partition('::')[2]}",
+                place,
+                f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
+                "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
             )
         if memory in self.captured or memory not in self._own:
-            raise noted(
-                Impure(
-                    f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
-                    place,
-                    "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
-                    "then fz.functional(module, buffers=True) and fz.carry.",
-                )
+            raise impure(
+                f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
+                place,
+                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
+                "then fz.functional(module, buffers=True) and fz.carry.",
             )
 
 
-class _Operators(dispatch.TorchDispatchMode):
-    supports_higher_order_operators = True
-    looks = True
+class Functions(TorchFunctionMode):
+    """Shows functions of torch, above all levels.
 
-    def __init__(self, look: Look) -> None:
+    Args:
+        called: given a function and its operands, the operands to call it with.
+    """
+
+    def __init__(self, called: Callable[[Function, Operands, Named], tuple[Operands, Named]]) -> None:
         super().__init__()
-        self._look = look
+        self._called = called
 
-    def __torch_dispatch__(self, func: Operator, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if looking.get() is not self._look or not hasattr(func, "_schema"):  # a higher-order one
-            return func(*args, **(kwargs or {}))
-        depends = self._look.before(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        self._look.after(out, depends, func._schema.name not in _SILENT)
-        return out
+    def __enter__(self) -> Functions:
+        as_written.begin(self)  # nothing compiled runs: Dynamo takes wrong steps under modes
+        super().__enter__()
+        return self
 
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, look: Look) -> None:
-        super().__init__()
-        self._look = look
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        as_written.end(self)
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if (observer := current.get()) is not None:
-            observer.note(func, args, kwargs)
-        if looking.get() is self._look:
-            self._look.called(func, args, kwargs)
+        args, kwargs = self._called(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
-_Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 # what looks at the function that is running
@@ -335,7 +329,7 @@ def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
     """
     look = looking.get()
     if look is not None:  # at what runs this one
-        look.given_more(given)
+        look.give(given)
         yield look
         return
     look = Look(given, inside=False)
@@ -373,14 +367,19 @@ def asks_part(asks: str, outputs: int, unit: str) -> Impure:
 
 def memory_of(x: torch.Tensor) -> int:
     """A number that tensors which share memory have in common."""
-    try:
-        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
-    except (RuntimeError, NotImplementedError):
-        return id(x)
+    return storage_of(x) or id(x)
 
 
-def _held(x: torch.Tensor) -> StorageWeakRef | weakref.ref[torch.Tensor]:
-    return StorageWeakRef(x.untyped_storage()) if memory_of(x) != id(x) else weakref.ref(x)
+def gone(x: torch.Tensor, memory: bool = True) -> Callable[[], bool]:
+    """What tells whether a tensor is gone, with all that share its memory."""
+    if not memory or memory_of(x) == id(x):
+        reference = weakref.ref(x)
+        return lambda: reference() is None
+    return StorageWeakRef(x.untyped_storage()).expired
+
+
+def _unwrapped(x: object) -> object:
+    return private.unwrapped(x) if isinstance(x, torch.Tensor) else x
 
 
 def _moves(x: torch.Tensor) -> bool:
@@ -389,11 +388,3 @@ def _moves(x: torch.Tensor) -> bool:
         return private.is_mapped(x) or private.is_differentiated(x)
     except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
         return x.requires_grad
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None)))
-
-
-def _number(x: object) -> object:
-    return bytes(x.get_state().numpy()) if isinstance(x, torch.Generator) else x

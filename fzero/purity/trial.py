@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -29,12 +29,12 @@ from fzero.base.random import seeded
 from fzero.base.rebound import tensors_inside
 from fzero.base.refusals import heard, is_ours, noted
 from fzero.base.thread_state import without_dispatch_modes, without_users_modes
-from fzero.purity.look import Captured, Impure, Look, Made, NameOf, Operation, beside, memory_of, refusal
-from fzero.purity.observer import current as observer
+from fzero.purity.collectives import current as collectives
+from fzero.purity.look import Impure, Look, Made, NameOf, Operation, beside, gone, memory_of, refusal
 from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
-CLOSE = 1e-3  # of outputs where operators are not deterministic
+_CLOSE = 1e-3  # of outputs where operators are not deterministic
 _WAITS = 0.0, 0.01, 0.05, 0.2, 0.5
 
 
@@ -48,8 +48,7 @@ class Trial:
         memories: buffers, each with what names a tensor in it.
         seed: of its random numbers; None: as they come.
         inside: as of `Look`.
-        passes: whether `run` passes on the tensors that it is given.
-        outer: the tensors among `given` as the caller has them, whom nothing passes on.
+        outer: the tensors among `given` as the caller has them, if `run` passes on those that it is given instead.
         defined: where the function is defined.
 
     Attributes:
@@ -67,35 +66,33 @@ class Trial:
         memories: Sequence[tuple[torch.Tensor, NameOf]],
         seed: int | None = None,
         inside: bool = True,
-        passes: bool = True,
-        outer: Sequence[torch.Tensor] = (),
+        outer: Sequence[torch.Tensor] | None = None,
         defined: Place | None = None,
     ) -> None:
         self._who, self._inside, self._given, self._seed = who, inside, given, seed
-        self._outer, self._defined = {id(x) for x in outer}, defined
+        self._outer, self._defined = {id(x) for x in outer or ()}, defined
         self._names = names_of(given, memories)
         with _refusing(who, defined):
             with _beside():
                 before = _content(given)
-            attributes = [_set_on(x) for x in (*given, *outer)]
+            passes = outer is not None
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
-            look = Look(self._names, inside)
-            look.made += [Made(weakref.ref(x), x.shape, None) for x in own if passes]
-            look.objects, look.outer = {id(x) for x in own if inside}, self._outer
+            look = Look(self._names, inside, {id(x) for x in own if inside}, self._outer)
+            look.made += [Made(gone(x, False), x.shape, None) for x in own if passes]
             with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
-            if _dressed(own, given, outer) or attributes != [_set_on(x) for x in (*given, *outer)]:
-                raise Impure("sets an attribute on a tensor that it is given", None, "Return what is new beside it.")
             with _beside(), torch.no_grad():
                 self._kept = [private.unwrapped(x).clone() for x in out if _is_tensor(x)]
             opaque = [x for x in out if not isinstance(x, (torch.Tensor, *VALUES))]
             self.opaque = {type(x) for x in opaque}
+            set_on = [[value for name, value in vars(x).items() if name != OWNER] for x in own]
             del out
             own.clear()
             if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 torch.clear_autocast_cache()
-            if (observed := observer.get()) is None or not observed.refuses():
+            if (rule := collectives.get()) is None or rule.error is None:
                 _need_gone(look, opaque)
+            del set_on
             with _beside():
                 _need_same(given, before, look, self._names)
         self.look = look
@@ -106,19 +103,16 @@ class Trial:
         Raises:
             ValueError: it is not as the trial was.
         """
-        real = Look(self._names, self._inside)
-        real.objects, real.outer = {id(x) for x in self._given if self._inside}, self._outer
-        with _refusing(self._who, self._defined):
-            with seeded(self._seed), heard(), real:
-                try:
-                    out = run()
-                except Exception as error:
-                    if not is_ours(error) and not isinstance(error, Impure):
-                        error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
-                    raise
-            under_modes = private.dispatch_modes()
+        real = Look(self._names, self._inside, {id(x) for x in self._given if self._inside}, self._outer)
+        with _refusing(self._who, self._defined), seeded(self._seed):
+            try:
+                out = _again(run, self.look, real)
+            except Exception as error:
+                if not is_ours(error) and not isinstance(error, Impure):
+                    error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
+                raise
             with _beside():
-                _compare(self.look.operations, real.operations, self._kept, out, under_modes)
+                _need_same_values(self._kept, out)
         return out, real
 
 
@@ -127,51 +121,33 @@ def repeated(
     run: Callable[[], Sequence[object]],
     given: Sequence[torch.Tensor],
     memories: Sequence[tuple[torch.Tensor, NameOf]],
-    first: Sequence[Operation],
-    captured: Sequence[Captured],
-    sums: Sequence[float],
+    first: Look,
     defined: Place | None = None,
 ) -> Sequence[object]:
     """The flat result of a second run, in a pullback, of what the first one has computed.
 
-    Args:
-        first: the operations of that; `captured` the constants; `sums` of what it returned.
-
     Raises:
         ValueError: it does something else.
     """
-    look = Look(names_of(given, memories))
     with _refusing(who, defined):
-        with heard(), look:
-            out = run()
-        _compare(first, look.operations, None, out)
-        now = sums_of(out)
-        pairs = zip(sums, now, strict=False)
-        close = [a == b or (a != a and b != b) or abs(a - b) <= CLOSE * abs(a) for a, b in pairs]
-        if len(now) != len(sums) or not all(close):
-            raise _differs("returned other values when it ran again (fz.remat, a derivative of a derivative)", None)
-        known = {each.memory: each for each in captured}
-        for each in look.captured.values():
-            was = known.get(each.memory)
-            if was is not None and was.version != each.version:
-                raise Impure(
-                    "reads a tensor that it closes over when it runs again (fz.remat, a derivative of a derivative), "
-                    "and that has been written to since its call",
-                    each.place,
-                    "Give it to the call as an argument.",
-                )
+        return _again(run, first, Look(names_of(given, memories)))
+
+
+def _again(run: Callable[[], Sequence[object]], first: Look, look: Look) -> Sequence[object]:
+    """Runs what has run before, and refuses what is not the same."""
+    with heard(), look:
+        out = run()
+    _need_same_operations(first.operations, look.operations)
+    for memory, each in look.captured.items():
+        was = first.captured.get(memory)
+        if was is not None and was.version != each.version:
+            raise Impure(
+                "reads a tensor that it closes over when it runs again, with the same arguments, and that has been "
+                "written to since",
+                each.place,
+                "Give it to the call as an argument.",
+            )
     return out
-
-
-def sums_of(out: Sequence[object]) -> list[float]:
-    """The sums of magnitudes of the tensors among what a function returned."""
-    with _beside():
-        tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
-        return [float(_reals(x).abs().sum(dtype=torch.float64)) if _has_values(x) else 0.0 for x in tensors]
-
-
-def _reals(x: torch.Tensor) -> torch.Tensor:
-    return x.byte() if x.dtype == torch.bool else pytree.as_reals(x)
 
 
 def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
@@ -194,16 +170,6 @@ def _refusing(who: str, defined: Place | None) -> Iterator[None]:
         yield
     except Impure as error:
         raise noted(refusal(who, error, defined)) from None
-
-
-def _set_on(x: torch.Tensor) -> set[str]:
-    return vars(x).keys() - {OWNER}
-
-
-def _dressed(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor], outer: Sequence[torch.Tensor]) -> bool:
-    """Tells whether attributes were set on views of tensors, beside those that their callers have set."""
-    callers = set[str]().union(*map(_set_on, outer))
-    return any(_set_on(x) - _set_on(y) - callers for x, y in zip(own, given, strict=True))
 
 
 def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
@@ -250,17 +216,17 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
 
 
 def _alive(look: Look) -> list[Made]:
-    alive = [made for made in look.made if made.is_alive()]
+    alive = [made for made in look.made if not made.is_gone()]
     for seconds in _WAITS:
         if not alive:
             break
         time.sleep(seconds)  # for ranks that are threads, and let go of what was sent
         gc.collect()  # of cycles; it does nothing while another thread's is under way
-        alive = [made for made in alive if made.is_alive()]
+        alive = [made for made in alive if not made.is_gone()]
     return alive
 
 
-Content = tuple[int, int, bool, float]
+Content = tuple[int, int, bool, str]
 
 
 def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
@@ -269,7 +235,7 @@ def _content(tensors: Sequence[torch.Tensor]) -> list[Content]:
     for x in tensors:
         plain = private.unwrapped(x).detach()
         strided = _has_values(plain)
-        total = float(pytree.as_reals(plain).sum(dtype=torch.float64)) if strided else 0.0
+        total = str(float(pytree.as_reals(plain).sum(dtype=torch.float64))) if strided else ""  # a NaN is one again
         found.append((plain.data_ptr() if strided else 0, private.version(plain), x.requires_grad, total))
     return found
 
@@ -278,7 +244,7 @@ def _need_same(
     given: Sequence[torch.Tensor], before: Sequence[Content], look: Look, names: Mapping[int, NameOf]
 ) -> None:
     for x, was, now in zip(given, before, _content(given), strict=True):
-        if was != now and not (was[:3] == now[:3] and was[3] != was[3] and now[3] != now[3]):  # NaN
+        if was != now:
             raise Impure(
                 f"changes {names[memory_of(private.unwrapped(x))](x)} in a way that autograd does not see (x.data, "
                 "x.numpy(), requires_grad_)",
@@ -287,59 +253,37 @@ def _need_same(
             )
 
 
-def _compare(
-    first: Sequence[Operation],
-    second: Sequence[Operation],
-    kept: Sequence[torch.Tensor] | None,
-    out: Sequence[object],
-    under_modes: bool = False,
-) -> None:
-    """Refuses what was not the same in both runs."""
-    one, other = [x for x in first if x.depends], [x for x in second if x.depends]
-    for a, b in zip(one, other, strict=False):
-        if a.name != b.name or not _same(a.numbers, b.numbers):
+def _need_same_operations(first: Sequence[Operation], second: Sequence[Operation]) -> None:
+    for a, b in itertools.zip_longest([x for x in first if x.depends], [x for x in second if x.depends]):
+        if a is None or b is None:
+            (extra,) = filter(None, (a, b))
+            raise _differs(f"calls {_called(extra)} in one of two runs with the same arguments", extra.place)
+        if (a.name, a.numbers) != (b.name, b.numbers):
             what = f"calls {_called(a)} in one run and {_called(b)} in the next, with the same arguments"
             raise _differs(what, b.place)
-    if len(one) != len(other):
-        longer = max(one, other, key=len)
-        extra = longer[min(len(one), len(other))]
-        raise _differs(f"calls {_called(extra)} in one of two runs with the same arguments", extra.place)
-    if kept is None:
-        return
-    tensors = [x for x in out if _is_tensor(x)]
-    if len(tensors) != len(kept):
-        raise _differs(f"returns {len(kept)} tensors in one run and {len(tensors)} in the next", None)
-    for x, was in zip(tensors, kept, strict=True):
-        now = private.unwrapped(x).detach()
-        if (now.shape, now.dtype) != (was.shape, was.dtype):
-            raise _differs(f"returns {tuple(was.shape)} in one run and {tuple(now.shape)} in the next", None)
-        if not _alike(now, was):
-            if under_modes:
-                raise Impure(
-                    "returns other values under a TorchDispatchMode that is around it",
-                    None,
-                    "A mode may look at operations, and not change what they compute.",
-                )
-            raise _differs("returns other values in a second run with the same arguments", None)
+
+
+def _need_same_values(kept: Sequence[torch.Tensor], out: Sequence[object]) -> None:
+    tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
+    forms = [[(tuple(x.shape), x.dtype) for x in each] for each in (kept, tensors)]
+    if forms[0] != forms[1]:
+        raise _differs(f"returns tensors of {forms[0]} in one run and of {forms[1]} in the next", None)
+    if not all(map(_alike, tensors, kept)):
+        raise _differs("returns other values in a second run with the same arguments", None)
 
 
 def _differs(what: str, place: Place | None) -> Impure:
     return Impure(
         what,
         place,
-        "A clock, a counter, a file, or a random generator of your own decides something. Take what changes as an "
-        "argument, and draw random numbers from torch's default generator.",
+        "A clock, a counter, a file, a random generator of your own, or a TorchDispatchMode that is around it decides "
+        "something. Take what changes as an argument, and draw random numbers from torch's default generator.",
     )
 
 
 def _called(operation: Operation) -> str:
-    shown = [x for x in operation.numbers if x is not None and not isinstance(x, bytes)]  # a generator's state is long
-    numbers = ", ".join(map(repr, shown))
-    return f"{operation.name.partition('::')[2]}({numbers})"
-
-
-def _same(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+    shown = [x for x in operation.numbers if isinstance(x, str) and x != "None"]  # a generator's state is long
+    return f"{operation.name.partition('::')[2]}({', '.join(shown)})"
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -347,6 +291,5 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     if x.layout != torch.strided:
         x, y = x.to_dense(), y.to_dense()
-    if torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())):
-        return True
-    return x.device.type != "cpu" and bool(torch.isclose(x, y, rtol=CLOSE, atol=CLOSE, equal_nan=True).all())
+    close = _CLOSE if x.device.type != "cpu" else 0.0
+    return torch.equal(x, y) or bool(torch.isclose(x, y, rtol=close, atol=close, equal_nan=True).all())

@@ -222,7 +222,8 @@ class TrainState:
             return folded(repr(self), (), ())
         params, layout, axis = self.params, self.layout, self.params.axis
         trees = {"params": params, "grads": self.grads, "moments": self.moments, "extra": dict(self.extra)}
-        sizes = {name: sum(map(_nbytes, trees_of(own))) for name, own in trees.items()}
+        buffers = {name: [x for tree in trees_of(own) for x in entries_of(tree)] for name, own in trees.items()}
+        sizes = {name: sum([x.numel() * x.dtype.itemsize for x in own]) for name, own in buffers.items()}
         keys = {key: layout.pieces(key, params.rank_of(key)) for key in layout.groups}
         stored = {slot.leaf: (params.format(key), stop - start) for key in keys for slot, start, stop in keys[key]}
         rows = [
@@ -239,10 +240,6 @@ def grads_like(params: Sharded) -> Sharded:
     layout, zero = params.layout, torch.zeros((), device=params.device)
     dtypes = {key: layout.groups[key].row.policy.reduce for key in layout.trainable}
     return params.with_buffers({key: zero.to(own).expand(layout.shard_numel(key)) for key, own in dtypes.items()}, 1.0)
-
-
-def _nbytes(tree: Sharded) -> int:
-    return sum(x.numel() * x.dtype.itemsize for x in entries_of(tree))
 
 
 _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {

@@ -170,10 +170,10 @@ class Handle(Valueless):
         if func is torch.Tensor.__deepcopy__:  # of a result of operations torch makes none
             return full[0].detach().clone()
         args, kwargs = pytree.unflatten(spec, full)
-        copied = [(x, copy, _version(copy)) for x, copy in zip(leaves, full, strict=True) if isinstance(x, Handle)]
+        copied = [(x, own, private.version(own)) for x, own in zip(leaves, full, strict=True) if isinstance(x, Handle)]
         out = func(*args, **(kwargs or {}))
         for leaf, copy, version in copied:
-            if _version(copy) != version:
+            if private.version(copy) != version:
                 raise noted(leaf._refuse(f"got {name_of(func)!r}, which writes to it"))
             protect = protecting.get()
             if protect is not None:  # a write to it, or to a view of it, would be lost
@@ -221,10 +221,6 @@ def writes(func: object, kwargs: Named) -> bool:
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     in_place = in_place or (name == "__set__" and func == SET_DATA)
     return in_place or bool(kwargs and (kwargs.get("out") is not None or kwargs.get("inplace") is True))
-
-
-def _version(copy: torch.Tensor) -> int:
-    return private.version(copy)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

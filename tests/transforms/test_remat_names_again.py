@@ -173,7 +173,7 @@ def test_what_is_written_to_before_the_pullback_is_said_of_which_unit() -> None:
     step, state = made(lambda p, x: torch.sin(fz.name(x @ p["w"], "a") * scale.sin()), keeping(KEEP[0]))
     loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
     scale.mul_(2)
-    with pytest.raises(ValueError, match=r"^Unit 'blocks\.1' .* when it ran again"):
+    with pytest.raises(ValueError, match=r"^Unit 'blocks\.1' .* when it runs again"):
         pullback(torch.ones_like(loss))
 
 
