@@ -11,11 +11,13 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
+from fzero.graph.numbers import as_number
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.values import with_codes
 
 T = TypeVar("T")
+Count = int | float | torch.Tensor
 
 
 class Opened:
@@ -87,7 +89,7 @@ class Opened:
         rest = iter(tensors)
         leaves = [maker(rest, values) for maker in self._makers]
         for i, kind in enumerate(kinds):
-            if kind in (bool, int, float) and isinstance(x := leaves[i], torch.Tensor):
+            if kind in (bool, int, float, complex) and isinstance(x := leaves[i], torch.Tensor):
                 leaves[i] = kind(x)
         return pytree.unflatten(self.spec, leaves)
 
@@ -95,7 +97,7 @@ class Opened:
 def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
     every = [next(rest) for _ in range(counts)]
-    return _with_counts(state, [int(x) for x in every] if values else every)
+    return _with_counts(state, [int(x) for x in every] if values else every)  # type: ignore[arg-type]
 
 
 def _kind_of(leaf: object, numbers: bool) -> str:
@@ -136,14 +138,10 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, float) else x
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
-def as_number(x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
-
-
-def _as_count(x: Any) -> torch.Tensor:
+def _as_count(x: Count) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         return torch.tensor(float(x), dtype=torch.float64, device="cpu")
     while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
@@ -155,11 +153,11 @@ def _nodes(state: TrainState) -> list[object]:
     return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
-def _counts_of(state: TrainState) -> list[Any]:
+def _counts_of(state: TrainState) -> list[Count]:
     return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
 
 
-def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
+def _with_counts(state: TrainState, counts: Sequence[int]) -> TrainState:
     step, *others = counts
     rest = iter(others)
 
