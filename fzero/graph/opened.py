@@ -15,6 +15,7 @@ from fzero.graph.numbers import as_number
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.values import with_codes
+from fzero.transforms.loss_scale import ScaleState
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
@@ -58,8 +59,10 @@ class Opened:
         forms: list[object] = []
         for leaf in leaves:
             if isinstance(leaf, TrainState):
-                own, spec = torch_pytree.tree_flatten(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
+                if any(isinstance(x, ScaleState) for x in leaf.extra.values()):
+                    leaf = _with_counts(leaf, [0] * len(counts), values=True)
+                own, spec = torch_pytree.tree_flatten(leaf)
                 # what no tensor of the graph holds
                 own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
                 numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
@@ -97,7 +100,7 @@ class Opened:
 def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
     every = [next(rest) for _ in range(counts)]
-    return _with_counts(state, [int(x) for x in every] if values else every)  # type: ignore[arg-type]
+    return _with_counts(state, every, values)
 
 
 def _kind_of(leaf: object, numbers: bool) -> str:
@@ -153,16 +156,28 @@ def _nodes(state: TrainState) -> list[object]:
     return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
+def _is_counted(x: object) -> bool:
+    return isinstance(x, ScaleState) or is_item(x)
+
+
 def _counts_of(state: TrainState) -> list[Count]:
-    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
+    """The numbers of a state that each update changes: counts, and a loss scale."""
+    nodes = pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
+    each = [[x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else () for x in nodes]
+    return [state.step, *[x for own in each for x in own]]
 
 
-def _with_counts(state: TrainState, counts: Sequence[int]) -> TrainState:
-    step, *others = counts
-    rest = iter(others)
+def _with_counts(state: TrainState, counts: Sequence[Count], values: bool) -> TrainState:
+    rest = iter(counts)
+
+    def next_as(kind: type) -> Any:
+        return kind(next(rest)) if values else next(rest)
 
     def one(x: object) -> object:
-        return pytree.Count(next(rest), x.missed, x.paused) if isinstance(x, pytree.Count) else x
+        if isinstance(x, ScaleState):
+            return ScaleState(next_as(float), next_as(int), next_as(int))
+        return pytree.Count(next_as(int), x.missed, x.paused) if isinstance(x, pytree.Count) else x
 
-    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
+    step = next_as(int)
+    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=_is_counted)
     return state.changed(moments=moments, extra=extra, step=step)
