@@ -133,7 +133,7 @@ def _adjusted(
     return ScaleState(*[_either(applied, own, other) for own, other in zip(good, skipped, strict=True)])
 
 
-def _either(condition: object, one: object, other: object) -> Any:
+def _either(condition: object, one: float | torch.Tensor, other: float | torch.Tensor) -> Any:
     """One of two numbers; in a graph a selection."""
     if not isinstance(condition, torch.Tensor):
         return one if condition else other
