@@ -39,8 +39,8 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
 
     - Each set of shapes, dtypes, devices and static values is traced once. `traces` counts them.
     - Numbers of Python among the inputs, rates and counts of updates are inputs of the graph: another value traces
-      nothing. An input in `static_argnums` is part of the signature. So is what is no tensor and no number: a bool, a
-      string, None.
+      nothing. An input in `static_argnums` is part of the signature. So is what is no tensor, int or float: a bool, a
+      complex number, a string, None.
     - No value decides anything. A branch by a value, `.item()` or a shape by values is refused with your line.
     - A tensor that the function closes over is an input of the graph. Write nothing to it.
 
@@ -58,7 +58,7 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
 
     Raises:
         ValueError: an unknown backend; in a call, what a graph does not take, with what to do: `fz.offload`, pipelines,
-            `fz.tape`; in a function `fz.loss_scale`, tensor axes, and random numbers that are drawn outside of steps.
+            `fz.tape`; in a function tensor axes, and random numbers that are drawn outside of steps.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1))

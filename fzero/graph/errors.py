@@ -65,7 +65,8 @@ def tracing() -> Iterator[None]:
             ) from error
         raise ValueError(
             f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
-            "have no values and no memory. Leave that line to torch's operators, or out of the function."
+            "have no values and no memory. Leave that line to torch's operators, or out of the function; a number of "
+            "Python that it takes is a static argument (static_argnums=)."
         ) from error
 
 

@@ -14,11 +14,13 @@ from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.bodies import Bodies
 from fzero.graph.errors import need_plain, tracing
 from fzero.graph.hosts import Hosts
+from fzero.graph.nodes import draws
+from fzero.graph.numbers import marked, number_of
 from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
 from fzero.graph.programs import KEPT, Programs
 from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
-from fzero.graph.trace import Traced, draws, trace
+from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
 
 Key = tuple[object, ...]
@@ -120,17 +122,16 @@ class Function(Programs[Made]):
     def _add(self, key: Key, given: Opened) -> Made:
         results: list[Opened] = []
 
-        def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             rest, kwargs = given.made(tensors, values=False)
             args = [given.fixed.get(i, x) for i, x in enumerate(rest)]  # type: ignore[attr-defined]
             results[:] = [Opened(self.fn(*args, **kwargs), numbers=False)]
             return tuple(results[0].tensors)
 
-        run: Callable[[Sequence[torch.Tensor]], Any] = lambda tensors: flat(*tensors)
         table = of_torch.decompositions(self.backend)
         for inline in (False, True):
             with tracing(), (mode := of_torch.fake_mode()):
-                own = [mode.from_tensor(x.detach()) for x in given.tensors]
+                own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 bodies = Bodies(mode, table, inline, hosts := Hosts(given.axes))
                 with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
                     try:
@@ -159,7 +160,7 @@ class Function(Programs[Made]):
         def changed() -> str:
             shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"
             parts = shapes, "states or values", "static arguments", "dtypes", "tensors that it closes over"
-            last: Any = next(reversed(self._programs))
+            last: Key = next(reversed(self._programs))  # type: ignore[assignment]
             other = [part for part, old, new in zip(parts, last, key, strict=True) if old != new]
             return f"other {' and '.join(other)} of {name_of(self.fn)}"
 

@@ -10,8 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators, program
+from fzero.graph.nodes import draws, extracted, is_view, result_of
 from fzero.graph.program import Run
-from fzero.graph.trace import draws, extracted, is_view, result_of
 
 _made: dict[str, Run] = {}
 

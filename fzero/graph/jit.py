@@ -17,7 +17,8 @@ from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.errors import one_at_a_time, tracing
-from fzero.graph.opened import as_number, value_of
+from fzero.graph.numbers import as_number
+from fzero.graph.opened import value_of
 from fzero.graph.programs import Programs
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.state.beyond import here

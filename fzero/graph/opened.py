@@ -11,11 +11,14 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
+from fzero.graph.numbers import as_number
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.values import with_codes
+from fzero.transforms.loss_scale import ScaleState
 
 T = TypeVar("T")
+Count = int | float | torch.Tensor
 
 
 class Opened:
@@ -56,8 +59,10 @@ class Opened:
         forms: list[object] = []
         for leaf in leaves:
             if isinstance(leaf, TrainState):
-                own, spec = torch_pytree.tree_flatten(leaf)
                 counts = [_as_count(x) for x in _counts_of(leaf)]
+                if any(isinstance(x, ScaleState) for x in leaf.extra.values()):
+                    leaf = _with_counts(leaf, [0] * len(counts), values=True)
+                own, spec = torch_pytree.tree_flatten(leaf)
                 # what no tensor of the graph holds
                 own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
                 numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
@@ -87,7 +92,7 @@ class Opened:
         rest = iter(tensors)
         leaves = [maker(rest, values) for maker in self._makers]
         for i, kind in enumerate(kinds):
-            if kind in (bool, int, float) and isinstance(x := leaves[i], torch.Tensor):
+            if kind in (bool, int, float, complex) and isinstance(x := leaves[i], torch.Tensor):
                 leaves[i] = kind(x)
         return pytree.unflatten(self.spec, leaves)
 
@@ -95,7 +100,7 @@ class Opened:
 def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
     every = [next(rest) for _ in range(counts)]
-    return _with_counts(state, [int(x) for x in every] if values else every)
+    return _with_counts(state, every, values)
 
 
 def _kind_of(leaf: object, numbers: bool) -> str:
@@ -136,14 +141,10 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, float) else x
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
-def as_number(x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64 if type(x) is float else torch.int64, device="cpu")
-
-
-def _as_count(x: Any) -> torch.Tensor:
+def _as_count(x: Count) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         return torch.tensor(float(x), dtype=torch.float64, device="cpu")
     while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
@@ -155,16 +156,28 @@ def _nodes(state: TrainState) -> list[object]:
     return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
-def _counts_of(state: TrainState) -> list[Any]:
-    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
+def _is_counted(x: object) -> bool:
+    return isinstance(x, ScaleState) or is_item(x)
 
 
-def _with_counts(state: TrainState, counts: Sequence[Any]) -> TrainState:
-    step, *others = counts
-    rest = iter(others)
+def _counts_of(state: TrainState) -> list[Count]:
+    """The numbers of a state that each update changes: counts, and a loss scale."""
+    nodes = pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
+    each = [[x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else () for x in nodes]
+    return [state.step, *[x for own in each for x in own]]
+
+
+def _with_counts(state: TrainState, counts: Sequence[Count], values: bool) -> TrainState:
+    rest = iter(counts)
+
+    def next_as(kind: type) -> Any:
+        return kind(next(rest)) if values else next(rest)
 
     def one(x: object) -> object:
-        return pytree.Count(next(rest), x.missed, x.paused) if isinstance(x, pytree.Count) else x
+        if isinstance(x, ScaleState):
+            return ScaleState(next_as(float), next_as(int), next_as(int))
+        return pytree.Count(next_as(int), x.missed, x.paused) if isinstance(x, pytree.Count) else x
 
-    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
+    step = next_as(int)
+    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=_is_counted)
     return state.changed(moments=moments, extra=extra, step=step)

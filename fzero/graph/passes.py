@@ -10,7 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fzero.graph import operators
-from fzero.graph.trace import Traced, is_view, result_of
+from fzero.graph.nodes import is_view, result_of
+from fzero.graph.trace import Traced
 
 _aten = torch.ops.aten
 _SCALED = {  # zero if an operand is

@@ -10,8 +10,9 @@ import torch
 
 from fzero.base import private
 from fzero.graph import of_torch, operators
+from fzero.graph.nodes import result_of
 from fzero.graph.operators import like
-from fzero.graph.trace import Traced, result_of
+from fzero.graph.trace import Traced
 
 
 class Inline(Exception):

@@ -53,9 +53,9 @@ class Program:
             got = self.call.traced.values[i].dtype
             if got != dtype:
                 raise ValueError(
-                    f"jit: output {i} has {got} in the graph, and {dtype} without: a number of Python among the inputs "
-                    "is a 0-d tensor of float64 or int64 there. Give it as a tensor of the dtype that you mean, or as "
-                    "a static argument (static_argnums=)."
+                    f"jit: output {i} has {got} in the graph, and {dtype} without. A number of Python among the inputs "
+                    "is a 0-d tensor there: where the function asks for its type, make it a static argument "
+                    "(static_argnums=)."
                 )
 
     def joined(self) -> torch.fx.GraphModule:

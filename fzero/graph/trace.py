@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators
+from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
+from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
@@ -76,13 +77,16 @@ def trace(
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
     real: list[int] = []
+    kinds: list[type | None] = []  # of outputs that are numbers of Python
     count = 0
 
     def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
         nonlocal count
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            outs, places, others = fn(own)
+            with Made(), Numbers():
+                outs, places, others = fn(own)
+            kinds[:] = map(number_of, outs)
             outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
             places = [i for i in places if not of_torch.is_constant(outs[i])]
         real[:], count = places, len(outs)
@@ -98,30 +102,32 @@ def trace(
     def joint_at_a_level(*given: torch.Tensor) -> list[torch.Tensor | None]:
         nonlocal count
         floats = [i for i, x in enumerate(given) if is_real(x)]
-        kinds: list[bool] = []
+        reals: list[bool] = []
 
         def moving(*own: torch.Tensor) -> Any:
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            outs: Any = fn(every)
-            kinds[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
-            kept = [x for x, own in zip(outs, kinds, strict=True) if own]
-            others = [x for x, own in zip(outs, kinds, strict=True) if not own]
+            with Made(), Numbers():
+                outs = fn(every)
+            kinds[:] = map(number_of, outs)
+            reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
+            kept = [x for x, own in zip(outs, reals, strict=True) if own]
+            others = [x for x, own in zip(outs, reals, strict=True) if not own]
             return tuple(kept) or (torch.zeros((), device="cpu"),), others
 
         result: Any = torch.func.vjp(moving, *[given[i] for i in floats], has_aux=True)
         kept, pull, others = result
-        count = len(kinds)
+        count = len(reals)
         parts = iter(kept), iter(others)
-        outs = [next(parts[not own]) for own in kinds]
+        outs = [next(parts[not own]) for own in reals]
         outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
-        real[:] = [i for i, own in enumerate(kinds) if own and wanted and not of_torch.is_constant(outs[i])]
+        real[:] = [i for i, own in enumerate(reals) if own and wanted and not of_torch.is_constant(outs[i])]
         tangents = [operators.tangent(outs[i]) for i in real]
         if not wanted:
             return outs
         own_of = dict(zip(real, tangents, strict=True))
-        moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(kinds) if own]
+        moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(reals) if own]
         moved = moved or [torch.zeros_like(kept[0])]
         grads = dict(zip(floats, pull(tuple(moved)), strict=True))
         return [*outs, *tangents, *[grads[i] for i in wanted]]
@@ -137,7 +143,11 @@ def trace(
         if node.target in operators.EFFECTS:
             node.meta["message"] = operators.now().messages[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    return _parted(module, outs, tangents, grads, constants, real, recompute, free, stays, bool(decompositions))
+    for out, kind in zip(outs, kinds, strict=True):
+        if kind and isinstance(out, Node):
+            marked(out.meta["val"], kind)
+    parts = outs, tangents, grads
+    return _parted(module, *parts, constants, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
 
 def _lifted(module: GraphModule) -> list[torch.Tensor]:
@@ -180,42 +190,8 @@ def _tidied(node: Node) -> None:
         node.kwargs = torch.fx.map_arg(node.kwargs, _resolved)  # type: ignore[assignment,arg-type]
 
 
-def draws(node: Node) -> bool:
-    """Tells whether an operator draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    rate = "dropout_p" if "dropout_p" in names else None
-    if rate is None:
-        return True
-    place = names.index(rate)
-    given = node.args[place] if place < len(node.args) else node.kwargs.get(rate, 0.0)
-    return bool(given != 0.0)
-
-
-def _is_item(node: Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
-
-
 def is_real(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def result_of(module: GraphModule) -> Sequence[Any]:
-    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
-
-
-def is_view(node: Node) -> bool:
-    """Tells whether an operator makes nothing but another look at its first argument."""
-    if node.op != "call_function":
-        return False
-    if _is_item(node):
-        return is_view(node.args[0])  # type: ignore[arg-type]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or not schema.arguments:
-        return False
-    info = schema.arguments[0].alias_info
-    return info is not None and not info.is_write
 
 
 def _parted(
@@ -244,11 +220,11 @@ def _parted(
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
     effects = [n for n in nodes if draws(n) or n.target in operators.EFFECTS]
-    needed = _ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
-    needed |= {n for n in nodes if n not in after and _is_item(n) and n.args[0] in needed}
+    needed = ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
+    needed |= {n for n in nodes if n not in after and is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
     sent = [n for n in effects if n in after and n.target in operators.EFFECTS]
-    pulled = _ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
+    pulled = ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}
@@ -260,15 +236,15 @@ def _parted(
         if node not in first or node.target is operators.GATHER:
             return node not in first or node.args[0] not in stays
         if recompute is not None:
-            came = bool(recompute) and _is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
+            came = bool(recompute) and is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
             return not came and node not in kept
         if node not in cheap:
             source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-            of_param = node.target in of_torch.CASTS and source is not None and _root(source) in stored
+            of_param = node.target in of_torch.CASTS and source is not None and root(source) in stored
             cheap[node] = is_view(node) or of_param
         return cheap[node] or (node in fused and node not in least)
 
-    fused = {n for n in forward if fuses and _is_pointwise(n)}
+    fused = {n for n in forward if fuses and is_pointwise(n)}
     least: Collection[Node] = ()
     if fused and recompute is None:
         ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
@@ -278,7 +254,7 @@ def _parted(
         drawing = any(draws(n) for n in pulled)
         sends = not recompute  # else what has come is kept, as it is without a graph
         effects = [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
-        pulled = _ancestors(pulled.union(effects), stop=set(tangents))
+        pulled = ancestors(pulled.union(effects), stop=set(tangents))
     own: set[Node] = set()
     saved: dict[Node, None] = {}
     todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
@@ -313,11 +289,6 @@ def _parted(
         values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
-
-
-def _is_pointwise(node: Node) -> bool:
-    """Tells whether Inductor computes an operator element by element, in one pass with those around it."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node)
 
 
 def _cut(
@@ -359,37 +330,3 @@ def _cut(
                 todo.append(x)
     _, (first, _) = networkx.minimum_cut(graph, "begin", "end")
     return {node for node in todo if (node, 0) in first and (node, 1) not in first}
-
-
-def _root(node: Node) -> Node:
-    while is_view(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def _ancestors(of: Sequence[Node] | set[Node], stop: set[Node] = frozenset()) -> set[Node]:  # type: ignore[assignment]
-    out, todo = set(of), list(of)
-    while todo:
-        node = todo.pop()
-        if node in stop:
-            continue
-        for x in node.all_input_nodes:
-            if x not in out:
-                out.add(x)
-                todo.append(x)
-    return out
-
-
-def extracted(
-    module: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[object]
-) -> GraphModule:
-    """A graph of its own of some nodes."""
-    graph, made = Graph(), dict[Node, Node]()
-    for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = dict(node.meta)
-    for node in nodes:
-        if node.op != "placeholder" and node not in made:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output([made[x] if isinstance(x, Node) else None for x in outputs])
-    return GraphModule(module, graph)

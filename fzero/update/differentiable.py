@@ -138,10 +138,14 @@ def _next(count: Any, applied: Applied) -> Any:
     """The count after an update, one for all members; a tensor where it is one of a graph."""
     if not isinstance(count, torch.Tensor):
         return count + 1
+    return count + _some(applied)
+
+
+def _some(applied: Applied) -> torch.Tensor:
+    """Whether any member of a map applies it, where that is one of a graph."""
     assert isinstance(applied, torch.Tensor)
     with private.below_transforms():
-        some = private.unwrapped(applied).any()
-    return count + some
+        return private.unwrapped(applied).any()
 
 
 def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -216,9 +220,10 @@ def _kept(new: object, old: object, applied: Applied) -> object:
 
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
-
-    new = _called_for(extra, functools.partial(next_extra, applied=applied is not False), old, params)
-    if not isinstance(applied, torch.Tensor):
+    traced = extra.scale is not None and jitting.get() is not None
+    some = _some(applied) if traced else applied is not False
+    new = _called_for(extra, functools.partial(next_extra, applied=some), old, params)  # type: ignore[arg-type]
+    if traced or not isinstance(applied, torch.Tensor):
         return new
     # which may be of another kind than the entry began with
     return _kept(new, map_trees(lambda tree, own: own.over(tree.locals()), old, new), applied)
