@@ -20,14 +20,13 @@ from fzero.components.remote.wire import Skeleton, Slot, slots_of, unpacked
 
 def bring_inputs(
     out: Operands,
-    given: tuple[Skeleton, Sequence[Leaf], Sequence[Any]],
+    given: tuple[Skeleton, Sequence[Leaf], Sequence[Cut]],
     place: Place,
     puller: Puller,
     who: str,
 ) -> None:
     """Brings the inputs of a call, and notes how they lie."""
-    skeleton, leaves, sent = given
-    cuts = [Cut(*each) for each in sent]
+    skeleton, leaves, cuts = given
     shapes: dict[int, tuple[int, ...]] = {
         number: leaf[2] if leaf[0] == "slice" else tuple(leaf[1].shape)
         for number, leaf in enumerate(leaves)

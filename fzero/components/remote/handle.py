@@ -7,38 +7,25 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from fzero.base.arguments import named
 from fzero.checkpoint.save import as_json
-from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.link import Arguments
 from fzero.components.remote.pull import Leaf, norm_by
-from fzero.components.remote.wire import places_of, unpacked
+from fzero.components.remote.wire import unpacked
 from fzero.state.beyond import Distant, Elsewhere
 from fzero.state.gather import measured
 
-
-class Owner(Protocol):
-    """A component, as what it has made asks it: see `RemoteComponent`."""
-
-    name: str
-    group: Group
-
-    def made(self, verb: str, arguments: Arguments, given: Any = None) -> Made: ...
-
-    def called(
-        self, verb: str, objects: Arguments, options: Arguments, given: Any, kind: object = None
-    ) -> tuple[Made, Any]: ...
-
+if TYPE_CHECKING:
+    from fzero.components.remote.component import RemoteComponent
 
 class Made:
     """What one call makes: as long as anybody holds a part of it, its ranks know the call."""
 
-    def __init__(self, component: Owner, call: int) -> None:
+    def __init__(self, component: RemoteComponent, call: int) -> None:
         self.component, self.call = component, call
         weakref.finalize(self, component.group.forget, call, -1).atexit = False
 
@@ -66,7 +53,7 @@ class Away:
         return self
 
     @property
-    def component(self) -> Owner:
+    def component(self) -> RemoteComponent:
         return self.made.component
 
     @property
@@ -327,7 +314,7 @@ class RemoteTree(Away):
         options = {"what": self.what, "pattern": pattern}
         made = self.component.made("gather", {"objects": {"tree": self}, "options": options})
         (skeleton,) = made.trees()
-        return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, places_of(skeleton) + 1)])
+        return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, skeleton.places + 1)])
 
     def norm_with(self, trees: Sequence[object]) -> Any:
         return Norm([*measured(trees, squares_on)])
