@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +63,8 @@ class Away:
 class Value(Elsewhere):
     """A tensor that lies elsewhere. Its shape, dtype and values are waited for where they are read.
 
-    `torch.ones_like`, `zeros_like` and `full_like` of it, and sums, are such values too, at once, and computed where
-    they are needed. For anything else `fz.fetch` gives the tensor.
+    `torch.ones_like`, `zeros_like` and `full_like` of it are such values too, at once, and computed where they are
+    needed. A sum waits for the tensors and is one. For anything else `fz.fetch` gives the tensor.
     """
 
     def leaf(self) -> Leaf:
@@ -119,11 +118,11 @@ class Value(Elsewhere):
         """Its number, of one that has one element; waited for."""
         return self.fetched().item()
 
-    def __add__(self, other: object) -> Value:
-        return Sum([self, other]) if isinstance(other, (Value, torch.Tensor)) else NotImplemented
+    def __add__(self, other: object) -> torch.Tensor:
+        return self.fetched() + other if isinstance(other, (Value, torch.Tensor)) else NotImplemented
 
-    def __radd__(self, other: object) -> Value:
-        return Sum([other, self]) if isinstance(other, torch.Tensor) else NotImplemented
+    def __radd__(self, other: object) -> torch.Tensor:
+        return other + self.fetched() if isinstance(other, torch.Tensor) else NotImplemented
 
     def __float__(self) -> float:
         return float(self.item())
@@ -215,62 +214,6 @@ class Fill(Value):
 
     def __repr__(self) -> str:
         return f"Fill({self.number} like {self.like!r})"
-
-
-class Sum(Value):
-    """The sum of values of one shape, added up where it is needed: cotangents of what several have used.
-
-    Args:
-        terms: of one shape, in order; of tensors their values now.
-
-    Raises:
-        TypeError: autograd follows one of them.
-        ValueError: where it is used, of shapes that differ.
-    """
-
-    def __init__(self, terms: Sequence[Any]) -> None:
-        for x in terms:
-            if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-                raise TypeError(
-                    f"+: got a handle and {named(x)} that autograd follows, expected a constant: no graph leads to "
-                    "another component. Add x.detach()."
-                )
-        self.terms = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in terms]
-
-    def leaf(self) -> Leaf:
-        return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
-
-    def held(self) -> list[Away]:
-        return [away for x in self.terms if isinstance(x, Value) for away in x.held()]
-
-    def layout(self) -> Layout:
-        like = [
-            x.layout()
-            if isinstance(x, Value)
-            else Layout("block", ((),) * x.ndim, tuple([(n,) for n in x.shape]), x.dtype)
-            for x in self.terms
-        ]
-        _need_one_shape([each.shape for each in like])
-        first = next(own for x, own in zip(self.terms, like, strict=True) if isinstance(x, Value))
-        empty = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in like]
-        return first._replace(dtype=functools.reduce(torch.add, empty).dtype)
-
-    def fetched(self) -> torch.Tensor:
-        own = [x.fetched() if isinstance(x, Value) else x for x in self.terms]
-        _need_one_shape([x.shape for x in own])
-        return functools.reduce(torch.add, own)
-
-    def __repr__(self) -> str:
-        return f"Sum(of {len(self.terms)} values)"
-
-
-def _need_one_shape(shapes: Sequence[Sequence[int]]) -> None:
-    for shape in shapes:
-        if tuple(shape) != tuple(shapes[0]):
-            raise ValueError(
-                f"+: got values of shapes {tuple(shapes[0])} and {tuple(shape)}, one of which lies in another "
-                "component; expected one shape, as each rank adds up its own pieces. Add what fz.fetch gives."
-            )
 
 
 class Norm(Value):
