@@ -6,19 +6,24 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import threading
 
 import torch
 
 from fzero.base import private
-from fzero.channels import forks, frames, tensors, vocabulary
-from fzero.channels.deadline import Deadline
+from fzero.channels import forks, tensors, vocabulary, wire
 from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
-from fzero.channels.segments import SHARED_FROM, Borrower, Lender, Lent
-from fzero.channels.wire import Inlet, Outlet
+from fzero.channels.segments import SHARED_FROM, Borrower, Lender
+from fzero.channels.wire import Deadline
 
 SEND_SECONDS = 60.0  # that a send waits for a peer that does not read
 CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sent
+
+# A message is a header, the tree with the rows of its tensors (by `vocabulary`), then the bytes of the tensors that do
+# not lie in shared memory, one behind the other. A goodbye is a header alone.
+HEADER = struct.Struct("<4sQ")  # magic, bytes of the tree and rows
+MAGIC = b"fz\x03\n"
 
 
 class Connection:
@@ -35,9 +40,8 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str, shares: bool) -> None:
         unix = sock.family == getattr(socket, "AF_UNIX", None)
         self.peer, self.transport = peer, "unix" if unix else "tcp"
-        sock.setblocking(False)
-        self._sock = sock
-        self._outlet, self._inlet = Outlet(sock), Inlet(sock, unix, self._look_after)
+        self._sock, self._out = sock, sock.dup()  # each with a timeout of its own: for the reader, and for who sends
+        self._inlet = wire.Inlet(sock, self._look_after)
         self._lender, self._borrower = Lender() if unix and shares else None, Borrower()
         self._sending, self._ending = threading.Lock(), threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[object] | None] = queue.SimpleQueue()  # None behind the last message
@@ -61,8 +65,8 @@ class Connection:
 
         Raises:
             TypeError: the message holds what cannot be sent, or a tensor that is more than its values.
-            ValueError: it is too deep or too large.
-            TimedOut: the peer did not read in time. If it had read a part, the connection is closed.
+            ValueError: it is too deep.
+            TimedOut: the peer did not read in time; the connection is closed. Or another send took that long.
             Closed: the connection has ended.
 
         Example:
@@ -86,40 +90,44 @@ class Connection:
             self._sending.release()
 
     def _send(self, tree: bytes, values: list[torch.Tensor], deadline: Deadline) -> None:
-        """Sends, or leaves everything as it was, or ends the connection."""
-        parcel, begun = _Parcel(self._lender), False
+        """Sends, or ends the connection."""
+        descriptors: list[int] = []
         try:
-            if values:
-                with private.below_transforms(), torch.no_grad():
-                    for value in values:
-                        parcel.add(value)
-            table = vocabulary.encode([tuple(row) for row in parcel.rows])[0] if parcel.rows else b""
-            frames.check(tree, table, parcel.inline)
-            head = frames.head(frames.MESSAGE, len(parcel.descriptors), table, tree, parcel.inline)
-            begun = True
-            pieces = [memoryview(head + table + tree if len(tree) < SHARED_FROM else head + table)]
-            pieces += [memoryview(tree)] if len(tree) >= SHARED_FROM else []
-            self._outlet.send(pieces + parcel.pieces, parcel.descriptors, deadline)
-            parcel.sent()
+            wire.send(self._out, self._pieces(tree, values, descriptors), descriptors, deadline)
+        except TimeoutError:
+            self._finish(Closed, f"a message took longer than {deadline.seconds} s")
+            raise TimedOut(
+                f"{self.peer} did not read a message within {deadline.seconds} s; the connection is closed."
+            ) from None
+        except OSError as error:
+            self._over.wait(CLOSE_SECONDS)  # the reader reads what the peer said last, and why it ended
+            self._finish(Closed, f"sending failed: {error!r}")
+            raise self._ended() from error
         except BaseException as error:
-            late = isinstance(error, TimedOut)
-            if begun and isinstance(error, OSError) and not late:
-                self._over.wait(CLOSE_SECONDS)  # the reader reads what the peer said last, and why it ended
-            if begun and not (late and not self._outlet.begun):
-                what = f"a message took longer than {deadline.seconds} s" if late else f"sending failed: {error!r}"
-                self._finish(Closed, what)
-            else:
-                parcel.take_back()
-            if late:
-                raise TimedOut(
-                    f"{self.peer} did not read a message of {parcel.inline + len(tree)} bytes within "
-                    f"{deadline.seconds} s" + ("; the connection is closed." if self._outlet.begun else ".")
-                ) from None
-            if begun and isinstance(error, OSError):
-                raise self._ended() from error
+            self._finish(Closed, f"sending failed: {error!r}")
             raise
         finally:
-            parcel.close()
+            wire.close_all(descriptors)
+
+    def _pieces(self, tree: bytes, values: list[torch.Tensor], descriptors: list[int]) -> list[memoryview]:
+        """A message as it goes through the socket; the descriptors of new segments go to a list."""
+        rows, inline = [], []
+        with private.below_transforms(), torch.no_grad():
+            for value in values:
+                row = tensors.Row(value.dtype, tuple(value.shape))
+                lent = None
+                if self._lender is not None and row.nbytes >= SHARED_FROM:
+                    lent = self._lender.lend(row.nbytes, len(descriptors) < wire.MAX_DESCRIPTORS)
+                if lent is None:
+                    inline.append(tensors.memory(tensors.as_contiguous(value, row)))
+                else:
+                    segment, new = lent
+                    descriptors += new
+                    row = row._replace(segment=segment.number)
+                    tensors.shaped(segment.bytes(row.nbytes), row).copy_(value)
+                rows.append(row)
+        body = vocabulary.encode((tree, rows))[0]
+        return [memoryview(HEADER.pack(MAGIC, len(body)) + body), *inline]
 
     def receive(self, timeout: float) -> object:
         """The next message.
@@ -152,8 +160,7 @@ class Connection:
             self._inbox.put(None)
             if self._sending.acquire(timeout=0.1):
                 with contextlib.suppress(OSError):
-                    goodbye = frames.head(frames.GOODBYE, 0, b"", b"", 0)
-                    self._outlet.send([memoryview(goodbye)], (), Deadline(0.1))
+                    wire.send(self._out, [memoryview(HEADER.pack(MAGIC, 0))], (), Deadline(0.1))
                 self._sending.release()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)  # what comes is still read, or the system would drop what was sent
@@ -179,6 +186,7 @@ class Connection:
         self._end, self._closed_here = (Closed, "it belongs to the process that this one was forked from"), True
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
+            os.close(self._out.detach())
 
     def _need_open(self) -> None:
         if self._end is not None:
@@ -220,41 +228,33 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
         with self._sending:  # whoever sends has seen the end
             self._sock.close()
+            self._out.close()
             self._lender = None
-        self._inlet.close()
         forks.open_here.discard(self)
         self._inbox.put(None)
 
     def _message(self) -> object:
         """The next message of the socket."""
-        header = frames.parse(self._inlet.exactly(frames.SIZE))
-        if header.kind == frames.GOODBYE:
-            raise Closed("it was closed there")
-        table, tree = self._inlet.exactly(header.table), self._inlet.exactly(header.tree)
-        rows = [tensors.Row(*row) for row in vocabulary.decode(table, ())] if table else []
-        inline = sum(row.nbytes for row in rows if row.place == tensors.INLINE)
-        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows) or inline != header.inline:
-            raise BadMessage("a message came with other descriptors, or other bytes of tensors, than its table says")
-        values, pieces = [], []
-        for row in rows:
-            if row.place == tensors.INLINE:
-                values.append(tensors.empty(row))
-                pieces.append(tensors.memory(values[-1]))
-                continue
-            if row.place == tensors.NEW_SEGMENT:
-                self._adopt(row.segment)
-            values.append(self._borrower.tensor(row))
-        self._inlet.into(pieces)
-        return vocabulary.decode(tree, values)
-
-    def _adopt(self, number: int) -> None:
-        if not self._inlet.descriptors:
-            raise BadMessage("a new segment came without its descriptor")
-        descriptor = self._inlet.descriptors.popleft()
+        head, descriptors = self._inlet.header(HEADER.size)
         try:
-            self._borrower.adopt(number, descriptor)
+            magic, size = HEADER.unpack(head)
+            if magic != MAGIC:
+                raise BadMessage(f"a message begins with {head!r}, which is no header")
+            if not size:
+                raise Closed("it was closed there")
+            body = bytearray(size)
+            self._inlet.into(memoryview(body))
+            tree, rows = vocabulary.decode(body, ())
+            values = []
+            for row in rows:
+                if row.segment == tensors.INLINE:
+                    values.append(tensors.empty(row))
+                    self._inlet.into(tensors.memory(values[-1]))
+                else:
+                    values.append(self._borrower.tensor(row, descriptors))
+            return vocabulary.decode(tree, values)
         finally:
-            os.close(descriptor)
+            wire.close_all(descriptors)
 
     def _look_after(self) -> None:
         """Gives back what is idle."""
@@ -264,47 +264,3 @@ class Connection:
                 self._lender.trim()
             finally:
                 self._sending.release()
-
-
-class _Parcel:
-    """The tensors of a message on their way: where each lies, and what goes through the socket."""
-
-    def __init__(self, lender: Lender | None) -> None:
-        self._lender = lender
-        self._lent: list[Lent] = []
-        self._alive: list[torch.Tensor] = []
-        self.rows: list[tensors.Row] = []
-        self.pieces: list[memoryview] = []
-        self.descriptors: list[int] = []
-        self.inline = 0
-
-    def add(self, value: torch.Tensor) -> None:
-        row = tensors.Row(value.dtype, tuple(value.shape))
-        if self._lender is not None and row.nbytes >= SHARED_FROM:
-            lent = self._lender.lend(row.nbytes, len(self.descriptors) < frames.MAX_DESCRIPTORS)
-            if lent is not None:
-                segment, descriptor = lent
-                self._lent.append(segment)
-                self.descriptors += [] if descriptor is None else [descriptor]
-                place = tensors.SEGMENT if descriptor is None else tensors.NEW_SEGMENT
-                self.rows.append(row._replace(place=place, segment=segment.number))
-                tensors.shaped(segment.data[: row.nbytes], row).copy_(value)
-                return
-        value = tensors.as_contiguous(value, row)
-        self._alive.append(value)
-        self.pieces.append(tensors.memory(value))
-        self.rows.append(row)
-        self.inline += row.nbytes
-
-    def sent(self) -> None:
-        for segment in self._lent:
-            segment.known = True
-
-    def take_back(self) -> None:
-        assert self._lender is not None or not self._lent
-        for segment in self._lent:
-            self._lender.take_back(segment)  # type: ignore[union-attr]
-
-    def close(self) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)

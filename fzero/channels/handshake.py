@@ -1,9 +1,7 @@
 """Two processes show each other that both know a token, which never travels.
 
-    caller   -> listener   hello: magic, version, what it can do, a fresh nonce, its name
-    listener -> caller     hello, likewise
-    caller   -> listener   HMAC-SHA256(token, "caller" + both hellos)
-    listener -> caller     HMAC-SHA256(token, "listener" + both hellos)
+    both ways   hello: magic, version, what this side can do, a fresh nonce, its name
+    both ways   HMAC-SHA256(token, this side's role + the caller's hello + the listener's)
 
 That is challenge and response both ways: an answer is good for these nonces and this role only. What follows is neither
 encrypted nor signed: on a network that others can change, lay a tunnel.
@@ -19,12 +17,13 @@ import socket
 import struct
 from typing import NamedTuple
 
-from fzero.channels import mappings
-from fzero.channels.deadline import Deadline
+from fzero.channels import segments
 from fzero.channels.errors import Refused, TimedOut
+from fzero.channels.wire import Deadline
 
-VERSION = 2
+VERSION = 3
 MAX_NAME = 200  # bytes
+ROLES = (b"caller", b"listener")
 
 _HELLO = struct.Struct(f"<8sHBB32s{MAX_NAME}s")  # magic, version, can share memory, length of the name, nonce, name
 _MAGIC = b"fzero\x00ch"
@@ -43,42 +42,32 @@ def own_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def as_caller(sock: socket.socket, token: bytes, name: str, deadline: Deadline) -> Peer:
-    """The caller's side.
+def greeted(sock: socket.socket, token: bytes, name: str, calls: bool, deadline: Deadline) -> Peer:
+    """Who is at the other end.
+
+    Args:
+        calls: whether this is the caller's side, not the listener's.
 
     Raises:
-        Refused: the other side has another token or version, or is no listener.
+        Refused: the other side has another token or version, or is no channel.
         TimedOut: it took too long.
         OSError: the connection broke.
     """
     ours = _hello(name)
     _send(sock, ours, deadline)
     theirs = _receive(sock, _HELLO.size, "its hello", deadline)
-    peer = _read(theirs)
-    _send(sock, _proof(token, b"caller", ours + theirs), deadline)
+    peer, hellos = _read(theirs), ours + theirs if calls else theirs + ours
+    own, other = ROLES if calls else ROLES[::-1]
+    _send(sock, _proof(token, own, hellos), deadline)
     proof = _receive(sock, _PROOF, "its proof (it goes away where tokens differ)", deadline)
-    if not hmac.compare_digest(proof, _proof(token, b"listener", ours + theirs)):
+    if not hmac.compare_digest(proof, _proof(token, other, hellos)):
         raise Refused("it has another token")
-    return peer
-
-
-def as_listener(sock: socket.socket, token: bytes, name: str, deadline: Deadline) -> Peer:
-    """The listener's side; raises as the caller's."""
-    ours = _hello(name)
-    theirs = _receive(sock, _HELLO.size, "its hello", deadline)
-    if theirs.startswith(_MAGIC):
-        _send(sock, ours, deadline)  # also where the version differs, for the error there
-    peer = _read(theirs)
-    proof = _receive(sock, _PROOF, "its proof", deadline)
-    if not hmac.compare_digest(proof, _proof(token, b"caller", theirs + ours)):
-        raise Refused("it has another token")
-    _send(sock, _proof(token, b"listener", theirs + ours), deadline)
     return peer
 
 
 def _hello(name: str) -> bytes:
     data = name.encode()[:MAX_NAME]
-    return _HELLO.pack(_MAGIC, VERSION, mappings.AVAILABLE, len(data), secrets.token_bytes(32), data)
+    return _HELLO.pack(_MAGIC, VERSION, segments.AVAILABLE, len(data), secrets.token_bytes(32), data)
 
 
 def _read(hello: bytes) -> Peer:
@@ -95,21 +84,17 @@ def _proof(token: bytes, role: bytes, hellos: bytes) -> bytes:
 
 
 def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
-    sock.settimeout(max(deadline.left(), 1e-3))
-    try:
-        sock.sendall(data)
-    except TimeoutError:
-        raise TimedOut(f"it did not read within {deadline.seconds} s") from None
+    sock.settimeout(deadline.left())
+    sock.sendall(data)  # a few bytes, for which a new socket has room
 
 
 def _receive(sock: socket.socket, count: int, what: str, deadline: Deadline) -> bytes:
     data = b""
     while len(data) < count:
-        left = deadline.left()
         try:
-            if not left:
+            if deadline.is_over():
                 raise TimeoutError
-            sock.settimeout(left)
+            sock.settimeout(deadline.left())
             more = sock.recv(count - len(data))
         except TimeoutError:
             raise TimedOut(f"{what} did not come within {deadline.seconds} s") from None

@@ -15,10 +15,11 @@ import time
 from fzero.channels import forks, handshake
 from fzero.channels.address import Address, has_unix_sockets, machine
 from fzero.channels.connection import Connection
-from fzero.channels.deadline import Deadline
 from fzero.channels.errors import ChannelError, Closed, Refused, TimedOut
+from fzero.channels.wire import Deadline
 
 HANDSHAKE_SECONDS = 5.0  # that a handshake may take
+BACKLOG = 1024  # who may have called and not been taken yet
 LOOK_SECONDS = 0.5  # after which whoever listens looks whether it is closed, where closing does not wake it
 
 _log = logging.getLogger("fzero.channels")
@@ -51,13 +52,13 @@ class Listener:
         self._token, self._name = token, name or handshake.own_name()
         host = "127.0.0.1" if host is None else host
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._sockets = [socket.create_server((host, 0), family=family, backlog=128)]
+        self._sockets = [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
         port, unix = self._sockets[0].getsockname()[1], ""
         if has_unix_sockets():
             unix = f"fzero-{secrets.token_hex(8)}"
             self._sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._sockets[1].bind("\0" + unix)
-            self._sockets[1].listen(128)
+            self._sockets[1].listen(BACKLOG)
         self.address: Address = (machine(), unix, host, port)
         self._ready: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
@@ -139,7 +140,7 @@ class Listener:
         who = "an unknown peer"
         try:
             who = f"{sock.getpeername() or 'a process here'}"
-            peer = handshake.as_listener(sock, self._token, self._name, Deadline(HANDSHAKE_SECONDS))
+            peer = handshake.greeted(sock, self._token, self._name, False, Deadline(HANDSHAKE_SECONDS))
             _prepare(sock)
             with self._lock:
                 if not self._closed:
@@ -182,10 +183,12 @@ def connect(address: Address, token: bytes, timeout: float, name: str | None = N
     sock = None
     try:
         if unix and where == machine() and has_unix_sockets():
-            sock, at = _call_here(unix, deadline), f"{at} by its unix socket {unix}"
+            sock, at = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"{at} by its unix socket {unix}"
+            sock.settimeout(timeout)  # and is refused at once where too many are calling
+            sock.connect("\0" + unix)
         else:
-            sock = socket.create_connection((host, port), timeout=max(deadline.left(), 1e-3))
-        peer = handshake.as_caller(sock, token, name or handshake.own_name(), deadline)
+            sock = socket.create_connection((host, port), timeout=timeout)
+        peer = handshake.greeted(sock, token, name or handshake.own_name(), True, deadline)
         _prepare(sock)
         return Connection(sock, peer.name, peer.shares)
     except BaseException as error:
@@ -197,23 +200,6 @@ def connect(address: Address, token: bytes, timeout: float, name: str | None = N
             raise type(error)(f"connect: {at}: {error}.") from None
         if isinstance(error, OSError):
             raise Refused(f"connect: {at}: {error}.") from error
-        raise
-
-
-def _call_here(unix: str, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        while True:
-            try:
-                sock.connect("\0" + unix)
-                return sock
-            except BlockingIOError:  # many are calling
-                if not deadline.left():
-                    raise TimeoutError from None
-                time.sleep(0.005)
-    except BaseException:
-        sock.close()
         raise
 
 

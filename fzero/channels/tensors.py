@@ -19,8 +19,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
-# where a tensor's bytes are: behind the message; in memory shared before; in memory shared now
-INLINE, SEGMENT, NEW_SEGMENT = 0, 1, 2
+INLINE = -1  # in no segment of shared memory, but behind the message
 
 
 class Row(NamedTuple):
@@ -28,8 +27,7 @@ class Row(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    place: int = INLINE
-    segment: int = 0
+    segment: int = INLINE
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +69,8 @@ def as_contiguous(tensor: torch.Tensor, row: Row) -> torch.Tensor:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which must live as long as they are used."""
+    """The bytes of a contiguous CPU tensor."""
     nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)).cast("B")
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)
+    array.tensor = tensor  # type: ignore[attr-defined]  # which lives as long as they are used
+    return memoryview(array).cast("B")

@@ -1,170 +1,112 @@
-"""Bytes and descriptors through a socket that does not block, by whole pieces, with deadlines."""
+"""Bytes and descriptors through a socket, by whole pieces, with deadlines."""
 
 from __future__ import annotations
 
 import array
 import errno
 import os
-import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-
-from fzero.channels.deadline import Deadline
-from fzero.channels.errors import BadMessage, TimedOut
-from fzero.channels.frames import MAX_DESCRIPTORS
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 TICK = 5.0  # seconds after which whoever waits for bytes looks after what is idle
-_BUFFER = 64 << 10  # bytes that are read ahead
+MAX_DESCRIPTORS = 64  # of one message; the kernel takes 253
 _VECTOR = 512  # pieces in one call of the system, which takes 1024
 _FULL = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # too much is under way to others: soon less
 
-Pieces = Sequence[memoryview]
+
+class Deadline:
+    """The moment `seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then, at least a thousandth: a socket takes 0 for another mode."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
 
 
-class Outlet:
-    """Sends. Its owner calls it from one thread at a time."""
+def send(
+    sock: socket.socket, pieces: Sequence[memoryview], descriptors: Sequence[int], deadline: Deadline
+) -> None:
+    """Sends all pieces; the descriptors go with the first byte.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._poll = sock, select.poll()
-        self._poll.register(sock, select.POLLOUT)
-        self.begun = False  # whether a part of the pieces is on its way
-
-    def send(self, pieces: Pieces, descriptors: Sequence[int], deadline: Deadline) -> None:
-        """Sends all of them; the descriptors go with the first byte.
-
-        Raises:
-            TimedOut: not in time; `begun` says whether a part is on its way.
-            OSError: the connection is broken.
-        """
-        self.begun = False
-        left = deque(piece for piece in pieces if len(piece))
-        while left:
-            window = [left[i] for i in range(min(len(left), _VECTOR))]
-            try:
-                if descriptors:
-                    sent = socket.send_fds(self._sock, window, list(descriptors))  # type: ignore[arg-type]
-                else:
-                    sent = self._sock.sendmsg(window)
-            except BlockingIOError:
-                if not self._poll.poll(deadline.milliseconds()):
-                    raise TimedOut from None
-                continue
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                if not deadline.left():
-                    raise TimedOut from error
-                time.sleep(0.001)
-                continue
-            self.begun, descriptors = True, ()
-            while sent:
-                piece = left.popleft()
-                if sent < len(piece):
-                    left.appendleft(piece[sent:])
-                    break
-                sent -= len(piece)
+    Raises:
+        TimeoutError: not in time; a part may be on its way.
+        OSError: the connection is broken.
+    """
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        sock.settimeout(deadline.left())
+        try:
+            if descriptors:
+                sent = socket.send_fds(sock, left[:_VECTOR], list(descriptors))  # type: ignore[arg-type]
+            else:
+                sent = sock.sendmsg(left[:_VECTOR])
+        except OSError as error:
+            if error.errno not in _FULL or deadline.is_over():
+                raise
+            time.sleep(0.001)
+            continue
+        descriptors = ()
+        while left and sent >= len(left[0]):
+            sent -= len(left.pop(0))
+        if sent:
+            left[0] = left[0][sent:]
 
 
 class Inlet:
-    """Receives, in one thread; `idle` is called about every TICK seconds."""
+    """Receives, in one thread; `idle` is called after every TICK seconds in which nothing came."""
 
-    def __init__(self, sock: socket.socket, takes_descriptors: bool, idle: Callable[[], None]) -> None:
-        self._sock, self._poll, self._idle = sock, select.poll(), idle
-        self._poll.register(sock, select.POLLIN)
-        self._room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize) if takes_descriptors else 0
-        self._buffer = memoryview(bytearray(_BUFFER))
-        self._begin = self._end = 0  # of what was read ahead
-        self._next_tick = time.monotonic() + TICK
-        self._dry = True  # whether there may be nothing to receive
-        self.descriptors: deque[int] = deque()
+    def __init__(self, sock: socket.socket, idle: Callable[[], None]) -> None:
+        self._sock, self._idle = sock, idle
+        sock.settimeout(TICK)
 
-    def exactly(self, count: int) -> bytes:
-        """The next bytes.
+    def header(self, count: int) -> tuple[bytes, list[int]]:
+        """The first bytes of a message, and the descriptors that came with them.
 
         Raises:
             EOFError: there are fewer, as the peer is gone; its argument says how many.
         """
-        if count <= _BUFFER:
-            while self._end - self._begin < count:
-                if self._end == self._begin or count > _BUFFER - self._begin:
-                    kept = bytes(self._buffer[self._begin : self._end])
-                    self._buffer[: len(kept)] = kept
-                    self._begin, self._end = 0, len(kept)
-                try:
-                    self._end += self._receive([self._buffer[self._end :]])
-                except EOFError:
-                    raise EOFError(self._end - self._begin) from None
-            data = bytes(self._buffer[self._begin : self._begin + count])
-            self._begin += count
-            return data
-        whole = bytearray(count)
-        self.into([memoryview(whole)])
-        return bytes(whole)
+        data, descriptors = b"", array.array("i")
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
+        try:
+            while len(data) < count:
+                missing = count - len(data)
+                more, extra, *_ = self._got(lambda n=missing: self._sock.recvmsg(n, room, socket.MSG_CMSG_CLOEXEC))
+                for level, kind, numbers in extra:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        descriptors.frombytes(numbers[: len(numbers) - len(numbers) % descriptors.itemsize])
+                if not more:
+                    raise EOFError(len(data))
+                data += more
+        except BaseException:
+            close_all(descriptors)
+            raise
+        return data, descriptors.tolist()
 
-    def into(self, pieces: Pieces) -> None:
-        """Fills memory with the next bytes, most of them without a copy in between."""
-        left = deque(piece for piece in pieces if len(piece))
+    def into(self, memory: memoryview) -> None:
+        """Fills memory with the next bytes; raises as `header` does."""
         done = 0
-        while left:
-            if self._end > self._begin:
-                piece = left[0]
-                got = min(len(piece), self._end - self._begin)
-                piece[:got] = self._buffer[self._begin : self._begin + got]
-                self._begin += got
-            else:
-                rest = sum(len(left[i]) for i in range(min(len(left), _VECTOR)))
-                try:
-                    if rest < _BUFFER:  # many small ones: the next message may come along
-                        self._begin, self._end = 0, 0
-                        self._end = self._receive([self._buffer])
-                        continue
-                    got = self._receive([left[i] for i in range(min(len(left), _VECTOR))])
-                except EOFError:
-                    raise EOFError(done) from None
-            done += got
-            while got:
-                piece = left.popleft()
-                if got < len(piece):
-                    left.appendleft(piece[got:])
-                    break
-                got -= len(piece)
-
-    def _receive(self, pieces: Pieces) -> int:
-        """Receives something; waits where there is nothing."""
-        while True:
-            if time.monotonic() >= self._next_tick:
-                self._idle()
-                self._next_tick = time.monotonic() + TICK
-            if self._dry and not self._poll.poll(max(1, int(1000 * (self._next_tick - time.monotonic())))):
-                continue
-            try:
-                if self._room:
-                    got, extra, flags, _ = self._sock.recvmsg_into(pieces, self._room, socket.MSG_CMSG_CLOEXEC)
-                    if extra or flags & socket.MSG_CTRUNC:
-                        self._keep(extra, flags)
-                else:
-                    got = self._sock.recvmsg_into(pieces)[0]
-            except BlockingIOError:
-                self._dry = True
-                continue
-            self._dry = got < len(pieces[-1])  # likely: asking poll costs less than an error
+        while done < len(memory):
+            got = self._got(lambda at=done: self._sock.recv_into(memory[at:]))
             if not got:
-                raise EOFError(0)
-            return got
+                raise EOFError(done)
+            done += got
 
-    def _keep(self, extra: Sequence[tuple[int, int, bytes]], flags: int) -> None:
-        """Keeps descriptors until the message that they belong to is read."""
-        for level, kind, data in extra:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers = array.array("i")
-                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-                self.descriptors.extend(numbers)
-        if flags & socket.MSG_CTRUNC:
-            raise BadMessage("descriptors of shared memory did not arrive: this process may have no more of them")
+    def _got(self, receive: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return receive()
+            except TimeoutError:
+                self._idle()
 
-    def close(self) -> None:
-        """Closes descriptors that nobody has taken."""
-        while self.descriptors:
-            os.close(self.descriptors.popleft())
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -12,8 +12,8 @@ from channel_peers import pair, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.channels import Connection, mappings
-from fzero.channels.segments import FREE, IN_USE, RETIRED, SHARED_FROM, Lender, size_class
+from fzero.channels import Connection
+from fzero.channels.segments import FREE, IN_USE, PAGE, RETIRED, SHARED_FROM, Lender, size_class
 
 MIB = 1 << 20
 
@@ -23,9 +23,8 @@ def there_is_one(lender: Lender, nbytes: int = SHARED_FROM) -> int | None:
     lent = lender.lend(nbytes, True)
     if lent is None:
         return None
-    segment, descriptor = lent
-    segment.known = True
-    if descriptor is not None:
+    segment, new = lent
+    for descriptor in new:
         os.close(descriptor)
     return segment.number
 
@@ -33,14 +32,14 @@ def there_is_one(lender: Lender, nbytes: int = SHARED_FROM) -> int | None:
 def free(lender: Lender, number: int) -> None:
     segments = [segment for group in lender._by_capacity.values() for segment in group]
     (segment,) = [segment for segment in segments if segment.number == number]
-    assert segment.mapping.state == IN_USE
-    segment.mapping.state = FREE
+    assert segment.state == IN_USE
+    segment.state = FREE
 
 
 @given(st.integers(1, 1 << 40))
 def test_size_classes(nbytes: int) -> None:
     capacity = size_class(nbytes)
-    assert nbytes <= capacity <= max(nbytes + mappings.PAGE, nbytes * 9 / 8) and capacity % mappings.PAGE == 0
+    assert nbytes <= capacity <= max(nbytes + PAGE, nbytes * 9 / 8) and capacity % PAGE == 0
     assert size_class(capacity) == capacity
 
 
@@ -51,7 +50,7 @@ def test_free_segments_are_lent_again() -> None:
     assert there_is_one(lender, SHARED_FROM - 100) == 0
     assert there_is_one(lender) == 2
     free(lender, 1)
-    assert there_is_one(lender, SHARED_FROM // 4) == 3  # which would waste most of it
+    assert there_is_one(lender, SHARED_FROM // 4) == 3  # which is of another size
     assert lender.lend(MIB, False) is None
 
 
@@ -69,25 +68,12 @@ def test_idle_segments_are_let_go() -> None:
     for _ in range(3):
         there_is_one(lender, MIB)
     free(lender, 1)
-    kept = {segment.number: segment.mapping for group in lender._by_capacity.values() for segment in group}
+    kept = {segment.number: segment for group in lender._by_capacity.values() for segment in group}
     lender.trim(60.0)
     assert lender.nbytes == 3 * MIB
     lender.trim(0.0)
     assert lender.nbytes == 2 * MIB
     assert [kept[number].state for number in range(3)] == [IN_USE, RETIRED, IN_USE]
-
-
-def test_pages_that_are_let_go_are_free_at_once() -> None:
-    mapping, descriptor = mappings.create(4 * MIB)
-    try:
-        mapping.bytes(4 * MIB).fill_(1)
-        assert os.fstat(descriptor).st_blocks * 512 >= 4 * MIB
-        mapping.empty()
-        assert os.fstat(descriptor).st_blocks * 512 <= mappings.PAGE
-        with pytest.raises(OSError):
-            os.ftruncate(descriptor, 1)  # sealed
-    finally:
-        os.close(descriptor)
 
 
 def test_without_memory_tensors_go_inline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +108,7 @@ def test_a_segment_is_used_by_the_last_view() -> None:
         assert view.untyped_storage().nbytes() == 8 * MIB
         del view
         for _ in range(5):
-            here.send([torch.zeros(MIB), torch.ones(MIB)])
+            here.send([torch.arange(MIB), torch.arange(MIB)])
             there.receive(5.0)
         assert number_of(here) == 2  # both of them again
 
@@ -172,7 +158,7 @@ def test_nothing_in_use_is_written() -> None:
 
 def test_idle_segments_go_while_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fzero.channels.wire.TICK", 0.05)
-    monkeypatch.setattr(Lender.trim, "__defaults__", (0.2, float("inf")))
+    monkeypatch.setattr(Lender.trim, "__defaults__", (0.2,))
     with pair("shared") as (here, there):
         here.send(torch.ones(MIB))
         there.receive(5.0)

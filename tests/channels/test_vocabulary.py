@@ -13,6 +13,7 @@ import torch
 from channel_peers import messages, same
 from hypothesis import given, settings
 
+from fzero.base import pytree
 from fzero.channels import BadMessage, vocabulary
 
 Point = collections.namedtuple("Point", "x y")
@@ -36,6 +37,8 @@ class Runs:
         (b"q", "no message"),
         (pickle.dumps(Runs()), "it names posix.system"),
         (pickle.dumps(Point(1, 2)), "it names .*Point"),
+        (vocabulary.encode(Point(1, 2))[0].replace(b"Point", b"Other"), "not imported"),
+        (vocabulary.encode(Point(1, 2))[0].replace(b"Point", b"TOKEN"), "not imported"),
         (pickle.dumps(torch.zeros), "it names"),
         (vocabulary.encode(torch.zeros(1))[0], "out of range"),
         (vocabulary.encode([1])[0][:-1], "no message"),
@@ -54,8 +57,7 @@ def deep() -> list[object]:
     ("value", "kind", "words"),
     [
         (object(), TypeError, "builtins.object"),
-        (Point(1, 2), TypeError, "Point"),
-        (collections.OrderedDict(a=1), TypeError, "OrderedDict"),
+        (collections.defaultdict(int), TypeError, "defaultdict"),
         *((kind(b"1"), TypeError, f"builtins.{kind.__name__}") for kind in (set, frozenset, bytearray)),
         (np.float64(1.0), TypeError, "numpy.float64"),
         (torch.quint8, TypeError, "quint8"),
@@ -76,8 +78,10 @@ def test_a_tensor_inside_a_transform() -> None:
         torch.func.grad(lambda x: vocabulary.encode(x) and x)(torch.ones(()))
 
 
-def test_sizes_arrive_as_tuples() -> None:
-    assert same(vocabulary.decode(*vocabulary.encode(torch.Size((2, 3)))), (2, 3))
+def test_kinds_come_back() -> None:
+    for message in (torch.Size((2, 3)), Point(1, [2.5]), collections.OrderedDict(a=torch.float16), pytree.Count(3)):
+        got = vocabulary.decode(*vocabulary.encode(message))
+        assert type(got) is type(message) and repr(got) == repr(message)
 
 
 def test_what_holds_itself_arrives_so() -> None:

@@ -20,14 +20,13 @@ from fzero.components.remote.wire import Skeleton, Slot, slots_of, unpacked
 
 def bring_inputs(
     out: Operands,
-    given: tuple[Skeleton, Sequence[Leaf], Sequence[Any]],
+    given: tuple[Skeleton, Sequence[Leaf], Sequence[Cut]],
     place: Place,
     puller: Puller,
     who: str,
 ) -> None:
     """Brings the inputs of a call, and notes how they lie."""
-    skeleton, leaves, sent = given
-    cuts = [Cut(*each) for each in sent]
+    skeleton, leaves, cuts = given
     shapes: dict[int, tuple[int, ...]] = {
         number: leaf[2] if leaf[0] == "slice" else tuple(leaf[1].shape)
         for number, leaf in enumerate(leaves)
@@ -50,24 +49,14 @@ def bring_inputs(
 
     def asked(number: int) -> Callable[[Layout], Box | None]:
         def box(layout: Layout) -> Box | None:
-            _need_term(shapes.setdefault(number, layout.shape), layout.shape, number, who)
+            shapes.setdefault(number, layout.shape)
             return box_of(number)
 
         return box
 
-    def own(leaf: Leaf, number: int) -> Leaf:
-        """A sum with the pieces of the tensors among its terms."""
-        if leaf[0] == "sum":
-            return "sum", [own(each, number) for each in leaf[1]]
-        if leaf[0] != "tensor" or leaves[number][0] != "sum":
-            return leaf
-        _need_term(shapes.setdefault(number, tuple(leaf[1].shape)), leaf[1].shape, number, who)
-        box = box_of(number)
-        return leaf if box is None else ("tensor", cut_to(leaf[1], box))
-
     for ragged in (False, True):  # rows are asked for once the lengths are known
         numbers = [number for number, cut in enumerate(cuts) if (cut.lengths >= 0) == ragged]
-        wanted = [(own(leaves[number], number), asked(number)) for number in numbers]
+        wanted = [(leaves[number], asked(number)) for number in numbers]
         found = puller.pulled(wanted) if wanted else []
         tensors.update(zip(numbers, found, strict=True))
         for number in numbers:
@@ -83,14 +72,6 @@ def bring_inputs(
     out.inputs = unpacked(skeleton, [tensors[number] for number in range(len(leaves))])
     out.skeleton, out.dims = skeleton, [dims_of(number) for number in range(len(leaves))]
     out.shares = totals.shares(place)
-
-
-def _need_term(shape: Sequence[int], other: Sequence[int], number: int, who: str) -> None:
-    if tuple(shape) != tuple(other):
-        raise ValueError(
-            f"{who}: tensor {number} of the inputs is a sum of values of shapes {tuple(shape)} and {tuple(other)}, "
-            "expected one shape, as each rank adds up its own pieces. Fetch the sum, or add in the function."
-        )
 
 
 def brought_cotangent(
@@ -132,8 +113,6 @@ def _asked(expected: Layout | None, place: Place, number: int) -> Callable[[Layo
 
 def _own_block(leaf: Leaf, expected: Layout | None, place: Place, number: int) -> Leaf:
     """A leaf that is a whole tensor of the caller's, cut to this rank's block."""
-    if leaf[0] == "sum":
-        return "sum", [_own_block(each, expected, place, number) for each in leaf[1]]
     if leaf[0] != "tensor" or expected is None or expected.kind != "block":
         return leaf
     _need_shape(tuple(leaf[1].shape), expected, number)

@@ -238,7 +238,7 @@ class Group:
                 if not hold[0]:
                     self._holds.pop(message[1], None)
         elif kind == "failed":
-            failure = Failure(*message[2])
+            failure: Failure = message[2]
             if len(self.failures) > 10_000:
                 self.failures.clear()
             if not failure.follows:
@@ -250,11 +250,11 @@ class Group:
         else:
             with self._news:
                 if kind == "ready":
-                    self.places[rank] = Place(*message[1])
+                    self.places[rank] = message[1]
                     self._ready.add(rank)
                 else:
                     assert kind == "broken", kind
-                    self._broken.append(Failure(*message[1]))
+                    self._broken.append(message[1])
                 self._news.notify_all()
 
     def _left_alone(self, rank: int, failure: Failure, first: Failure | None) -> None:

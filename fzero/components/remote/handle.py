@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from fzero.base.arguments import named
 from fzero.checkpoint.save import as_json
-from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.link import Arguments
 from fzero.components.remote.pull import Leaf, norm_by
-from fzero.components.remote.wire import places_of, unpacked
+from fzero.components.remote.wire import unpacked
 from fzero.state.beyond import Distant, Elsewhere
 from fzero.state.gather import measured
 
-
-class Owner(Protocol):
-    """A component, as what it has made asks it: see `RemoteComponent`."""
-
-    name: str
-    group: Group
-
-    def made(self, verb: str, arguments: Arguments, given: Any = None) -> Made: ...
-
-    def called(
-        self, verb: str, objects: Arguments, options: Arguments, given: Any, kind: object = None
-    ) -> tuple[Made, Any]: ...
-
+if TYPE_CHECKING:
+    from fzero.components.remote.component import RemoteComponent
 
 class Made:
     """What one call makes: as long as anybody holds a part of it, its ranks know the call."""
 
-    def __init__(self, component: Owner, call: int) -> None:
+    def __init__(self, component: RemoteComponent, call: int) -> None:
         self.component, self.call = component, call
         weakref.finalize(self, component.group.forget, call, -1).atexit = False
 
@@ -66,7 +52,7 @@ class Away:
         return self
 
     @property
-    def component(self) -> Owner:
+    def component(self) -> RemoteComponent:
         return self.made.component
 
     @property
@@ -77,8 +63,8 @@ class Away:
 class Value(Elsewhere):
     """A tensor that lies elsewhere. Its shape, dtype and values are waited for where they are read.
 
-    `torch.ones_like`, `zeros_like` and `full_like` of it, and sums, are such values too, at once, and computed where
-    they are needed. For anything else `fz.fetch` gives the tensor.
+    `torch.ones_like`, `zeros_like` and `full_like` of it are such values too, at once, and computed where they are
+    needed. A sum waits for the tensors and is one. For anything else `fz.fetch` gives the tensor.
     """
 
     def leaf(self) -> Leaf:
@@ -132,11 +118,11 @@ class Value(Elsewhere):
         """Its number, of one that has one element; waited for."""
         return self.fetched().item()
 
-    def __add__(self, other: object) -> Value:
-        return Sum([self, other]) if isinstance(other, (Value, torch.Tensor)) else NotImplemented
+    def __add__(self, other: object) -> torch.Tensor:
+        return self.fetched() + other if isinstance(other, (Value, torch.Tensor)) else NotImplemented
 
-    def __radd__(self, other: object) -> Value:
-        return Sum([other, self]) if isinstance(other, torch.Tensor) else NotImplemented
+    def __radd__(self, other: object) -> torch.Tensor:
+        return other + self.fetched() if isinstance(other, torch.Tensor) else NotImplemented
 
     def __float__(self) -> float:
         return float(self.item())
@@ -230,62 +216,6 @@ class Fill(Value):
         return f"Fill({self.number} like {self.like!r})"
 
 
-class Sum(Value):
-    """The sum of values of one shape, added up where it is needed: cotangents of what several have used.
-
-    Args:
-        terms: of one shape, in order; of tensors their values now.
-
-    Raises:
-        TypeError: autograd follows one of them.
-        ValueError: where it is used, of shapes that differ.
-    """
-
-    def __init__(self, terms: Sequence[Any]) -> None:
-        for x in terms:
-            if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-                raise TypeError(
-                    f"+: got a handle and {named(x)} that autograd follows, expected a constant: no graph leads to "
-                    "another component. Add x.detach()."
-                )
-        self.terms = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in terms]
-
-    def leaf(self) -> Leaf:
-        return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
-
-    def held(self) -> list[Away]:
-        return [away for x in self.terms if isinstance(x, Value) for away in x.held()]
-
-    def layout(self) -> Layout:
-        like = [
-            x.layout()
-            if isinstance(x, Value)
-            else Layout("block", ((),) * x.ndim, tuple([(n,) for n in x.shape]), x.dtype)
-            for x in self.terms
-        ]
-        _need_one_shape([each.shape for each in like])
-        first = next(own for x, own in zip(self.terms, like, strict=True) if isinstance(x, Value))
-        empty = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in like]
-        return first._replace(dtype=functools.reduce(torch.add, empty).dtype)
-
-    def fetched(self) -> torch.Tensor:
-        own = [x.fetched() if isinstance(x, Value) else x for x in self.terms]
-        _need_one_shape([x.shape for x in own])
-        return functools.reduce(torch.add, own)
-
-    def __repr__(self) -> str:
-        return f"Sum(of {len(self.terms)} values)"
-
-
-def _need_one_shape(shapes: Sequence[Sequence[int]]) -> None:
-    for shape in shapes:
-        if tuple(shape) != tuple(shapes[0]):
-            raise ValueError(
-                f"+: got values of shapes {tuple(shapes[0])} and {tuple(shape)}, one of which lies in another "
-                "component; expected one shape, as each rank adds up its own pieces. Add what fz.fetch gives."
-            )
-
-
 class Norm(Value):
     """The norm of what several components have: the square root of the sum of squares, leaf by leaf.
 
@@ -327,7 +257,7 @@ class RemoteTree(Away):
         options = {"what": self.what, "pattern": pattern}
         made = self.component.made("gather", {"objects": {"tree": self}, "options": options})
         (skeleton,) = made.trees()
-        return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, places_of(skeleton) + 1)])
+        return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, skeleton.places + 1)])
 
     def norm_with(self, trees: Sequence[object]) -> Any:
         return Norm([*measured(trees, squares_on)])

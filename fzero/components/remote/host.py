@@ -249,10 +249,10 @@ class Host:
         try:
             part = built_by(build(), self.rank, self.settings)
         except Exception as error:
-            self.report(("broken", tuple(failure_of(error, self.component, self.rank))))
+            self.report(("broken", failure_of(error, self.component, self.rank)))
             return False
         self.part, self.place, self.puller.device = part, part.place, device_of(part.params)
-        self.report(("ready", tuple(part.place)))
+        self.report(("ready", part.place))
         return True
 
     def run(self) -> None:
@@ -312,7 +312,7 @@ class Host:
         self.values.ran(call.number, 0 if self.settings.checked else len(collectives))
         if failure is None:
             return True
-        self.report(("failed", call.number, tuple(failure)))
+        self.report(("failed", call.number, failure))
         return all(self._ended_alike(call.number, failure, peer.ended) for peer in self.peers)
 
     def _ended_alike(self, call: int, failure: Failure, ended: Callable[[int], int]) -> bool:

@@ -38,7 +38,7 @@ class ChannelLink(Link):
             raise OSError(f"rank {self.rank} has not come")
         if message[0] == "table":
             _, identity, table = message
-            message = ("table", identity, (table.name, [tuple(place) for place in table.places], list(table.sources)))
+            message = ("table", identity, (table.name, list(table.places), list(table.sources)))
         self._connection.send(message, self.settings.timeout)
 
     def source(self, local: bool) -> Any:

@@ -70,8 +70,7 @@ def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
             sent = _pieces(own, boxes, group.links[0].local)
         for leaf, rank in zip(sent, by_rank, strict=True):
             rank.append(leaf)
-    sent_cuts = [tuple(cut) for cut in cuts]
-    own_inputs = [{"inputs": (skeleton, own, sent_cuts)} for own in by_rank]
+    own_inputs = [{"inputs": (skeleton, own, cuts)} for own in by_rank]
     return Given({}, own_inputs, _held(leaves), skeleton, tuple(map(_shape, leaves)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -105,7 +104,7 @@ class Puller:
         Raises:
             Failed: one of them could not be made.
         """
-        parts = [(part, box_of) for leaf, box_of in wanted for part in _parts(leaf)]
+        parts = [(part, box_of) for leaf, box_of in wanted for part in (leaf[1] if leaf[0] == "norm" else [leaf])]
         away = [(leaf, box_of) for leaf, box_of in parts if leaf[0] in ("value", "fill")]
         layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}
@@ -149,16 +148,9 @@ class Puller:
         """An operand's value, of the next tensors."""
         if leaf[0] in ("value", "fill"):
             return next(tensors)
-        if leaf[0] == "sum":
-            return functools.reduce(torch.add, [self._computed(part, tensors) for part in leaf[1]])
         if leaf[0] == "norm":  # on the CPU: it has the same bits for all components
             return norm_by([self._computed(part, tensors).cpu() for part in leaf[1]]).to(self.device)
         return leaf[1].to(self.device) if isinstance(leaf[1], torch.Tensor) else leaf[1]
-
-
-def _parts(leaf: Leaf) -> list[Leaf]:
-    """The leaves that an operand is computed of."""
-    return [part for own in leaf[1] for part in _parts(own)] if leaf[0] in ("norm", "sum") else [leaf]
 
 
 def norm_by(squares: Sequence[torch.Tensor]) -> torch.Tensor:

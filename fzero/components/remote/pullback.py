@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
-from fzero.components.remote.handle import Away, Handle, Made, Owner, RemoteTree
+from fzero.components.remote.handle import Away, Handle, Made, RemoteTree
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import cotangent_for, inputs_for
-from fzero.components.remote.wire import Skeleton, places_of, unpacked
+from fzero.components.remote.wire import Skeleton, unpacked
 from fzero.engine.pullback import used_up
 from fzero.table.counting import Counts
 
+if TYPE_CHECKING:
+    from fzero.components.remote.component import RemoteComponent
 
 def handles(made: Made, skeletons: Sequence[Skeleton]) -> list[Any]:
     """The trees of skeletons with a handle for each leaf."""
     place = itertools.count(1)
-    return [unpacked(each, [Handle(made, next(place)) for _ in range(places_of(each))]) for each in skeletons]
+    return [unpacked(each, [Handle(made, next(place)) for _ in range(each.places)]) for each in skeletons]
 
 
 class RemotePullback(Away):
@@ -30,11 +32,11 @@ class RemotePullback(Away):
     """
 
     def __init__(
-        self, component: Owner, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
+        self, component: RemoteComponent, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
     ) -> None:
         super().__init__(made, 0)
         self._component, self._inputs, self._wanted, self.alone = component, inputs, wanted, alone
-        self.structure = pytree.flatten(unpacked(outputs, [None] * places_of(outputs)))[1]
+        self.structure = pytree.flatten(unpacked(outputs, [None] * outputs.places))[1]
         self._used, self._half = False, False
 
     def __call__(self, cotangent: object, retain_graph: bool = False) -> tuple[RemoteTree, tuple[Any, ...]]:
@@ -94,7 +96,7 @@ class RemotePasses:
     An error of a microbatch is raised where the grads are used.
     """
 
-    def __init__(self, component: Owner, state: Away, count: int, rng: int, at_once: bool) -> None:
+    def __init__(self, component: RemoteComponent, state: Away, count: int, rng: int, at_once: bool) -> None:
         self._component, self.count, self.counts = component, count, Counts()
         options = {"count": count, "rng": rng, "at_once": at_once}
         self._passes = Away(component.made("passes", {"objects": {"state": state}, "options": options}), 0)

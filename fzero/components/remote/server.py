@@ -80,23 +80,12 @@ def _answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[st
     """
     kind, asked = request
     try:
-        if kind == "metas":
-            return "answer", [_as_sent(meta) for meta in served.metas(asked, alive)]
         if kind == "blocks":
             return "answer", served.blocks(asked[0])
-        assert kind in ("trees", "arrived", "ended"), kind
-        return "answer", _as_sent(getattr(served, kind)(asked, alive))
+        assert kind in ("metas", "trees", "arrived", "ended"), kind
+        return "answer", getattr(served, kind)(asked, alive)
     except Failed as failed:
-        return "failed", tuple(failed.failure)
-
-
-def _as_sent(told: object) -> tuple[object, ...]:
-    return (type(told).__name__, *told) if isinstance(told, (Meta, Failure)) else ("value", told)
-
-
-def _as_told(sent: Any) -> Any:
-    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure, "value": lambda told: told}
-    return kinds[sent[0]](*sent[1:])
+        return "failed", failed.failure
 
 
 class RemoteSource:
@@ -120,19 +109,19 @@ class RemoteSource:
             _close(*self._idle.pop())
 
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]:
-        return [_as_told(each) for each in self._ask("metas", list(names))]
+        return self._ask("metas", list(names))
 
     def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: torch.device = _CPU) -> list[torch.Tensor]:
         return self._ask("blocks", (list(wanted), gpus.name_of(device)), device)
 
     def trees(self, call: int) -> object:
-        return _as_told(self._ask("trees", call))
+        return self._ask("trees", call)
 
     def arrived(self, call: int) -> Failure | Arrived:
-        return _as_told(self._ask("arrived", call))
+        return self._ask("arrived", call)
 
     def ended(self, call: int) -> int:
-        return _as_told(self._ask("ended", call))
+        return self._ask("ended", call)
 
     def _ask(self, kind: str, asked: object, device: torch.device = _CPU) -> Any:
         connection, reader = None, gpus.Reader()
@@ -162,7 +151,7 @@ class RemoteSource:
         if self._left:
             self.left()
         if reply[0] == "failed":
-            raise Failed(Failure(*reply[1]))
+            raise Failed(reply[1])
         return reply[1]
 
 

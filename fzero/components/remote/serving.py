@@ -13,7 +13,7 @@ from fzero.channels import Address, Connection, connect
 from fzero.comm import backend
 from fzero.components.remote.building import join_group
 from fzero.components.remote.host import Host
-from fzero.components.remote.link import Place, Settings
+from fzero.components.remote.link import Settings
 from fzero.components.remote.pull import Table
 from fzero.components.remote.server import IDLE, RemoteSource, Server
 
@@ -73,4 +73,4 @@ def _table(sent: Any, host: Host, settings: Settings) -> Table:
         own = where[3:5] == (settings.identity, host.rank)
         return host if own else RemoteSource(where, settings.timeout)
 
-    return Table(name, [Place(*place) for place in places], [source(where) for where in sources])
+    return Table(name, places, [source(where) for where in sources])
