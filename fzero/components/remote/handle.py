@@ -6,25 +6,38 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from fzero.base.arguments import named
 from fzero.checkpoint.save import as_json
+from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Arguments
 from fzero.components.remote.pull import Leaf, norm_by
 from fzero.components.remote.wire import unpacked
 from fzero.state.beyond import Distant, Elsewhere
 from fzero.state.gather import measured
 
-if TYPE_CHECKING:
-    from fzero.components.remote.component import RemoteComponent
+
+class Owner(Protocol):
+    """A component, as what it has made asks it: see `RemoteComponent`."""
+
+    name: str
+    group: Group
+
+    def made(self, verb: str, arguments: Arguments, given: Any = None) -> Made: ...
+
+    def called(
+        self, verb: str, objects: Arguments, options: Arguments, given: Any, kind: object = None
+    ) -> tuple[Made, Any]: ...
+
 
 class Made:
     """What one call makes: as long as anybody holds a part of it, its ranks know the call."""
 
-    def __init__(self, component: RemoteComponent, call: int) -> None:
+    def __init__(self, component: Owner, call: int) -> None:
         self.component, self.call = component, call
         weakref.finalize(self, component.group.forget, call, -1).atexit = False
 
@@ -52,7 +65,7 @@ class Away:
         return self
 
     @property
-    def component(self) -> RemoteComponent:
+    def component(self) -> Owner:
         return self.made.component
 
     @property
