@@ -1,36 +1,162 @@
-"""Rules of operations on tensors that are cut: the dim of the result that is cut, from the end, or how it is.
+"""The dim of an operation's result that is cut: found by the shapes that slices of other sizes give.
 
 A dim of 0 says that the result is a part of a sum over the dim that was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import TypeVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base import private, pytree, thread_state
 from fzero.parallel.cut_shapes import Call, Mixed
+from fzero.parallel.own_size import OwnSize
+from fzero.table.handle import Function, Operands
 from fzero.table.placements import Cut
 
-T = TypeVar("T")
+_TIMES = (1009, 2003)  # as large as slices are tried
 
 
-def _one(found: Set[T | None]) -> T:
-    """What all that is cut has in common."""
-    if len(found) != 1 or (one := next(iter(found))) is None:
+class _Like(NamedTuple):
+    """A tensor, or a size that is read of a slice: its sizes, the dim that is cut (0: none), and its dtype."""
+
+    sizes: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype | None
+
+    def times(self, many: int) -> Any:
+        sizes = list(self.sizes)
+        if self.dim:
+            sizes[self.dim] = max(sizes[self.dim], 1) * many
+        return sizes[0] if self.dtype is None else torch.empty(sizes, dtype=self.dtype, device="meta")
+
+
+def grown(
+    func: Function, args: Operands, kwargs: Mapping[str, Any], cut_of: Callable[[object], Cut | None]
+) -> tuple[int, int]:
+    """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are.
+
+    Raises:
+        Mixed: it does not run with other sizes, or slices are not taken together, element by element.
+    """
+
+    def like(x: object) -> object:
+        if isinstance(x, torch.Tensor):
+            own = cut_of(x)
+            return _Like(tuple(x.shape), own.dim if own is not None else 0, x.dtype)
+        if isinstance(x, torch.Size):
+            return tuple(map(like, x))
+        return _Like((int.__index__(x),), -1, None) if type(x) is OwnSize else x
+
+    flat, spec = pytree.flatten((args, dict(kwargs)))
+    leaves = tuple(map(like, flat))
+    try:
+        found = _grown(func, spec, leaves)
+    except TypeError:  # one of them has no hash
+        found = _grown.__wrapped__(func, spec, leaves)
+    if found is None:
         raise Mixed
-    return one
+    return found
 
 
-def pointwise(call: Call) -> int:
-    """Element by element, with broadcasting."""
-    tensors = [x for x in (call.x, *call.more) if isinstance(x, torch.Tensor)]
-    dim = _one({dim for x in tensors if (dim := call.dim_of(x)) is not None})
-    for x in tensors:  # what is whole is as large as all slices, or the same for each element
-        if call.dim_of(x) is None and x.ndim >= -dim and x.shape[dim] != 1:
-            raise Mixed
+@functools.lru_cache(4096)
+def _grown(func: Function, spec: pytree.Spec, leaves: tuple[Any, ...]) -> tuple[int, int] | None:
+    cut = [place for place, x in enumerate(leaves) if isinstance(x, _Like) and x.dim and x.dtype is not None]
+    few, many = [_shape(func, spec, leaves, dict.fromkeys(cut, times), times) for times in _TIMES]
+    if few is None or many is None or len(few) != len(many):
+        return None
+    for place in cut[1:]:  # those that need not fit are taken together otherwise than by rank
+        if _shape(func, spec, leaves, {**dict.fromkeys(cut, _TIMES[0]), place: _TIMES[1]}, _TIMES[0]) is not None:
+            return None
+    dims = [dim - len(few) for dim, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
+    if len(dims) > 1 or any(few[dim] * _TIMES[1] != many[dim] * _TIMES[0] for dim in dims):
+        return None
+    return (dims[0] if dims else 0), len(few)
+
+
+def _shape(
+    func: Function, spec: pytree.Spec, leaves: tuple[Any, ...], times: Mapping[int, int], others: int
+) -> torch.Size | None:
+    """That of the first result, where slices are so many times as large; None where it does not run so."""
+
+    def made(x: object, times: int) -> object:
+        if isinstance(x, _Like):
+            return x.times(times)
+        return tuple([made(each, times) for each in x]) if type(x) is tuple else x
+
+    with (
+        private.below_transforms(),
+        thread_state.without_dispatch_modes(),
+        private.under_function_modes(()),
+        torch.no_grad(),
+    ):
+        args, kwargs = pytree.unflatten(spec, [made(x, times.get(i, others)) for i, x in enumerate(leaves)])
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+    out = out[0] if isinstance(out, (tuple, list)) and out else out
+    return out.shape if isinstance(out, torch.Tensor) else None
+
+
+def by_shape(call: Call) -> int:
+    """Of what leaves the elements along a dim apart, or goes over other dims: mean(x, dim), transpose(x), x * y."""
+    return contracted(call) or _mixed()
+
+
+def contracted(call: Call) -> int:
+    """Of what adds up the elements along dims that are gone: sum(x, dim), linear(x, weight), einsum(...)."""
+    dim, ndim = grown(call.func, call.args, call.kwargs, call.cut_of)
+    cut = [x for x in pytree.leaves((call.args, dict(call.kwargs))) if call.cut_of(x) is not None]
+    if (call.out is not None and call.out.ndim != ndim) or (call.func is torch.einsum and len(cut) > 3):
+        raise Mixed
+    if not dim and call.given.get("bias") is not None:  # which each rank would add
+        raise Mixed
     return dim
+
+
+def _mixed() -> int:
+    raise Mixed
+
+
+def over(call: Call) -> int:
+    """Over some dims, which stay: softmax(x, dim), sort(x, dim)."""
+    return _over(call, call.given["dim"])
+
+
+def _over(call: Call, dims: object) -> int:
+    dims = (dims,) if type(dims) is int else dims
+    if not isinstance(dims, (tuple, list, range)) or not dims:
+        raise Mixed  # over all
+    if call.dim in {each % call.x.ndim - call.x.ndim for each in dims}:
+        raise Mixed
+    return by_shape(call)
+
+
+def normed(call: Call) -> int:
+    """Over the last dims: layer_norm(x, normalized_shape)."""
+    return _over(call, range(-len(call.given["normalized_shape"]), 0))
+
+
+def triangle(call: Call) -> int:
+    """tril(x)."""
+    return _over(call, (-2, -1))
+
+
+def along(call: Call) -> int:
+    """Along a dim that is said: squeeze(x, dim), repeat_interleave(x, repeats, dim)."""
+    return _mixed() if call.given["dim"] is None else by_shape(call)
+
+
+def joined(call: Call) -> int:
+    """cat(tensors, dim), but for slices of one beside those of another."""
+    ndim = call.out.ndim
+    if call.given["dim"] % ndim - ndim in map(call.dim_of, call.given["tensors"]):
+        raise Mixed
+    return by_shape(call)
 
 
 def same(call: Call) -> Cut:
@@ -38,68 +164,12 @@ def same(call: Call) -> Cut:
     return call.own
 
 
-def over(call: Call) -> int:
-    """Over some dims: mean(x, dim, keepdim), softmax(x, dim), sort(x, dim)."""
-    return _without(call, call.given["dim"])
-
-
-def _without(call: Call, dims: object) -> int:
-    """The cut dim behind an operation over others."""
-    dims = (dims,) if type(dims) is int else dims  # std(x, unbiased)
-    if not isinstance(dims, (tuple, list, range)) or not dims:
-        raise Mixed  # over all
-    from_end = {each % call.x.ndim - call.x.ndim for each in dims}
-    if call.dim in from_end:
+def like_another(call: Call) -> int:
+    """view_as(x, other)."""
+    other = call.given["other"]
+    if call.x.shape != other.shape or call.dim_of(other) != call.dim:
         raise Mixed
-    stays = call.given.get("keepdim") if call.out is None else call.out.ndim == call.x.ndim
-    return call.dim if stays else call.dim + sum(each > call.dim for each in from_end)
-
-
-def largest(call: Call) -> int:
-    """max(x, dim), max(x, y)."""
-    other = isinstance(call.given["dim"], torch.Tensor)
-    return pointwise(call) if other else over(call)
-
-
-def total(call: Call) -> int:
-    """sum(x, dim, keepdim), of which each rank has its part where dims that are cut are among them."""
-    dims, ndim = call.given["dim"], call.x.ndim
-    dims = range(ndim) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
-    return 0 if call.dim in {each % ndim - ndim for each in dims} else _without(call, tuple(dims))
-
-
-def normed(call: Call) -> int:
-    """Over the last dims: layer_norm(x, normalized_shape)."""
-    return _without(call, range(-len(call.given["normalized_shape"]), 0))
-
-
-def triangle(call: Call) -> int:
-    """tril(x)."""
-    return _without(call, (-2, -1))
-
-
-def applied(call: Call) -> int:
-    """linear(x, weight, bias)."""
-    bias = call.given["bias"]
-    at = tuple(map(call.dim_of, (call.x, call.given["weight"], bias)))
-    if at[1:] == (None, None) and at[0] != -1:
-        return call.dim
-    if at == (-1, -1, None) and bias is None:
-        return 0
-    if at[:2] == (None, -2) and (at[2] == -1 or bias is None):
-        return -1
-    raise Mixed
-
-
-def product(call: Call) -> int:
-    """x @ y."""
-    tensors = [x for x in (call.x, *call.more)[:2] if isinstance(x, torch.Tensor)]
-    left, right = map(call.dim_of, tensors)
-    if left == -1 and right == -2:
-        return 0
-    if left == -1 or right == -2 or any(x.ndim == 1 for x in tensors):
-        raise Mixed
-    return _one({left, right} - {None})
+    return call.dim
 
 
 def attended(call: Call) -> Cut:
@@ -128,75 +198,6 @@ def _same_heads(q: Cut, k: Cut) -> bool:
     return [size * sum(other) for size in own] == [size * sum(own) for size in other]
 
 
-def joined(call: Call) -> int:
-    """cat(tensors, dim)."""
-    tensors = [x for x in call.given["tensors"] if x.shape != (0,)]  # which torch lets join anything, as caches begin
-    dims, ndim = {call.dim_of(x) for x in tensors}, call.out.ndim
-    if call.given["dim"] % ndim - ndim in dims:  # slices of one beside those of another
-        raise Mixed
-    return _one(dims)
-
-
-def stacked(call: Call) -> int:
-    """stack(tensors, dim)."""
-    dim, ndim = _one({call.dim_of(x) for x in call.given["tensors"]}), call.out.ndim
-    return dim - int(call.given["dim"] % ndim - ndim >= dim)
-
-
-def summed(call: Call) -> int:
-    """einsum(equation, *operands)."""
-    equation, tensors = call.x, call.given["operands"]
-    if not isinstance(equation, str) or "->" not in equation:
-        raise Mixed
-    left, right = equation.replace(" ", "").split("->")
-    each = list(zip(left.split(","), tensors, strict=True))
-    letters = {_letter(subscripts, x.ndim, dim) for subscripts, x in each if (dim := call.dim_of(x)) is not None}
-    letter = _one(letters)
-    if letter in right:
-        before, _, behind = right.partition("...")
-        return behind.index(letter) - len(behind) if letter in behind else before.index(letter) - call.out.ndim
-    if any(call.dim_of(x) is None for subscripts, x in each if letter in subscripts):
-        raise Mixed
-    return 0  # a sum over it
-
-
-def _letter(subscripts: str, ndim: int, dim: int) -> str:
-    """That of a dim, from the end."""
-    before, dots, behind = subscripts.partition("...")
-    if -dim <= len(behind) or not dots:
-        return (behind or before)[dim]
-    if ndim + dim < len(before):
-        return before[ndim + dim]
-    raise Mixed
-
-
-def padded(call: Call) -> int:
-    """pad(x, two sizes for each dim, the last one first)."""
-    if any(call.given["pad"][-2 * call.dim - 2 : -2 * call.dim]):
-        raise Mixed
-    return call.dim
-
-
-def like_another(call: Call) -> int:
-    """view_as(x, other)."""
-    other = call.given["other"]
-    if call.x.shape != other.shape or call.dim_of(other) != call.dim:
-        raise Mixed
-    return call.dim
-
-
-def by_slope(call: Call) -> int:
-    """prelu(x, weight)."""
-    if call.given["weight"].numel() != 1:
-        raise Mixed
-    return call.dim
-
-
 def unknown(call: Call) -> int:
     """Of what is known for parts of sums alone."""
     raise Mixed
-
-
-JOINT = {  # rules of several operands that are cut
-    *(pointwise, largest, product, applied, joined, stacked, summed, attended, like_another, same),
-}

@@ -1,4 +1,4 @@
-"""Where a dim that is cut lies in a tensor of another shape, of dims in another order, or in a part of the tensor."""
+"""Where a dim that is cut lies in a tensor of another shape, or in a part of the tensor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero.parallel.own_size import OwnSize
+from fzero.table.handle import Function, Operands
 from fzero.table.placements import Cut
 
 
@@ -23,6 +24,7 @@ class Call:
     """A call of an operation, some of whose operands are cut.
 
     Attributes:
+        func, args, kwargs: as it is written.
         x: its first argument.
         more: the others, in order.
         given: all of them by name.
@@ -30,6 +32,9 @@ class Call:
         cut_of: how an operand is cut; None where it is whole.
     """
 
+    func: Function
+    args: Operands
+    kwargs: Mapping[str, Any]
     x: Any
     more: Sequence[Any]
     given: Mapping[str, Any]
@@ -126,67 +131,6 @@ def expanded(call: Call) -> int:
     if any(type(size) is OwnSize and place - len(sizes) != call.dim for place, size in enumerate(sizes)):
         raise Mixed
     return call.dim
-
-
-def repeated(call: Call) -> Cut:
-    """repeat_interleave(x, repeats, dim)."""
-    own = call.own
-    if type(call.given["repeats"]) is not int or call.given["dim"] is None:
-        raise Mixed
-    return sized(own, call.x.shape[own.dim] // own.outer, call.out.shape[own.dim] // own.outer)
-
-
-def unsqueezed(call: Call) -> int:
-    return call.dim - int(call.given["dim"] % call.out.ndim - call.out.ndim >= call.dim)
-
-
-def squeezed(call: Call) -> int:
-    x, given = call.x, call.given["dim"]
-    over = range(x.ndim) if given is None else (given,) if isinstance(given, int) else given
-    gone = [each % x.ndim - x.ndim for each in over if x.shape[each] == 1]
-    if call.dim in gone or given is None:  # of one feature, or a number of them that depends on the ranks
-        raise Mixed
-    return call.dim + sum(each > call.dim for each in gone)
-
-
-def as_complex(call: Call) -> int:
-    """view_as_complex(x): pairs of the last dim are one number; view_as_real(x)."""
-    if call.dim == -1 and call.out.is_complex():
-        raise Mixed
-    return call.dim + (1 if call.out.is_complex() else -1)
-
-
-# ---- dims in another order
-
-
-def moved(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[[Call], int]:
-    """Dims in another order, of which `order(arguments, ndim)` says where each comes from."""
-
-    def rule(call: Call) -> int:
-        ndim = call.x.ndim
-        return [*order(call.more, ndim)].index(ndim + call.dim) - ndim
-
-    return rule
-
-
-def exchanged(given: Sequence[int], ndim: int) -> Sequence[int]:
-    order = [*range(ndim)]
-    first, second = (given[0], given[1]) if len(given) > 1 else (-2, -1)
-    order[first], order[second] = order[second], order[first]
-    return order
-
-
-def permuted(given: Sequence[int], ndim: int) -> Sequence[int]:
-    dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    return [dim % ndim for dim in dims]
-
-
-def moved_to(given: Sequence[int | Sequence[int]], ndim: int) -> Sequence[int]:
-    """movedim(x, source, destination)"""
-    source, destination = [[dim % ndim for dim in ((each,) if isinstance(each, int) else each)] for each in given]
-    rest = iter([dim for dim in range(ndim) if dim not in source])
-    by_place = dict(zip(destination, source, strict=True))
-    return [by_place[place] if place in by_place else next(rest) for place in range(ndim)]
 
 
 # ---- parts of a tensor
