@@ -19,7 +19,7 @@ from fzero.base.refusals import noted
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
-from fzero.parallel.cut_shapes import Mixed
+from fzero.parallel.cuts import Mixed
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.rules import ELEMENTWISE, PARTIAL, cut_behind, draws
 from fzero.table.handle import (

@@ -6,6 +6,7 @@ in the table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
@@ -14,14 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import pytree
-from fzero.parallel import cut_dims as dims
-from fzero.parallel import cut_shapes as shapes
-from fzero.parallel.cut_shapes import Call, Mixed
+from fzero.parallel import cuts
+from fzero.parallel.cuts import Call, Mixed
 from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut
 
 # of several operands that are cut
-_JOINT = dims.by_shape, dims.contracted, dims.joined, dims.attended, dims.like_another, dims.same
+_JOINT = cuts.by_shape, cuts.contracted, cuts.joined, cuts.attended, cuts.like_another, cuts.same
 PARTIAL = Cut(0)  # in the place of how a tensor is cut: it is as large as the whole, and a part of a sum
 
 
@@ -59,7 +59,7 @@ def cut_behind(
     if first is None:
         return own._replace(dim=found)
     before, now = known[0][0].shape[own.dim] // own.outer, first.shape[found] // own.outer
-    return shapes.sized(own, before, now)._replace(dim=found)
+    return cuts.sized(own, before, now)._replace(dim=found)
 
 
 def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object) -> Cut:
@@ -194,30 +194,30 @@ def _rows(
 
 
 _ELEMENTWISE = {
-    **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", dims.by_shape, ADDS),
-    **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", dims.by_shape, SCALES),
-    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", dims.by_shape, DIVIDES),
-    **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", dims.by_shape, LINEAR),
+    **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", cuts.by_shape, ADDS),
+    **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", cuts.by_shape, SCALES),
+    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", cuts.by_shape, DIVIDES),
+    **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", cuts.by_shape, LINEAR),
     **_rows(
         "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh tanh asin acos atan asinh "
         "acosh atanh sigmoid relu erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit "
         "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__",
-        *(BOTH, "input other", dims.by_shape, BENDS),
+        *(BOTH, "input other", cuts.by_shape, BENDS),
     ),
     **_rows(
         "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardsigmoid tanh sigmoid softshrink "
         "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
-        *([*BOTH, F], "input", dims.by_shape, BENDS),
+        *([*BOTH, F], "input", cuts.by_shape, BENDS),
     ),
-    **_rows("where", BOTH, "condition input other", dims.by_shape, PICKS),
-    **_rows("masked_fill", BOTH, "input mask value", dims.by_shape, PICKS),
+    **_rows("where", BOTH, "condition input other", cuts.by_shape, PICKS),
+    **_rows("masked_fill", BOTH, "input mask value", cuts.by_shape, PICKS),
     **_rows(
         "sign floor ceil round rsub lerp addcmul addcdiv nan_to_num eq ne lt le gt ge logical_and "
         "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
         "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
         "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
         "__and__ __or__ __xor__ __invert__ __mod__ __floordiv__",
-        *(BOTH, "input other", dims.by_shape),
+        *(BOTH, "input other", cuts.by_shape),
     ),
 }
 ELEMENTWISE = (*_ELEMENTWISE,)  # with broadcasting, and into a new tensor
@@ -232,64 +232,64 @@ _RULES: dict[object, Rule] = {
     **_rows(
         "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
         "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
-        *(BOTH, "input other", dims.by_shape, "", True),
+        *(BOTH, "input other", cuts.by_shape, "", True),
     ),
-    **_rows("expand_as", BOTH, "input other", dims.by_shape, SHAPES, True),
-    **_rows("dropout alpha_dropout", [F], "input", dims.by_shape, "", True),
+    **_rows("expand_as", BOTH, "input other", cuts.by_shape, SHAPES, True),
+    **_rows("dropout alpha_dropout", [F], "input", cuts.by_shape, "", True),
     # over dims
-    **_rows("sum", BOTH, "input dim=None keepdim", dims.contracted, LINEAR),
-    **_rows("mean", BOTH, "input", dims.by_shape, LINEAR),
-    **_rows("amax amin var std logsumexp max min", BOTH, "input", dims.by_shape, BENDS),
+    **_rows("sum", BOTH, "input dim=None keepdim", cuts.contracted, LINEAR),
+    **_rows("mean", BOTH, "input", cuts.by_shape, LINEAR),
+    **_rows("amax amin var std logsumexp max min", BOTH, "input", cuts.by_shape, BENDS),
     **_rows(
         "argmax argmin prod any all median nanmean nansum count_nonzero var_mean std_mean",
-        *(BOTH, "input", dims.by_shape),
+        *(BOTH, "input", cuts.by_shape),
     ),
-    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None", dims.over, BENDS),
-    **_rows("softmin cumprod argsort sort cummax cummin logcumsumexp", [*BOTH, F], "input dim=None", dims.over),
-    **_rows("cumsum", BOTH, "input dim", dims.over, LINEAR),
-    **_rows("unbind narrow index_select select", BOTH, "input", dims.by_shape, LINEAR, True),
-    **_rows("topk kthvalue", BOTH, "input", dims.by_shape, "", True),
-    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input", dims.by_shape, "", True),
-    **_rows([F.normalize], (), "input p dim=1", dims.over, "", True),
-    **_rows("roll", BOTH, "input shifts dim=None", dims.over, LINEAR, True),
-    **_rows("flip", BOTH, "input *dim", dims.over, LINEAR, True),
-    **_rows("tril triu", BOTH, "input", dims.triangle, LINEAR),
-    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", dims.normed, BENDS),
+    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None", cuts.over, BENDS),
+    **_rows("softmin cumprod argsort sort cummax cummin logcumsumexp", [*BOTH, F], "input dim=None", cuts.over),
+    **_rows("cumsum", BOTH, "input dim", cuts.over, LINEAR),
+    **_rows("unbind narrow index_select select", BOTH, "input", cuts.by_shape, LINEAR, True),
+    **_rows("topk kthvalue", BOTH, "input", cuts.by_shape, "", True),
+    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input", cuts.by_shape, "", True),
+    **_rows([F.normalize], (), "input p dim=1", cuts.over, "", True),
+    **_rows("roll", BOTH, "input shifts dim=None", cuts.over, LINEAR, True),
+    **_rows("flip", BOTH, "input *dim", cuts.over, LINEAR, True),
+    **_rows("tril triu", BOTH, "input", cuts.over_last, LINEAR),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", cuts.over_last, BENDS),
     # in other shapes and orders
     **_rows(
         "transpose swapaxes swapdims t movedim moveaxis permute unsqueeze view_as_complex view_as_real",
-        *(BOTH, "input", dims.by_shape, LINEAR),
+        *(BOTH, "input", cuts.by_shape, LINEAR),
     ),
-    **_rows([_get("T"), _get("mT")], (), "input", dims.by_shape, LINEAR),
-    **_rows("reshape view", BOTH, "input", shapes.reshaped, LINEAR),
-    **_rows("unflatten", BOTH, "input dim sizes", shapes.reshaped, LINEAR),
-    **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", shapes.flattened, LINEAR),
-    **_rows("squeeze", BOTH, "input dim=None", dims.along, LINEAR),
-    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", shapes.expanded, LINEAR),
-    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another, SHAPES),
+    **_rows([_get("T"), _get("mT")], (), "input", cuts.by_shape, LINEAR),
+    **_rows("reshape view", BOTH, "input", cuts.reshaped, LINEAR),
+    **_rows("unflatten", BOTH, "input dim sizes", cuts.reshaped, LINEAR),
+    **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", cuts.flattened, LINEAR),
+    **_rows("squeeze", BOTH, "input dim=None", cuts.along, LINEAR),
+    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.expanded, LINEAR),
+    **_rows("view_as reshape_as", [torch.Tensor], "input other", cuts.like_another, SHAPES),
     # in parts, and of parts
-    **_rows([torch.Tensor.__getitem__], (), "input", shapes.indexed, LINEAR, True),
-    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", shapes.taken_apart, LINEAR, True),
-    **_rows("split", BOTH, "input many=None dim=0", shapes.split, LINEAR, True),
-    **_rows([F.glu], (), "input dim=-1", shapes.gated, "", True),
-    **_rows("cat concat concatenate", [torch], "tensors dim=0", dims.joined, LINEAR),
-    **_rows([torch.stack], (), "tensors", dims.by_shape, LINEAR),
-    **_rows("repeat_interleave", BOTH, "input repeats dim=None", dims.along, LINEAR, True),
-    **_rows([F.pad], (), "input", dims.by_shape, "", True),
+    **_rows([torch.Tensor.__getitem__], (), "input", cuts.indexed, LINEAR, True),
+    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR, True),
+    **_rows("split", BOTH, "input many=None dim=0", functools.partial(cuts.taken_apart, by_size=True), LINEAR, True),
+    **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated, "", True),
+    **_rows("cat concat concatenate", [torch], "tensors dim=0", cuts.joined, LINEAR),
+    **_rows([torch.stack], (), "tensors", cuts.by_shape, LINEAR),
+    **_rows("repeat_interleave", BOTH, "input repeats dim=None", cuts.along, LINEAR, True),
+    **_rows([F.pad], (), "input", cuts.by_shape, "", True),
     # products
-    **_rows([F.linear], (), "input weight bias=None", dims.contracted, SCALES),
-    **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.contracted, SCALES),
-    **_rows([torch.einsum], (), "equation *operands", dims.contracted, SCALES),
-    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", dims.attended, BENDS),
+    **_rows([F.linear], (), "input weight bias=None", cuts.contracted, SCALES),
+    **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", cuts.contracted, SCALES),
+    **_rows([torch.einsum], (), "equation *operands", cuts.contracted, SCALES),
+    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", cuts.attended, BENDS),
     # of parts of sums
-    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", dims.unknown, LINEAR, True),
-    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", dims.unknown, SCALES, True),
-    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", dims.unknown, SCALES, True),
+    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", cuts.unknown, LINEAR, True),
+    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", cuts.unknown, SCALES, True),
+    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", cuts.unknown, SCALES, True),
     # of the first operand alone
-    **_rows([F.prelu], (), "input weight", dims.by_shape),
-    **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),
-    **_rows("contiguous detach", BOTH, "input", dims.same, LINEAR),
-    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", dims.same, LINEAR),
-    **_rows("type_as", [torch.Tensor], "input other", dims.same, SHAPES),
-    **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", dims.same),
+    **_rows([F.prelu], (), "input weight", cuts.by_shape),
+    **_rows("to", [torch.Tensor], "input", cuts.same, LINEAR),
+    **_rows("contiguous detach", BOTH, "input", cuts.same, LINEAR),
+    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", cuts.same, LINEAR),
+    **_rows("type_as", [torch.Tensor], "input other", cuts.same, SHAPES),
+    **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", cuts.same),
 }
