@@ -294,22 +294,20 @@ def _reshaped(x: torch.Tensor, own: Cut, sizes: Sequence[Any], out: torch.Tensor
     # a number that all ranks say alike is not the size of a slice, which would be left over for another dim
     if any(type(size) is OwnSize for size in others) or (-1 in others and dim not in said):
         raise Mixed
-    outer = max(1, ends[dim] // high)
+    return _placed(x, own, out, dim)
+
+
+def _placed(x: torch.Tensor, own: Cut, out: torch.Tensor, dim: int) -> Cut:
+    """What lies in a dim of the result, of which it may be the inner part: then several slices follow one another."""
+    count = x.shape[own.dim] // own.outer
+    inner, end = [math.prod(each) for each in (x.shape[x.ndim + own.dim :], out.shape[dim:])]
+    outer = max(1, end * own.outer // inner if inner else 1)
     return sized(own, count, out.shape[dim] // outer)._replace(dim=dim - out.ndim, outer=outer)
 
 
 def flattened(call: Call) -> Cut:
     """flatten(x, start_dim, end_dim)."""
-    x, own = call.x, call.own
-    start, end = [call.given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
-    if own.dim > end:
-        return own
-    if own.dim < start:
-        return own._replace(dim=own.dim + end - start)
-    local = x.shape[own.dim] // own.outer
-    outer = math.prod(x.shape[start + x.ndim : own.dim + x.ndim]) * own.outer
-    size = local * math.prod(x.shape[own.dim + x.ndim + 1 : end + x.ndim + 1])
-    return sized(own, local, size)._replace(dim=end, outer=outer)
+    return _placed(call.x, call.own, call.out, by_shape(call) + call.out.ndim)
 
 
 def expanded(call: Call) -> int:
