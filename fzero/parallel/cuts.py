@@ -32,7 +32,6 @@ class Call:
     Attributes:
         func, args, kwargs: as it is written.
         x: its first argument.
-        more: the others, in order.
         given: all of them by name.
         out: the tensor that it gives; the first of several; None before it has run.
         cut_of: how an operand is cut; None where it is whole.
@@ -42,7 +41,6 @@ class Call:
     args: Operands
     kwargs: Mapping[str, Any]
     x: Any
-    more: Sequence[Any]
     given: Mapping[str, Any]
     out: Any
     cut_of: Callable[[object], Cut | None]
@@ -220,14 +218,14 @@ def like_another(call: Call) -> int:
 
 def attended(call: Call) -> Cut:
     """Attention of heads that are cut; every rank has the heads of keys that go with its heads of queries."""
-    given = (call.x, *call.more)
+    given = [call.given[name] for name in ("query", "key", "value", "attn_mask")]
     if {call.dim_of(x) for x in given[:3]} & {-1, -2}:
         raise Mixed
     if not all(_same_heads(call.own, cut) for x in given if (cut := call.cut_of(x)) is not None):
         raise Mixed
     if any(call.cut_of(x) is None and x.ndim > 2 and x.shape[-3] > 1 for x in given[1:3]):
         raise Mixed  # of several heads of keys, some go with each slice
-    mask = call.given["attn_mask"]
+    mask = given[3]
     if isinstance(mask, torch.Tensor) and call.dim_of(mask) != call.dim:
         if call.dim_of(mask) is not None or (mask.ndim >= -call.dim and mask.shape[call.dim] != 1):
             raise Mixed  # of all heads, of which one may be broadcast to the rank's
@@ -254,11 +252,10 @@ def unknown(call: Call) -> int:
 
 def reshaped(call: Call) -> Cut:
     """view(x, sizes): the slice may become one dim, the inner part of one, or several; the outermost is cut then."""
-    own, more = call.own, call.more
-    sizes = [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else [*more]
-    if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
-        dim = more[0] % call.x.ndim
-        sizes = [*call.x.shape[:dim], *more[1], *call.x.shape[dim + 1 :]]
+    own, sizes = call.own, [*call.given.get("sizes", ())]
+    if "dim" in call.given:  # unflatten(dim, sizes)
+        dim = call.given["dim"] % call.x.ndim
+        sizes = [*call.x.shape[:dim], *sizes, *call.x.shape[dim + 1 :]]
     try:
         return _reshaped(call.x, own, sizes, call.out)
     except Mixed:
@@ -323,7 +320,7 @@ def expanded(call: Call) -> int:
 
 def indexed(call: Call) -> Cut:
     """x[index]."""
-    x, own, index = call.x, call.own, call.more[0]
+    x, own, index = call.x, call.own, call.given["index"]
     index = index if isinstance(index, tuple) else (index,)
     if any(
         not (each is None or each is ... or type(each) is int or isinstance(each, (slice, *_MANY))) for each in index

@@ -157,18 +157,14 @@ class Rule(NamedTuple):
         out: object,
         cut_of: Callable[[object], Cut | None],
     ) -> Call:
-        names, more = self.names, args
-        named = {_SYNONYMS.get(name, name): x for name, x in kwargs.items()}
-        given: dict[str, object] = {**self.defaults, **named}
+        names, in_order = self.names, args
+        given: dict[str, object] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
         if names[-1].startswith("*"):
             names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
             if rest:
-                more = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
-        given |= zip(names, more, strict=False)
-        first = args[0] if args else given.get(names[0])
-        in_order = sorted(named, key=lambda name: names.index(name) if name in names else len(names))
-        behind = [named[name] for name in in_order if named[name] is not first]
-        return Call(func, args, kwargs, first, [*args[1:], *behind], given, out, cut_of)
+                in_order = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
+        given |= zip(names, in_order, strict=False)
+        return Call(func, args, kwargs, given.get(names[0]), given, out, cut_of)
 
 
 _SYNONYMS = {
@@ -261,14 +257,14 @@ _RULES: dict[object, Rule] = {
         *(BOTH, "input", cuts.by_shape, LINEAR),
     ),
     **_rows([_get("T"), _get("mT")], (), "input", cuts.by_shape, LINEAR),
-    **_rows("reshape view", BOTH, "input", cuts.reshaped, LINEAR),
+    **_rows("reshape view", BOTH, "input *sizes", cuts.reshaped, LINEAR),
     **_rows("unflatten", BOTH, "input dim sizes", cuts.reshaped, LINEAR),
     **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", cuts.flattened, LINEAR),
     **_rows("squeeze", BOTH, "input dim=None", cuts.along, LINEAR),
     **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.expanded, LINEAR),
     **_rows("view_as reshape_as", [torch.Tensor], "input other", cuts.like_another, SHAPES),
     # in parts, and of parts
-    **_rows([torch.Tensor.__getitem__], (), "input", cuts.indexed, LINEAR, True),
+    **_rows([torch.Tensor.__getitem__], (), "input index", cuts.indexed, LINEAR, True),
     **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR, True),
     **_rows("split", BOTH, "input many=None dim=0", functools.partial(cuts.taken_apart, by_size=True), LINEAR, True),
     **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated, "", True),
