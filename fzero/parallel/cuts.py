@@ -17,7 +17,7 @@ import torch
 
 from fzero.base import private, pytree, thread_state
 from fzero.parallel.own_size import OwnSize
-from fzero.table.handle import Function, Operands
+from fzero.table.handle import Function
 from fzero.table.placements import Cut
 
 
@@ -30,7 +30,8 @@ class Call:
     """A call of an operation, some of whose operands are cut.
 
     Attributes:
-        func, args, kwargs: as it is written.
+        func: the operation.
+        flat, spec: its arguments, as it is written.
         x: its first argument.
         given: all of them by name.
         out: the tensor that it gives; the first of several; None before it has run.
@@ -38,8 +39,8 @@ class Call:
     """
 
     func: Function
-    args: Operands
-    kwargs: Mapping[str, Any]
+    flat: Sequence[Any]
+    spec: pytree.Spec
     x: Any
     given: Mapping[str, Any]
     out: Any
@@ -89,9 +90,7 @@ class _Like(NamedTuple):
         return sizes[0] if self.dtype is None else torch.empty(sizes, dtype=self.dtype, device="meta")
 
 
-def grown(
-    func: Function, args: Operands, kwargs: Mapping[str, Any], cut_of: Callable[[object], Cut | None]
-) -> tuple[int, int]:
+def grown(call: Call) -> tuple[int, int]:
     """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are.
 
     Raises:
@@ -100,18 +99,17 @@ def grown(
 
     def like(x: object) -> object:
         if isinstance(x, torch.Tensor):
-            own = cut_of(x)
+            own = call.cut_of(x)
             return _Like(tuple(x.shape), own.dim if own is not None else 0, x.dtype)
         if isinstance(x, torch.Size):
             return tuple(map(like, x))
         return _Like((int.__index__(x),), -1, None) if type(x) is OwnSize else x
 
-    flat, spec = pytree.flatten((args, dict(kwargs)))
-    leaves = tuple(map(like, flat))
+    leaves = tuple(map(like, call.flat))
     try:
-        found = _grown(func, spec, leaves)
+        found = _grown(call.func, call.spec, leaves)
     except TypeError:  # one of them has no hash
-        found = _grown.__wrapped__(func, spec, leaves)
+        found = _grown.__wrapped__(call.func, call.spec, leaves)
     if found is None:
         raise Mixed
     return found
@@ -120,6 +118,8 @@ def grown(
 @functools.lru_cache(4096)
 def _grown(func: Function, spec: pytree.Spec, leaves: tuple[Any, ...]) -> tuple[int, int] | None:
     cut = [place for place, x in enumerate(leaves) if isinstance(x, _Like) and x.dim and x.dtype is not None]
+    if func is torch.einsum and len(cut) > 3:  # pairs of which one would have to look at
+        return None
     few, many = [_shape(func, spec, leaves, dict.fromkeys(cut, times), times) for times in _TIMES]
     if few is None or many is None or len(few) != len(many):
         return None
@@ -165,9 +165,8 @@ def by_shape(call: Call) -> int:
 
 def contracted(call: Call) -> int:
     """Of what adds up the elements along dims that are gone: sum(x, dim), linear(x, weight), einsum(...)."""
-    dim, ndim = grown(call.func, call.args, call.kwargs, call.cut_of)
-    cut = [x for x in pytree.leaves((call.args, dict(call.kwargs))) if call.cut_of(x) is not None]
-    if (call.out is not None and call.out.ndim != ndim) or (call.func is torch.einsum and len(cut) > 3):
+    dim, ndim = grown(call)
+    if call.out is not None and call.out.ndim != ndim:
         raise Mixed
     if not dim and call.given.get("bias") is not None:  # which each rank would add
         raise Mixed

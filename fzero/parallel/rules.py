@@ -42,10 +42,9 @@ def cut_behind(
     if rule is None or not (first is None or isinstance(first, torch.Tensor)):
         raise Mixed  # numbers of a slice
     call = rule.call(func, args, kwargs, first, cut_of)
-    operands = pytree.leaves((args, kwargs))
-    if any(cut_of(x) == PARTIAL for x in operands):
-        return _behind_partial(rule, call, operands, out)
-    known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    known = [(x, own) for x in call.flat if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    if any(own == PARTIAL for _, own in known):
+        return _behind_partial(rule, call, out)
     if len(known) > 1 and rule.along not in _JOINT:
         raise Mixed
     found = rule.along(call)
@@ -62,9 +61,9 @@ def cut_behind(
     return cuts.sized(own, before, now)._replace(dim=found)
 
 
-def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object) -> Cut:
+def _behind_partial(rule: Rule, call: Call, out: object) -> Cut:
     """What comes of parts of sums; Mixed where it is something else than of the sums."""
-    cuts = [call.cut_of(x) for x in given if isinstance(x, torch.Tensor)]
+    cuts = [call.cut_of(x) for x in call.flat if isinstance(x, torch.Tensor)]
     count = cuts.count(PARTIAL)
     if rule.sums in (LINEAR, ADDS):
         numbers = [x for name, x in call.given.items() if name != "alpha" and not isinstance(x, torch.Tensor)]
@@ -164,7 +163,7 @@ class Rule(NamedTuple):
             if rest:
                 in_order = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
         given |= zip(names, in_order, strict=False)
-        return Call(func, args, kwargs, given.get(names[0]), given, out, cut_of)
+        return Call(func, *pytree.flatten((args, kwargs)), given.get(names[0]), given, out, cut_of)
 
 
 _SYNONYMS = {
