@@ -39,7 +39,7 @@ class Call:
     """
 
     func: Function
-    flat: Sequence[Any]
+    flat: Sequence[object]
     spec: pytree.Spec
     x: Any
     given: Mapping[str, Any]
@@ -83,7 +83,7 @@ class _Like(NamedTuple):
     dim: int
     dtype: torch.dtype | None
 
-    def times(self, many: int) -> Any:
+    def times(self, many: int) -> object:
         sizes = list(self.sizes)
         if self.dim:
             sizes[self.dim] = max(sizes[self.dim], 1) * many
@@ -116,7 +116,7 @@ def grown(call: Call) -> tuple[int, int]:
 
 
 @functools.lru_cache(4096)
-def _grown(func: Function, spec: pytree.Spec, leaves: tuple[Any, ...]) -> tuple[int, int] | None:
+def _grown(func: Function, spec: pytree.Spec, leaves: tuple[object, ...]) -> tuple[int, int] | None:
     cut = [place for place, x in enumerate(leaves) if isinstance(x, _Like) and x.dim and x.dtype is not None]
     if func is torch.einsum and len(cut) > 3:  # pairs of which one would have to look at
         return None
@@ -133,7 +133,7 @@ def _grown(func: Function, spec: pytree.Spec, leaves: tuple[Any, ...]) -> tuple[
 
 
 def _shape(
-    func: Function, spec: pytree.Spec, leaves: tuple[Any, ...], times: Mapping[int, int], others: int
+    func: Function, spec: pytree.Spec, leaves: tuple[object, ...], times: Mapping[int, int], others: int
 ) -> torch.Size | None:
     """That of the first result, where slices are so many times as large; None where it does not run so."""
 
