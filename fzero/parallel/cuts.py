@@ -96,16 +96,7 @@ def grown(call: Call) -> tuple[int, int]:
     Raises:
         Mixed: it does not run with other sizes, or slices are not taken together, element by element.
     """
-
-    def like(x: object) -> object:
-        if isinstance(x, torch.Tensor):
-            own = call.cut_of(x)
-            return _Like(tuple(x.shape), own.dim if own is not None else 0, x.dtype)
-        if isinstance(x, torch.Size):
-            return tuple(map(like, x))
-        return _Like((int.__index__(x),), -1, None) if type(x) is OwnSize else x
-
-    leaves = tuple(map(like, call.flat))
+    leaves = tuple([_like(x, call.dim_of(x) or 0) if isinstance(x, torch.Tensor) else _like(x) for x in call.flat])
     try:
         found = _grown(call.func, call.spec, leaves)
     except TypeError:  # one of them has no hash
@@ -113,6 +104,20 @@ def grown(call: Call) -> tuple[int, int]:
     if found is None:
         raise Mixed
     return found
+
+
+def _like(x: object, dim: int = 0) -> object:
+    if isinstance(x, torch.Tensor):
+        return _Like(tuple(x.shape), dim, x.dtype)
+    if isinstance(x, torch.Size):
+        return tuple(map(_like, x))
+    return _Like((int.__index__(x),), -1, None) if type(x) is OwnSize else x
+
+
+def _made(x: object, times: int) -> object:
+    if isinstance(x, _Like):
+        return x.times(times)
+    return tuple([_made(each, times) for each in x]) if type(x) is tuple else x
 
 
 @functools.lru_cache(4096)
@@ -136,19 +141,13 @@ def _shape(
     func: Function, spec: pytree.Spec, leaves: tuple[object, ...], times: Mapping[int, int], others: int
 ) -> torch.Size | None:
     """That of the first result, where slices are so many times as large; None where it does not run so."""
-
-    def made(x: object, times: int) -> object:
-        if isinstance(x, _Like):
-            return x.times(times)
-        return tuple([made(each, times) for each in x]) if type(x) is tuple else x
-
     with (
         private.below_transforms(),
         thread_state.without_dispatch_modes(),
         private.under_function_modes(()),
         torch.no_grad(),
     ):
-        args, kwargs = pytree.unflatten(spec, [made(x, times.get(i, others)) for i, x in enumerate(leaves)])
+        args, kwargs = pytree.unflatten(spec, [_made(x, times.get(i, others)) for i, x in enumerate(leaves)])
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):
