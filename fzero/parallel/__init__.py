@@ -1,6 +1,5 @@
 """Tensor and sequence parallelism: linear maps between the ranks of a mesh axis, and what is made of them."""
 
-import fzero.parallel.first_run  # noqa: F401  # which registers itself
 from fzero.parallel.axis import axis
 from fzero.parallel.check import Report, check
 from fzero.parallel.cut import cut

@@ -23,7 +23,7 @@ from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
-from fzero.parallel.packed import folded
+from fzero.parallel.packed import Folding
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of, torchs
 
@@ -248,7 +248,7 @@ def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return _attend(plan, q, k, v)[0]
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Folding):
     """`apply(plan, q, k, v)`: the output and the logarithms."""
 
     @staticmethod
@@ -276,16 +276,11 @@ class _Attend(torch.autograd.Function):
         (out,) = _pushed(functools.partial(_formula, ctx.plan), ctx.saved_tensors, tangents)
         return out, None
 
-    @staticmethod
-    def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        outs = _Attend.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
-        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0)
-
 
 _attend = quick(_Attend)
 
 
-class _Pull(torch.autograd.Function):
+class _Pull(Folding):
     """`apply(plan, q, k, v, cotangent, out, logarithms)`: the cotangents of q, k and v.
 
     The last two are functions of the first three, and help to compute; derivatives do not go through them.
@@ -311,11 +306,6 @@ class _Pull(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
         return _pushed(functools.partial(_pullback, ctx.plan), ctx.saved_tensors, tangents[:4])
-
-    @staticmethod
-    def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        outs = _Pull.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
-        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0, 0)
 
 
 def _pushed(

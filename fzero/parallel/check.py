@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from fzero.base import collecting, pytree, texts, thread_state
+from fzero.base import collecting, private, pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
+from fzero.base.random import seeded
 from fzero.base.refusals import first_words, of_higher_order
+from fzero.comm import divergence
+from fzero.comm.axis import Axis
 from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
+from fzero.engine.alike import varies
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
+from fzero.parallel.forms import CONSTANT, REPLICATED, Forms, form_of, is_replicated
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
@@ -36,6 +41,8 @@ from fzero.parallel.types import (
     tensors_in,
     type_of,
 )
+from fzero.state.sharded import Sharded
+from fzero.table.placements import checks
 from fzero.table.spec import Spec
 
 
@@ -159,19 +166,12 @@ def check(
     run = DryRun(frozenset(ignored), check.__code__)
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
-    watch = Watch(run.where, run.ignored, is_replicated)
-    with torch.enable_grad(), _apart(values), watch, during(running, run), recorded_collectives() as unseen:
-        given = leaves.typed()
+    with torch.enable_grad(), _apart(values), recorded_collectives() as unseen:
         try:
-            with of_higher_order(f"{WHO}: the function"):
-                with (
-                    planned.running(given[0]) if planned is not None else contextlib.nullcontext(),
-                    collecting.run(),
-                    Forms(run.where, run.ignored),
-                ):
-                    out = fn(*given)
+            with of_higher_order(f"{WHO}: the function"), _watched(run) as watch:
+                out, _ = _ran(fn, leaves, leaves.typed(), run)
                 found = _outputs(out, declared, run.ignored)
-                pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
+                _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
             if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
                 raise ReadsValues(place_of(error)) from error
@@ -281,11 +281,25 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
     return found
 
 
+@contextlib.contextmanager
+def _watched(run: DryRun) -> Iterator[Watch]:
+    """Inside, operators and maps are those of a dry run."""
+    with Watch(run.where, run.ignored, is_replicated) as watch, during(running, run):
+        yield watch
+
+
+def _ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run: DryRun) -> tuple[object, Forms]:
+    """What a function returns of inputs with types, and what it ran under."""
+    known = contextlib.nullcontext() if leaves.planned is None else leaves.planned.running(given[0])
+    with known, collecting.run(), Forms(run.where, run.ignored) as forms:
+        return fn(*given), forms
+
+
 def _words(axes: Sequence[str]) -> str:
     return f"varies on {', '.join(axes)}" if axes else "invariant"
 
 
-def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
+def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
     """The pullback, whose cotangents must have the types of the inputs."""
     given = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not given or not inputs.tracked:
@@ -303,3 +317,78 @@ def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
                 f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand "
                 "on each rank. Nothing sums it: fz.parallel.copy is missing before it is used."
             )
+
+
+# ---- the check that runs by itself, before a step's function runs for the first time under a signature
+
+
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | None:
+    """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
+
+    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
+
+    Args:
+        inputs: of one microbatch.
+
+    Returns:
+        Whether it reads a tensor's value, on which may depend what it does. None if it cannot be checked, as it reads
+        what is computed of params, communicates by itself, or is refused for another reason: it is to be followed in
+        its run, which also shows what is wrong with it.
+
+    Raises:
+        AxisTypeError: a map is missing or needless. The error names the leaf and the line.
+    """
+    flat = pytree.flatten(tuple(inputs))[0]
+    differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
+    fakes = thread_state.without_values()
+    with (
+        private.below_transforms(),
+        thread_state.without_dispatch_modes(),
+        private.under_function_modes(()),
+        torch.enable_grad(),
+        seeded(0),
+        during(own_copies, {}),
+    ):
+        try:
+            with fakes:
+                whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
+            tree = pytree.unflatten(params.structure, whole)
+            planned = Planned(step, tree, params.axis)
+            over = planned.over
+            assert over is not None
+            run = DryRun(frozenset(), check_first_run.__code__, over)
+            leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
+            for i, dim in getattr(step.fn, "cut_inputs", _none)(inputs).items():
+                i += len(planned.given)
+                leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
+            with fakes:
+                given = leaves.typed()
+            with _watched(run), divergence.silent():
+                out, forms = _ran(step.fn, leaves, given, run)
+                outputs = planned.outputs(out)
+                _need_invariant(outputs, over)
+                _pull_back(outputs, leaves, run)
+            return forms.reads
+        except AxisTypeError:
+            raise
+        except Exception:
+            return None
+
+
+def _none(inputs: object) -> dict[int, int]:
+    """The inputs of most functions are the same on all ranks of the tensor axis."""
+    return {}
+
+
+def _need_invariant(outputs: object, over: Axis) -> None:
+    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
+    for x in tensors_in(outputs):
+        own = type_of(x)
+        copied = form_of(x, over.name) == REPLICATED
+        if not own.varying or not x.requires_grad or (x.ndim and not copied):
+            continue
+        source = "" if copied else own.leaf or str(own.source)
+        raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
+
+
+checks.append(check_first_run)

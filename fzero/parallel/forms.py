@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base.places import Place
 from fzero.parallel import rules
-from fzero.parallel.cut_shapes import Mixed
+from fzero.parallel.cuts import Mixed
 from fzero.parallel.types import WHO, Axes, AxisTypeError, need_silence, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, reads

@@ -101,8 +101,21 @@ class _Tokens(_Heads):
         return _Heads(self.ax, self.lengths, self.sizes)
 
 
-class _Exchange(torch.autograd.Function):
-    """`apply(way, *tensors)`; what is mapped over becomes part of the first dim."""
+class Folding(torch.autograd.Function):
+    """`apply(plan, *tensors) -> tensors`; what is mapped over becomes part of the first dim."""
+
+    @classmethod
+    def vmap(cls, info: private.Context, in_dims: Sequence[int | None], plan: object, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        size = info.batch_size
+        moved = [
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for dim, x in zip(in_dims[1:], tensors, strict=True)
+        ]
+        outs: Sequence[torch.Tensor] = cls.apply(plan, *[x.flatten(0, 1) for x in moved])  # type: ignore[assignment]
+        return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
+
+
+class _Exchange(Folding):
 
     @staticmethod
     def forward(way: _Heads, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -122,21 +135,8 @@ class _Exchange(torch.autograd.Function):
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor) -> object:  # type: ignore[override]
         return _Exchange.apply(ctx.way, *tangents)
 
-    @staticmethod
-    def vmap(info: private.Context, in_dims: Sequence[int | None], way: _Heads, *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        outs = _Exchange.apply(way, *folded(in_dims[1:], info.batch_size, tensors))
-        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0,) * len(outs)
-
 
 _exchange = quick(_Exchange)
-
-
-def folded(dims: Sequence[int | None], size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of a vmap, whose dim becomes part of their first one."""
-    moved = [
-        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for dim, x in zip(dims, tensors, strict=True)
-    ]
-    return [x.flatten(0, 1) for x in moved]
 
 
 def heads_of(

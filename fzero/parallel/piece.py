@@ -7,7 +7,7 @@ piece (sequence parallelism as in Korthikanti et al. 2022, arXiv 2205.05198); an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,7 +19,7 @@ from fzero.base.refusals import noted
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
-from fzero.parallel.cut_shapes import Mixed
+from fzero.parallel.cuts import Mixed
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.rules import ELEMENTWISE, PARTIAL, cut_behind, draws
 from fzero.table.handle import (
@@ -341,17 +341,37 @@ def _computed(func: Function, args: Operands, kwargs: Given) -> object:
             here.append(own)
             if is_cut:
                 cuts[id(own)] = Cut(first.along)
-        args, kwargs = pytree.unflatten(spec, here)
-        cut = cut_behind(func, args, kwargs, None, lambda x: cuts.get(id(x)))
     except Mixed:
         return NotImplemented
-    if not isinstance(cut, Cut) or cut == PARTIAL:
+    if not all(x.__hash__ for x in here):  # numpy's arrays, of which nothing is known
+        return NotImplemented
+    args, kwargs = pytree.unflatten(spec, here)
+    forms = [(x.shape, x.dtype, id(x) in cuts) if isinstance(x, torch.Tensor) else x for x in here]
+    key = (func, spec, first.along, *forms)
+    if len(_known) > 4096:
+        _known.clear()
+    if key not in _known:
+        _known[key] = _cut_behind(func, args, kwargs, cuts)
+    cut = _known[key]
+    if cut is None:
         return NotImplemented
     with own_stream(first.axis) if draws(func, args, kwargs) else contextlib.nullcontext():
         out = func(*args, **kwargs)
     assert isinstance(out, torch.Tensor)
     same = next((x for x in pieces_of if x.local is out), None)
     return Piece.made(out, first.axis, first.count, cut.dim) if same is None else same
+
+
+_known: dict[object, Cut | None] = {}  # the form of a call -> how what it gives is cut, as this runs in every step
+
+
+def _cut_behind(func: Function, args: Operands, kwargs: Given, cuts: Mapping[int, Cut]) -> Cut | None:
+    """How what each rank computes of its tokens is cut; None where that is not what it computes of all."""
+    try:
+        found = cut_behind(func, args, kwargs, None, lambda x: cuts.get(id(x)))
+    except Mixed:
+        return None
+    return found if isinstance(found, Cut) and found != PARTIAL else None
 
 
 def _here(x: object, beside: Piece, cuts: bool) -> tuple[object, bool]:

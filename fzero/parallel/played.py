@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ def need_one_process(
     # in float32 some models compute parts of themselves
     eps = max([torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes) if dtype.is_floating_point])
     largest = max([_most(x) for x in expected.grads.values()], default=0.0)
-    places = [_place(sizes, number) for number in range(len(runs))]
+    places = [dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values()))]
     for place, run in zip(places, runs, strict=True):
         for path, want in expected.outputs.items():
             said = dims_of(path, want.ndim, outputs, "outputs")
@@ -108,13 +109,6 @@ _DRAWS = " The function also draws random numbers, which are others for a piece 
 
 def _axes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
-
-
-def _place(sizes: Mapping[str, int], number: int) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for axis, size in reversed([*sizes.items()]):
-        number, out[axis] = divmod(number, size)
-    return {axis: out[axis] for axis in sizes}
 
 
 # ---- inputs: whole ones, and each rank's pieces
@@ -211,11 +205,8 @@ def _grads(
     if not pairs or not tracked:
         return {path: torch.zeros_like(x) for path, x in tracked.items()}
     outputs, cotangents = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, [*tracked.values()], cotangents, allow_unused=True)
-    return {
-        path: torch.zeros_like(x) if grad is None else grad.detach()
-        for (path, x), grad in zip(tracked.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(outputs, [*tracked.values()], cotangents, materialize_grads=True)
+    return {path: grad.detach() for path, grad in zip(tracked, found, strict=True)}
 
 
 def _numbers(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

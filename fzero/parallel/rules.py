@@ -6,6 +6,7 @@ in the table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from fzero.base import pytree
-from fzero.parallel import cut_dims as dims
-from fzero.parallel import cut_shapes as shapes
-from fzero.parallel.cut_shapes import Call, Mixed
+from fzero.parallel import cuts
+from fzero.parallel.cuts import Call, Mixed
 from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut
 
+# of several operands that are cut
+_JOINT = cuts.by_shape, cuts.contracted, cuts.joined, cuts.attended, cuts.like_another, cuts.same
 PARTIAL = Cut(0)  # in the place of how a tensor is cut: it is as large as the whole, and a part of a sum
 
 
@@ -37,15 +39,13 @@ def cut_behind(
     """
     first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
     rule = _RULES.get(func)
-    known_out = first is None or isinstance(first, torch.Tensor)
-    if rule is None or not known_out or (rule.along is dims.pointwise and first is not out):
-        raise Mixed  # numbers of a slice; where(x): places
-    call = rule.call(args, kwargs, first, cut_of)
-    if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
-        return _behind_partial(rule, call, pytree.leaves((args, kwargs)), out)
-    operands = [x for each in (call.x, *call.more) for x in (each if isinstance(each, (tuple, list)) else (each,))]
-    known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
-    if len(known) > 1 and rule.along not in dims.JOINT:
+    if rule is None or not (first is None or isinstance(first, torch.Tensor)):
+        raise Mixed  # numbers of a slice
+    call = rule.call(func, args, kwargs, first, cut_of)
+    known = [(x, own) for x in call.flat if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    if any(own == PARTIAL for _, own in known):
+        return _behind_partial(rule, call, out)
+    if len(known) > 1 and rule.along not in _JOINT:
         raise Mixed
     found = rule.along(call)
     if not isinstance(found, int):
@@ -55,14 +55,15 @@ def cut_behind(
         raise Mixed  # slices of other parts
     if not found:
         return PARTIAL
-    if first is not None and any(first.shape[found] != x.shape[each.dim] for x, each in known):
-        raise Mixed  # one element by rank that goes with each of another one's
-    return own._replace(dim=found)
+    if first is None:
+        return own._replace(dim=found)
+    before, now = known[0][0].shape[own.dim] // own.outer, first.shape[found] // own.outer
+    return cuts.sized(own, before, now)._replace(dim=found)
 
 
-def _behind_partial(rule: Rule, call: Call, given: Sequence[object], out: object) -> Cut:
+def _behind_partial(rule: Rule, call: Call, out: object) -> Cut:
     """What comes of parts of sums; Mixed where it is something else than of the sums."""
-    cuts = [call.cut_of(x) for x in given if isinstance(x, torch.Tensor)]
+    cuts = [call.cut_of(x) for x in call.flat if isinstance(x, torch.Tensor)]
     count = cuts.count(PARTIAL)
     if rule.sums in (LINEAR, ADDS):
         numbers = [x for name, x in call.given.items() if name != "alpha" and not isinstance(x, torch.Tensor)]
@@ -96,7 +97,7 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     rule = _RULES.get(func)
     if rule is None or rule.numbers:
         return False
-    return rule.along is not dims.pointwise or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
+    return func not in _ELEMENTWISE or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
@@ -148,20 +149,21 @@ class Rule(NamedTuple):
     numbers: bool
 
     def call(
-        self, args: Operands, kwargs: Mapping[str, object], out: object, cut_of: Callable[[object], Cut | None]
+        self,
+        func: Function,
+        args: Operands,
+        kwargs: Mapping[str, object],
+        out: object,
+        cut_of: Callable[[object], Cut | None],
     ) -> Call:
-        names, more = self.names, args
-        named = {_SYNONYMS.get(name, name): x for name, x in kwargs.items()}
-        given: dict[str, object] = {**self.defaults, **named}
+        names, in_order = self.names, args
+        given: dict[str, object] = {**self.defaults, **{_SYNONYMS.get(name, name): x for name, x in kwargs.items()}}
         if names[-1].startswith("*"):
             names, rest = (*names[:-1], names[-1][1:]), args[len(names) - 1 :]
             if rest:
-                more = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
-        given |= zip(names, more, strict=False)
-        first = args[0] if args else given.get(names[0])
-        in_order = sorted(named, key=lambda name: names.index(name) if name in names else len(names))
-        behind = [named[name] for name in in_order if named[name] is not first]
-        return Call(first, [*args[1:], *behind], given, out, cut_of)
+                in_order = (*args[: len(names) - 1], rest[0] if isinstance(rest[0], (tuple, list)) else rest)
+        given |= zip(names, in_order, strict=False)
+        return Call(func, *pytree.flatten((args, kwargs)), given.get(names[0]), given, out, cut_of)
 
 
 _SYNONYMS = {
@@ -187,30 +189,30 @@ def _rows(
 
 
 _ELEMENTWISE = {
-    **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", dims.pointwise, ADDS),
-    **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", dims.pointwise, SCALES),
-    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", dims.pointwise, DIVIDES),
-    **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", dims.pointwise, LINEAR),
+    **_rows("add sub subtract __add__ __radd__ __sub__ __rsub__", BOTH, "input other", cuts.by_shape, ADDS),
+    **_rows("mul multiply __mul__ __rmul__", BOTH, "input other", cuts.by_shape, SCALES),
+    **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", cuts.by_shape, DIVIDES),
+    **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", cuts.by_shape, LINEAR),
     **_rows(
         "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh tanh asin acos atan asinh "
         "acosh atanh sigmoid relu erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit "
         "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__",
-        *(BOTH, "input other", dims.pointwise, BENDS),
+        *(BOTH, "input other", cuts.by_shape, BENDS),
     ),
     **_rows(
         "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardsigmoid tanh sigmoid softshrink "
         "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
-        *([*BOTH, F], "input", dims.pointwise, BENDS),
+        *([*BOTH, F], "input", cuts.by_shape, BENDS),
     ),
-    **_rows("where", BOTH, "condition input other", dims.pointwise, PICKS),
-    **_rows("masked_fill", BOTH, "input mask value", dims.pointwise, PICKS),
+    **_rows("where", BOTH, "condition input other", cuts.by_shape, PICKS),
+    **_rows("masked_fill", BOTH, "input mask value", cuts.by_shape, PICKS),
     **_rows(
         "sign floor ceil round rsub lerp addcmul addcdiv nan_to_num eq ne lt le gt ge logical_and "
         "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
         "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
         "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
         "__and__ __or__ __xor__ __invert__ __mod__ __floordiv__",
-        *(BOTH, "input other", dims.pointwise),
+        *(BOTH, "input other", cuts.by_shape),
     ),
 }
 ELEMENTWISE = (*_ELEMENTWISE,)  # with broadcasting, and into a new tensor
@@ -225,69 +227,64 @@ _RULES: dict[object, Rule] = {
     **_rows(
         "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
         "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
-        *(BOTH, "input other", dims.pointwise, "", True),
+        *(BOTH, "input other", cuts.by_shape, "", True),
     ),
-    **_rows("expand_as", BOTH, "input other", dims.pointwise, SHAPES, True),
-    **_rows("dropout alpha_dropout", [F], "input", dims.pointwise, "", True),
+    **_rows("expand_as", BOTH, "input other", cuts.by_shape, SHAPES, True),
+    **_rows("dropout alpha_dropout", [F], "input", cuts.by_shape, "", True),
     # over dims
-    **_rows("sum", BOTH, "input dim=None keepdim", dims.total, LINEAR),
-    **_rows("mean", BOTH, "input dim=None keepdim", dims.over, LINEAR),
-    **_rows("amax amin", BOTH, "input dim=None keepdim", dims.over, BENDS),
-    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None _stacklevel dtype keepdim=1", dims.over, BENDS),
-    **_rows("var std logsumexp", BOTH, "input dim=None", dims.over, BENDS),
+    **_rows("sum", BOTH, "input dim=None keepdim", cuts.contracted, LINEAR),
+    **_rows("mean", BOTH, "input", cuts.by_shape, LINEAR),
+    **_rows("amax amin var std logsumexp max min", BOTH, "input", cuts.by_shape, BENDS),
     **_rows(
-        "argmax argmin prod any all cumprod argsort sort median nanmean nansum count_nonzero cummax cummin "
-        "logcumsumexp var_mean std_mean softmin",
-        *([*BOTH, F], "input dim=None", dims.over),
+        "argmax argmin prod any all median nanmean nansum count_nonzero var_mean std_mean",
+        *(BOTH, "input", cuts.by_shape),
     ),
-    **_rows("cumsum", BOTH, "input dim", dims.over, LINEAR),
-    **_rows("max min", BOTH, "input dim=None", dims.largest, BENDS),
-    **_rows("unbind", BOTH, "input dim=0", dims.over, LINEAR, True),
-    **_rows("narrow index_select select", BOTH, "input dim=0", dims.over, LINEAR, True),
-    **_rows("topk kthvalue", BOTH, "input k dim=-1", dims.over, "", True),
-    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input p dim=None", dims.over, "", True),
-    **_rows([F.normalize], (), "input p dim=1", dims.over, "", True),
-    **_rows("roll", BOTH, "input shifts dim=None", dims.over, LINEAR, True),
-    **_rows("flip", BOTH, "input *dim", dims.over, LINEAR, True),
-    **_rows("tril triu", BOTH, "input", dims.triangle, LINEAR),
-    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape weight bias eps keepdim=1", dims.normed, BENDS),
+    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None", cuts.over, BENDS),
+    **_rows("softmin cumprod argsort sort cummax cummin logcumsumexp", [*BOTH, F], "input dim=None", cuts.over),
+    **_rows("cumsum", BOTH, "input dim", cuts.over, LINEAR),
+    **_rows("unbind narrow index_select select", BOTH, "input", cuts.by_shape, LINEAR, True),
+    **_rows("topk kthvalue", BOTH, "input", cuts.by_shape, "", True),
+    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input", cuts.by_shape, "", True),
+    **_rows([F.normalize], (), "input p dim=1", cuts.over, "", True),
+    **_rows("roll", BOTH, "input shifts dim=None", cuts.over, LINEAR, True),
+    **_rows("flip", BOTH, "input *dim", cuts.over, LINEAR, True),
+    **_rows("tril triu", BOTH, "input", cuts.over_last, LINEAR),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", cuts.over_last, BENDS),
     # in other shapes and orders
-    **_rows("transpose swapaxes swapdims t", BOTH, "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("movedim moveaxis", BOTH, "input source destination", shapes.moved(shapes.moved_to), LINEAR),
-    **_rows("permute", BOTH, "input", shapes.moved(shapes.permuted), LINEAR),
-    **_rows([_get("T")], (), "input", shapes.moved(lambda _, ndim: range(ndim)[::-1]), LINEAR),
-    **_rows([_get("mT")], (), "input", shapes.moved(shapes.exchanged), LINEAR),
-    **_rows("reshape view", BOTH, "input", shapes.reshaped, LINEAR),
-    **_rows("unflatten", BOTH, "input dim sizes", shapes.reshaped, LINEAR),
-    **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", shapes.flattened, LINEAR),
-    **_rows("unsqueeze", BOTH, "input dim=0", shapes.unsqueezed, LINEAR),
-    **_rows("squeeze", BOTH, "input dim=None", shapes.squeezed, LINEAR),
-    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", shapes.expanded, LINEAR),
-    **_rows("view_as reshape_as", [torch.Tensor], "input other", dims.like_another, SHAPES),
-    **_rows("view_as_complex view_as_real", [torch], "input", shapes.as_complex, LINEAR),
+    **_rows(
+        "transpose swapaxes swapdims t movedim moveaxis permute unsqueeze view_as_complex view_as_real",
+        *(BOTH, "input", cuts.by_shape, LINEAR),
+    ),
+    **_rows([_get("T"), _get("mT")], (), "input", cuts.by_shape, LINEAR),
+    **_rows("reshape view", BOTH, "input *sizes", cuts.reshaped, LINEAR),
+    **_rows("unflatten", BOTH, "input dim sizes", cuts.reshaped, LINEAR),
+    **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", cuts.flattened, LINEAR),
+    **_rows("squeeze", BOTH, "input dim=None", cuts.along, LINEAR),
+    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.expanded, LINEAR),
+    **_rows("view_as reshape_as", [torch.Tensor], "input other", cuts.like_another, SHAPES),
     # in parts, and of parts
-    **_rows([torch.Tensor.__getitem__], (), "input", shapes.indexed, LINEAR, True),
-    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", shapes.taken_apart, LINEAR, True),
-    **_rows("split", BOTH, "input many=None dim=0", shapes.split, LINEAR, True),
-    **_rows([F.glu], (), "input dim=-1", shapes.gated, "", True),
-    **_rows("cat concat concatenate", [torch], "tensors dim=0", dims.joined, LINEAR),
-    **_rows([torch.stack], (), "tensors dim=0", dims.stacked, LINEAR),
-    **_rows("repeat_interleave", BOTH, "input repeats=None dim=None", shapes.repeated, LINEAR, True),
-    **_rows([F.pad], (), "input pad", dims.padded, "", True),
+    **_rows([torch.Tensor.__getitem__], (), "input index", cuts.indexed, LINEAR, True),
+    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR, True),
+    **_rows("split", BOTH, "input many=None dim=0", functools.partial(cuts.taken_apart, by_size=True), LINEAR, True),
+    **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated, "", True),
+    **_rows("cat concat concatenate", [torch], "tensors dim=0", cuts.joined, LINEAR),
+    **_rows([torch.stack], (), "tensors", cuts.by_shape, LINEAR),
+    **_rows("repeat_interleave", BOTH, "input repeats dim=None", cuts.along, LINEAR, True),
+    **_rows([F.pad], (), "input", cuts.by_shape, "", True),
     # products
-    **_rows([F.linear], (), "input weight bias=None", dims.applied, SCALES),
-    **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", dims.product, SCALES),
-    **_rows([torch.einsum], (), "equation *operands", dims.summed, SCALES),
-    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", dims.attended, BENDS),
+    **_rows([F.linear], (), "input weight bias=None", cuts.contracted, SCALES),
+    **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", cuts.contracted, SCALES),
+    **_rows([torch.einsum], (), "equation *operands", cuts.contracted, SCALES),
+    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", cuts.attended, BENDS),
     # of parts of sums
-    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", dims.unknown, LINEAR, True),
-    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", dims.unknown, SCALES, True),
-    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", dims.unknown, SCALES, True),
+    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", cuts.unknown, LINEAR, True),
+    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", cuts.unknown, SCALES, True),
+    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", cuts.unknown, SCALES, True),
     # of the first operand alone
-    **_rows([F.prelu], (), "input weight", dims.by_slope),
-    **_rows("to", [torch.Tensor], "input", dims.same, LINEAR),
-    **_rows("contiguous detach", BOTH, "input", dims.same, LINEAR),
-    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", dims.same, LINEAR),
-    **_rows("type_as", [torch.Tensor], "input other", dims.same, SHAPES),
-    **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", dims.same),
+    **_rows([F.prelu], (), "input weight", cuts.by_shape),
+    **_rows("to", [torch.Tensor], "input", cuts.same, LINEAR),
+    **_rows("contiguous detach", BOTH, "input", cuts.same, LINEAR),
+    **_rows([_get("data"), *named("type cpu cuda", torch.Tensor)], (), "input", cuts.same, LINEAR),
+    **_rows("type_as", [torch.Tensor], "input other", cuts.same, SHAPES),
+    **_rows("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", BOTH, "input", cuts.same),
 }

@@ -29,7 +29,7 @@ from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
 from fzero.parallel import rules
 from fzero.parallel.acting import Copy, note_help, running_mode, unseen
-from fzero.parallel.cut_shapes import Mixed
+from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
 from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, StandIn, name_of, named, writes
