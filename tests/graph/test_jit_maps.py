@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from units import F64
 
 import fzero as fz
@@ -61,7 +62,7 @@ def _inside(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
     """Gradients of each member: the derivative is inside of the map, and the function's graph holds the steps."""
     member = lambda params, own: _adapted(step, state.replace(params=params), own)
     grads = torch.vmap(torch.func.grad(member), in_dims=(None, 0))(state.params, x)
-    return [x.sum(0) for x in torch.utils._pytree.tree_leaves(grads)]
+    return [x.sum(0) for x in pytree.tree_leaves(grads)]
 
 
 MAPS = {"ensemble": _ensemble, "of one": _of_one, "meta": _meta, "twice": _twice, "inside": _inside}

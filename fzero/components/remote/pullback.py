@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
-from fzero.components.remote.handle import Away, Handle, Made, RemoteTree
+from fzero.components.remote.handle import Away, Handle, Made, Owner, RemoteTree
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import cotangent_for, inputs_for
 from fzero.components.remote.wire import Skeleton, unpacked
 from fzero.engine.pullback import used_up
 from fzero.table.counting import Counts
 
-if TYPE_CHECKING:
-    from fzero.components.remote.component import RemoteComponent
 
 def handles(made: Made, skeletons: Sequence[Skeleton]) -> list[Any]:
     """The trees of skeletons with a handle for each leaf."""
@@ -32,7 +30,7 @@ class RemotePullback(Away):
     """
 
     def __init__(
-        self, component: RemoteComponent, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
+        self, component: Owner, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
     ) -> None:
         super().__init__(made, 0)
         self._component, self._inputs, self._wanted, self.alone = component, inputs, wanted, alone
@@ -96,7 +94,7 @@ class RemotePasses:
     An error of a microbatch is raised where the grads are used.
     """
 
-    def __init__(self, component: RemoteComponent, state: Away, count: int, rng: int, at_once: bool) -> None:
+    def __init__(self, component: Owner, state: Away, count: int, rng: int, at_once: bool) -> None:
         self._component, self.count, self.counts = component, count, Counts()
         options = {"count": count, "rng": rng, "at_once": at_once}
         self._passes = Away(component.made("passes", {"objects": {"state": state}, "options": options}), 0)
