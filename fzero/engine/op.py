@@ -38,7 +38,7 @@ from fzero.purity import check
 from fzero.purity.collectives import current as collectives
 from fzero.purity.look import Impure, Look, refusal
 from fzero.purity.one_level import one_level
-from fzero.purity.trial import Trial, repeated
+from fzero.purity.trial import Trial, repeated, sums_of
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
@@ -58,7 +58,7 @@ class UnitOp(PulledOp):
     """
 
     # what the first run showed, if it was the first under its signature, until it has run again
-    _first: Look | None = None
+    _first: tuple[Look, Sequence[float]] | None = None
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class UnitOp(PulledOp):
         signature.opaque = trial.opaque
         check.note(self.unit, len(look.captured))
         if self.recompute and not (signature.transformed or signature.repeated):  # a level has operations of its own
-            self._first = look
+            self._first = look, sums_of(out)
         signature.constants = [*look.constants.values()]
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
@@ -292,7 +292,7 @@ class UnitOp(PulledOp):
         given = [*leaves.values(), *tensors]
         assert self._first is not None
         with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, self._first, self._defined)
+            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

@@ -122,15 +122,32 @@ def repeated(
     given: Sequence[torch.Tensor],
     memories: Sequence[tuple[torch.Tensor, NameOf]],
     first: Look,
+    sums: Sequence[float],
     defined: Place | None = None,
 ) -> Sequence[object]:
     """The flat result of a second run, in a pullback, of what the first one has computed.
+
+    Args:
+        sums: as `sums_of` what the first one returned.
 
     Raises:
         ValueError: it does something else.
     """
     with _refusing(who, defined):
-        return _again(run, first, Look(names_of(given, memories)))
+        out = _again(run, first, Look(names_of(given, memories)))
+        pairs = zip(sums, now := sums_of(out), strict=False)
+        if len(now) != len(sums) or any(not (a == b or a != a or abs(a - b) <= _CLOSE * abs(a)) for a, b in pairs):
+            what = "returned other values when it ran again (fz.remat, a derivative of a derivative)"
+            raise Impure(what, None, "Let nothing but its arguments decide what it computes.")
+        return out
+
+
+def sums_of(out: Sequence[object]) -> list[float]:
+    """The sums of magnitudes of the tensors among what a function returned."""
+    with _beside(), torch.no_grad():
+        tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
+        reals = [(x.byte() if x.dtype == torch.bool else pytree.as_reals(x)) for x in tensors if _has_values(x)]
+        return [float(x.abs().sum(dtype=torch.float64)) for x in reals]
 
 
 def _again(run: Callable[[], Sequence[object]], first: Look, look: Look) -> Sequence[object]:

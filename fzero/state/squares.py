@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from fzero.base import private
@@ -90,23 +91,24 @@ def _squares_of_small(tree: Sharded, keys: Sequence[Key], buffers: Sequence[torc
     """The same for the leaves of several groups at once, by rows of `ALIGN` elements, where each leaf begins one."""
     ranks = tuple([tree.rank_of(key) for key in keys])
     places = tree.layout.places.get((*keys, ranks)) or _places(tree.layout, keys, ranks)
-    leaf_of_row, gaps, count = tree.layout.places[(*keys, ranks)] = places
+    tree.layout.places[(*keys, ranks)] = places
+    leaf_of_row, gaps, count = torch.from_numpy(places[0]), torch.from_numpy(places[1]), places[2]
     values = torch.cat([*buffers]).index_fill_(0, gaps, 0.0)
     squares = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=torch.float64).square_()
     return squares.new_zeros(count + 1).index_add_(0, leaf_of_row, squares)[:count]
 
 
-def _places(layout: Layout, keys: Sequence[Key], ranks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _places(layout: Layout, keys: Sequence[Key], ranks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, int]:
     """In these groups' buffers, one after the other: the leaf of each row, the elements of none, how many leaves."""
     sizes = [layout.shard_numel(key) for key in keys]
-    leaves, count, start = torch.full((sum(sizes),), -1, device="cpu"), 0, 0
+    leaves, count, start = np.full(sum(sizes), -1), 0, 0
     for key, rank, size in zip(keys, ranks, sizes, strict=True):
         for _, begin, end in layout.pieces(key, rank):
             leaves[start + begin : start + end] = count
             count += 1
         start += size
-    of_row = leaves.view(-1, ALIGN)[:, 0]
-    return of_row.where(of_row >= 0, count), (leaves < 0).nonzero().view(-1), count
+    of_row = leaves[::ALIGN]
+    return np.where(of_row < 0, count, of_row).astype(np.int32), np.flatnonzero(leaves < 0), count
 
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:

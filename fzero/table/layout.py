@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fzero.base import pages, private
@@ -178,7 +179,7 @@ class Layout:
     # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
     spans: dict[object, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
     # as far as asked for: groups and this rank's number in each -> as `state.squares._places`
-    places: dict[object, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict, repr=False)
+    places: dict[object, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

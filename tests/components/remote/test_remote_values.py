@@ -60,16 +60,11 @@ def test_terms_are_what_they_are_when_they_are_added(component: Any) -> None:
     assert fz.fetch(total).eq(3).all()
 
 
-def test_terms_that_do_not_fit_are_refused(component: Any) -> None:
-    state = component.init()
-    for use in (fz.fetch, lambda it: it.shape, lambda it: it.dtype, lambda it: component.forward(state, it)):
-        for other in (X[:1], X[0], None):
-            rows, loss = component.forward(state, X)
-            total = rows + (loss if other is None else other)
-            with pytest.raises(ValueError, match=r"\(4, 3\).*expected one shape|expected one shape.*\(4, 3\)"):
-                fz.fetch(use(total))
-    with pytest.raises(TypeError, match=r"x.detach"):
-        _ = rows + X.clone().requires_grad_()
+def test_a_sum_is_that_of_the_values(component: Any) -> None:
+    rows, loss = component.forward(component.init(), X)
+    for total in (rows + loss, rows + X[0], X + rows):
+        assert type(total) is torch.Tensor and total.shape == X.shape
+    assert (rows + X[0]).equal(fz.fetch(rows) + X[0])
 
 
 def test_handles_are_not_compared_as_objects(component: Any) -> None:
@@ -77,7 +72,7 @@ def test_handles_are_not_compared_as_objects(component: Any) -> None:
     loss = component.forward(component.init(), X)[1]
     other = component.forward(component.init(), X)[1]
     uses = [lambda: loss == 11.0, lambda: 11 != loss, lambda: loss == other, lambda: loss == torch.tensor(11.0)]
-    for use in [*uses, lambda: torch.tensor(11.0) == loss, lambda: loss + loss == 1, lambda: loss in [other]]:
+    for use in [*uses, lambda: torch.tensor(11.0) == loss, lambda: loss in [other]]:
         with pytest.raises(TypeError, match=r"fz.fetch\(handle\)"):
             use()
     assert {loss: 1, other: 2}[loss] == 1 and loss in [loss] and loss != "text" and float(loss) == 11.0
