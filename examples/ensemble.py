@@ -5,7 +5,7 @@ optimizer is made with. Then each model is trained alone, which takes longer and
 two cores:
 
     python examples/ensemble.py
-    python examples/ensemble.py --jit
+    python examples/ensemble.py --no-jit
     python examples/ensemble.py --rates 32 --seeds 1 --steps 1000
 
 The models tell the arms of two spirals from each other, in float64. At the end there is a picture of the losses.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -174,7 +175,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("eval-every", 20, "updates between two looks at the held-out points"),
     )
     parser.add_argument(
-        "--jit", action=argparse.BooleanOptionalAction, default=False, help="run all updates as one compiled graph"
+        "--jit",
+        action=argparse.BooleanOptionalAction,
+        default=shutil.which("g++") is not None,
+        help="run all updates as one compiled graph; by default if there is a compiler",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data and of the first model of a learning rate")
     parser.add_argument("--out", type=Path, default=Path("out/ensemble"), help="folder for the picture")

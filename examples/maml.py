@@ -5,7 +5,7 @@ A step is a function: `torch.func.grad` differentiates the loss after five of th
 quarters of a minute on two cores:
 
     python examples/maml.py
-    python examples/maml.py --ranks 1 --stage 0 --inner-steps 10
+    python examples/maml.py --ranks 1 --stage 0 --inner-steps 10 --no-jit
     torchrun --nproc-per-node 5 examples/maml.py
 
 Beside it the same is trained by plain torch in one process; both are printed, and by how much they differ. Losses are
@@ -18,6 +18,7 @@ import argparse
 import functools
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -179,9 +180,13 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     apart = max((ours[name] - grad).abs().max().item() for name, grad in theirs.items())
 
     def updated(state: fz.TrainState, tasks: Tasks) -> tuple[fz.TrainState, dict[str, Tensor]]:
-        state, loss = maml.update(state, tasks)
+        state, loss = update(state, tasks)
         return state, {"loss": loss}
 
+    update = fz.jit(maml.update) if args.jit else maml.update
+    began = time.perf_counter()
+    update(state, tasks.share(rank, ranks))  # what torch does once, it has done; and a graph is compiled
+    say(f"the first update, with all that is compiled for it: {time.perf_counter() - began:.0f} s\n")
     began = time.perf_counter()
     batch = lambda number: [tasks_of(number).share(rank, ranks)]
     run = fz.loop(updated, state, batch, total=args.steps, progress="MAML", every=1, stop=stop)
@@ -216,6 +221,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("lr", 2e-2, "learning rate of the updates"),
     )
     parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
+    parser.add_argument(
+        "--jit",
+        action=argparse.BooleanOptionalAction,
+        default=shutil.which("g++") is not None,
+        help="run an update as one compiled graph; by default if there is a compiler",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and tasks")
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 0))

@@ -195,7 +195,7 @@ def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeyp
 
 @in_turns(3, "examples as programs")
 def test_maml_says_how_far_it_is_from_plain_torch() -> None:
-    stdout = run_example("maml.py", *FEW_TASKS).stdout
+    stdout = run_example("maml.py", *FEW_TASKS, "--no-jit").stdout
     losses = re.findall(r"^(?:random weights|meta-trained) .*? ([\d.]+) +([\d.]+)$", stdout, re.M)
     assert len(losses) == 4 and losses[0] == losses[1] != losses[2] == losses[3], stdout
     apart = re.findall(r"largest difference.* is ([\d.e+-]+)", stdout)
@@ -229,7 +229,7 @@ def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
 @in_turns(3, "examples as programs")
 def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
     tiny = "--rates 3 --seeds 2 --width 4 --batch 8 --steps 5 --eval-every 2".split()
-    stdout = run_example("ensemble.py", *tiny, "--out", str(tmp_path)).stdout
+    stdout = run_example("ensemble.py", *tiny, "--no-jit", "--out", str(tmp_path)).stdout
     rows = re.findall(r"^ +([\d.e-]+) +([01]) +([\d.]+) +([\d.e+-]+) +([\d.e+-]+)$", stdout, re.M)
     assert len(rows) == 6 and len({loss for _, _, loss, *_ in rows}) == 6, stdout
     assert all(float(params) < 1e-12 and float(losses) < 1e-12 for *_, params, losses in rows), stdout
