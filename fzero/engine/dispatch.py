@@ -257,7 +257,9 @@ def _proven(
 def _returned(look: Look, unit: str, given: Sequence[object], result: object, *more: object) -> None:
     """What a unit returns is the function's own, which writes to none of it that is no memory of its own."""
     what = f"an output of unit {unit!r} that shares memory with its other outputs or its inputs"
-    look.give({storage_of(x): lambda _: what for x in sharing(flatten(result)[0], given)})
+    shared = {storage_of(x): private.unwrapped(x).untyped_storage() for x in sharing(flatten(result)[0], given)}
+    look.give(dict.fromkeys(shared, lambda _: what))
+    look.held += shared.values()
     look.own((result, *more))
 
 

@@ -13,7 +13,7 @@ from fzero.base.context import during, jitting
 from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
-from fzero.graph.alike import Identity, meta_of
+from fzero.graph.alike import Identity, ambient_of, closed_over, meta_of
 from fzero.graph.hosts import Hosts
 from fzero.graph.opened import Opened
 from fzero.graph.operators import like
@@ -59,7 +59,9 @@ class Bodies(Regions):
         wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
         metas = tuple(map(meta_of, operands))
         places = tuple(map(self.hosts.place_of, opened.axes))
-        key = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), *map(Identity, held.values())
+        now = closed_over(step.fn), ambient_of("cpu")
+        of = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), now
+        key = *of, *map(Identity, held.values())
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._traced(step, verb, opened, list(held), operands, wanted)

@@ -14,11 +14,21 @@ CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.de
 
 
 def grad_levels() -> int:
-    """How many derivatives of torch.func are around this, in reverse mode, and maps inside; -1 if others are."""
-    kinds = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]  # type: ignore[attr-defined]
-    types = torch._C._functorch.TransformType  # type: ignore[attr-defined]
-    grads = sum(kind == types.Grad for kind in kinds)
-    return grads if kinds == [types.Grad] * grads + [types.Vmap] * (len(kinds) - grads) else -1
+    """How many derivatives of torch.func are around this, in reverse mode, and maps inside; -1 if others are.
+
+    Nor may a map have other random numbers for each member: what nothing maps would have those of one.
+    """
+    functorch, grads, maps = torch._C._functorch, 0, 0  # type: ignore[attr-defined]
+    for each in functorch.get_interpreter_stack() or ():
+        if each.key() == functorch.TransformType.Vmap:
+            maps += 1
+            if functorch.CVmapInterpreterPtr(each).randomness() == functorch.RandomnessType.Different:
+                return -1
+        elif each.key() != functorch.TransformType.Grad or maps:
+            return -1
+        else:
+            grads += 1
+    return grads
 
 
 def is_fake(x: torch.Tensor) -> bool:

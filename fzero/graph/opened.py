@@ -171,7 +171,13 @@ def _with_counts(state: TrainState, counts: Sequence[Count], values: bool) -> Tr
     rest = iter(counts)
 
     def next_as(kind: type) -> Any:
-        return kind(next(rest)) if values else next(rest)
+        x: Any = next(rest)
+        if values and getattr(x, "ndim", 0):
+            raise ValueError(
+                "jit: a state comes out of torch.vmap with a count or a loss scale of each member's own, where a state "
+                "has one. Return its params, or leave jit out."
+            )
+        return kind(x) if values else x
 
     def one(x: object) -> object:
         if isinstance(x, ScaleState):

@@ -253,6 +253,8 @@ def reshaped(call: Call) -> Cut:
     own, sizes = call.own, [*call.given.get("sizes", ())]
     if "dim" in call.given:  # unflatten(dim, sizes)
         dim = call.given["dim"] % call.x.ndim
+        if dim != call.x.ndim + own.dim and not any(type(size) is OwnSize for size in sizes):
+            return own if dim < call.x.ndim + own.dim else own._replace(dim=own.dim - len(sizes) + 1)
         sizes = [*call.x.shape[:dim], *sizes, *call.x.shape[dim + 1 :]]
     try:
         return _reshaped(call.x, own, sizes, call.out)

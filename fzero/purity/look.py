@@ -102,6 +102,7 @@ class Look(dispatch.TorchDispatchMode):
         operations: all of them, in order.
         captured: by the memory of a tensor.
         made: what depends on something given.
+        held: memory that lives as long as this, so that nothing else comes to lie there.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
 
@@ -119,6 +120,7 @@ class Look(dispatch.TorchDispatchMode):
         self.operations: list[Operation] = []
         self.captured: dict[int, Captured] = {}
         self.made: list[Made] = []
+        self.held: list[torch.UntypedStorage] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = False
         self._inside, self._given, self._objects, self._outer = inside, dict(given), objects, outer
@@ -138,7 +140,7 @@ class Look(dispatch.TorchDispatchMode):
 
     def give(self, given: Mapping[int, NameOf]) -> None:
         """Has more memory be what the function is given."""
-        self._given |= given
+        self._given = {**given, **self._given}
         self._own |= dict.fromkeys(given, True)
 
     def own(self, tree: object) -> None:
@@ -190,6 +192,8 @@ class Look(dispatch.TorchDispatchMode):
                 self.captured.setdefault(memory, Captured(gone(x), private.version(x), place))
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
+            if name.startswith("aten::_foreach"):  # which torch does not count while a mode looks
+                torch.autograd.graph.increment_version(x)
         self.reruns = self.reruns or hooks.any_around()
         # what a generator gives depends on whoever drew from it before
         depends = depends or any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))

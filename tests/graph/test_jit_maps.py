@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -87,11 +88,10 @@ def test_is_the_map_without_a_graph(of: str, optimizer: str, ranks: int) -> None
 
 
 def test_of_alike_steps_one_is_traced() -> None:
-    entered = 0
+    seen = types.SimpleNamespace(entered=0)
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        nonlocal entered
-        entered += 1
+        seen.entered += 1
         return torch.tanh(x @ p["w"] + p["b"]).square().mean()
 
     step = fz.train_step(fn, fz.sgd(0.1))
@@ -108,7 +108,43 @@ def test_of_alike_steps_one_is_traced() -> None:
 
     counts = []
     for steps in (3, 9):
-        before = entered
+        before = seen.entered
         fz.jit(many, backend="graph", static_argnums=(2,)).lower(state, X, steps)
-        counts.append(entered - before)
+        counts.append(seen.entered - before)
     assert counts[0] == counts[1], counts
+
+
+def test_members_draw_numbers_of_their_own() -> None:
+    """Also if nothing of a step is mapped."""
+    fn = lambda p, x: torch.nn.functional.dropout(x @ p["w"], 0.5).square().mean()
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init(PARAMS)
+
+    def many(state: fz.TrainState, x: torch.Tensor) -> torch.Tensor:
+        member = lambda own: step.forward(step(state, x[0])[0], own)
+        return torch.vmap(member, randomness="different")(x)
+
+    fast = fz.jit(many, backend="graph")
+    fast(state, X)
+    assert_trees_close(fast(state, X), many(state, X), rtol=1e-10)
+
+
+def test_what_changes_between_calls_of_one_step() -> None:
+    """A variable that its function closes over, and autocast around one of its calls."""
+    factor = 1.0
+    step = fz.train_step(lambda p, x: (torch.tanh(x @ p["w"]) * factor).sum(), fz.sgd(0.1))
+    state = step.init({"w": PARAMS["w"].float()})
+
+    def calls(state: fz.TrainState, x: torch.Tensor) -> Any:
+        nonlocal factor
+        mapped = torch.vmap(lambda own: step(state, own)[1]["loss"])
+        factor, losses = 1.0, [mapped(x)]
+        factor = 2.0
+        losses.append(mapped(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(step(state, x[0])[1]["loss"])
+        return losses
+
+    fast = fz.jit(calls, backend="graph")
+    fast(state, X.float())
+    assert_trees_close(fast(state, X.float()), calls(state, X.float()), rtol=1e-6)

@@ -75,6 +75,37 @@ def test_a_write_to_outputs_of_a_unit_that_share_memory(of: str, form: str) -> N
     is_refused(make, params_of(), match, form)
 
 
+def test_a_write_to_what_is_saved_counts_in_a_first_run() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        e = (x @ p["blocks"][0]["w"]).exp()
+        torch._foreach_mul_([e], 2.0)
+        return e.sin().sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init(params_of())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(state, X.clone())
+
+
+def test_memory_that_comes_again_is_no_output_that_shared_it() -> None:
+    unit = fz.unit(lambda q, x: (x @ q["w"]).chunk(2, 1))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            a, b = unit(p["blocks"][0], x)
+            x = torch.cat([a + 1, b], 1)
+            del a, b
+            y = torch.zeros_like(x)
+            y.add_(x)
+            x = y + x
+        return x.sum()
+
+    for _ in range(5):
+        step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+        step.forward(step.init(params_of()), X.clone())
+
+
 class Child(nn.Module):
     def __init__(self, parent: Any) -> None:
         super().__init__()
