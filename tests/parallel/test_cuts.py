@@ -117,7 +117,7 @@ def test_programs_of_each_kind_are_drawn() -> None:
 
 WHOLE: dict[str, Any] = {
     "before it": lambda h: h.unflatten(1, (4, -1)).tanh().flatten(1, 2),
-    "before it, by -1": lambda h: h.unflatten(1, (-1, 2)).softmax(1).flatten(1, 2),
+    "before it, by -1": lambda h: h.unflatten(1, (-1, 2)).cumsum(1).flatten(1, 2),
     "behind it": lambda h: h.permute(2, 0, 1).unflatten(2, (2, -1)).tanh().flatten(2, 3).permute(1, 2, 0),
     "then over it": lambda h: h.unflatten(1, (4, 1, -1)).softmax(-1).flatten(1, 3),
 }
