@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 
+import torch
+
 from fzero.base.arguments import need_int, renamed
 from fzero.table.needs import need_scalar
 from fzero.table.optimizer import Number, Schedule
@@ -53,7 +55,9 @@ def linear(start: Number, end: Number, steps: int) -> Schedule:
     return functools.partial(_linear, start, end, steps)
 
 
-def _linear(start: Number, end: Number, steps: int, count: int) -> Number:
+def _linear(start: Number, end: Number, steps: int, count: Number) -> Number:
+    if isinstance(count, torch.Tensor):  # in a graph
+        return torch.where(count >= steps, end, start + (end - start) * count / steps)
     return end if count >= steps else start + (end - start) * count / steps
 
 
@@ -92,7 +96,11 @@ def warmup_cosine(peak: Number, warmup: int, total: int, end: Number = 0.0) -> S
     return functools.partial(_warmup_cosine, peak, warmup, total, end)
 
 
-def _warmup_cosine(peak: Number, warmup: int, total: int, end: Number, count: int) -> Number:
+def _warmup_cosine(peak: Number, warmup: int, total: int, end: Number, count: Number) -> Number:
+    if isinstance(count, torch.Tensor):  # in a graph
+        progress = ((count - warmup + 1) / max(1, total - warmup)).clamp(max=1.0)
+        falling = end + (peak - end) * 0.5 * (1 + torch.cos(math.pi * progress))
+        return torch.where(count < warmup, peak * (count + 1) / max(1, warmup), falling)
     if count < warmup:
         return peak * (count + 1) / warmup
     progress = min(1.0, (count - warmup + 1) / max(1, total - warmup))

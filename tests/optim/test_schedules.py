@@ -39,3 +39,18 @@ def test_a_rate_that_is_no_number_is_refused(make: Any) -> None:
     state, _ = step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"the optimizer: got lr=nan"):
         step(state, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "schedule", [fz.linear(1e-2, 1e-3, 3), fz.warmup_cosine(1e-2, 2, 5), fz.warmup_cosine(1e-2, 0, 3)]
+)
+def test_schedules_in_a_function_that_is_one_graph(schedule: Any) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.adamw(schedule))
+    state = step.init({"w": torch.ones(3, dtype=F64)})
+    fast = fz.jit(lambda state, x: step(state, x)[0], backend="graph")
+    plain = state
+    for i in range(7):
+        x = torch.full((3,), 1.0 + i, dtype=F64)
+        state, plain = fast(state, x), step(plain, x)[0]
+        torch.testing.assert_close(state.params["w"], plain.params["w"], rtol=1e-12, atol=0.0)
+    assert fast.traces == 1
