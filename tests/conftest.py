@@ -37,7 +37,10 @@ def terminal() -> Iterator[None]:
 
 
 # these start programs and wait for them, up to half a minute each
-LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora")
+LONG = (
+    *("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora"),
+    *("test_benchmarks", "test_jit_function_ranks", "test_jit_axes", "test_jit_function_random", "test_huggingface"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 from torch import nn
 
 import fzero as fz
@@ -129,6 +130,7 @@ def along(rank: int, kind: str, remat: bool = False, tokens: int = 9) -> None:
     compare(fz.remat(step, save=names) if remat else step, params, batches)
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("kind", "remat"), [("ring", True), ("zigzag", False), ("ulysses", False), ("chunks", True)])
 def test_attention_over_a_cut_sequence(kind: str, remat: bool) -> None:
     run_ranks(functools.partial(along, kind=kind, remat=remat), 2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -79,6 +80,7 @@ def compare(name: str, kind: str, backend: str, rank: int = 0) -> None:
         assert repr(seen[1]) != repr(seen[2])  # the count of updates decides
 
 
+@in_turns(5)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", ["plain", "remat", "accumulated"])
 def test_numbers_of_the_function(name: str, kind: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
@@ -113,6 +114,7 @@ def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
 OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("rate", "accumulated")]
 
 
+@in_turns(4)
 @pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
 def test_numbers_of_the_function(name: str, stage: str) -> None:
     run_ranks(functools.partial(compare, name=name, stage=stage), 2, timeout=300)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -41,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[], fz.GradientTransformation]] = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_of_the_step(name: str, ranks: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close
@@ -84,6 +85,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_the_function(name: str) -> None:
     fn, calls = CASES[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import in_turns
 from torch.utils import _pytree as pytree
 from units import F64
 
@@ -69,6 +70,7 @@ def _inside(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
 MAPS = {"ensemble": _ensemble, "of one": _of_one, "meta": _meta, "twice": _twice, "inside": _inside}
 
 
+@in_turns(5)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("of", MAPS)
