@@ -857,6 +857,22 @@ def printed(
     return done, said.out, said.err
 
 
+@pytest.mark.parametrize(
+    ("key", "auto"),
+    [
+        ("zero_optimization.gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+        ("zero_optimization.gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+        ("bfloat16.enabled", "bfloat16_enabled"),
+        ("bfloat16.enabled", "bf16_enabled"),
+    ],
+)
+def test_a_value_of_auto_is_given_by_the_key_as_it_was_written(key: str, auto: str) -> None:
+    block, name = key.split(".")
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, block: {name: "auto"}}
+    made = fz.compat.from_deepspeed(config, lambda p, x: (p["w"] * x).sum(), **{auto: False})
+    assert [(row.value, row.verdict) for row in made.report if row.key == key] == [(False, "honoured")]
+
+
 def test_the_command_makes_arguments_of_autos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**SIZES, **EITHER, "optimizer": TRAINERS, "scheduler": DECAY, "zero_optimization": {"stage": 1}}
     done, said, _ = printed(config, tmp_path, capsys, "--ranks", "2", "--auto", "eps=1e-6", "weight_decay=0.1")

@@ -173,7 +173,8 @@ class Reading:
 
     def _fill(self, name: str, value: object) -> None:
         """Puts a value in the place of an "auto"."""
-        same = [path for path in self.values if name in (path.replace(".", "_"), path.rpartition(".")[2])]
+        ways = {path: (path, self.written.get(path, (path,))[0]) for path in self.values}  # also as it was written
+        same = [path for path in ways if any(name in (x.replace(".", "_"), x.rpartition(".")[2]) for x in ways[path])]
         autos = [path for path in same if self.values[path] == AUTO]
         if name == "optimizer":
             self.given[name] = value
@@ -183,7 +184,8 @@ class Reading:
         elif autos or (not same and name in READ):
             path = autos[0] if autos else name
             plain = isinstance(value, (numbers.Real, str, list, tuple, type(None)))
-            self.values[path], self.written[path] = value if plain else Name(name), (path, value)
+            self.values[path] = value if plain else Name(name)
+            self.written[path] = ways.get(path, (path,))[-1], value
             self.given |= {} if plain else {name: value}
         elif len(same) == 1 and self.values[same[0]] not in (None, [*value] if isinstance(value, tuple) else value):
             self.refuse(f"it is not 'auto', and got {name}={value!r} too. Keep one", same[0])
