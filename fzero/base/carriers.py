@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ _changing: set[type] = set()  # types whose content a unit may change
 # leaves that are no tensors; of a Size torch makes a tuple, once its compiler is imported
 VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _known: set[type] = {torch.Tensor, *VALUES}
+_adopting = threading.RLock()
 
 
 def register_carrier(
@@ -65,11 +67,12 @@ def flatten(tree: object) -> tuple[list[Any], Spec]:
 
 def flatten_first(tree: object) -> tuple[list[Any], Spec]:
     """The same, of what a call gives or returns for the first time: types that it has are made known."""
-    while True:
-        leaves, spec = flatten(tree)
-        new = {type(x) for x in leaves if not isinstance(x, torch.Tensor)} - _known
-        if not any([_adopted(kind) for kind in new]):
-            return leaves, spec
+    with _adopting:  # ranks that are threads must not take for a leaf what one of them is making known
+        while True:
+            leaves, spec = flatten(tree)
+            new = {type(x) for x in leaves if not isinstance(x, torch.Tensor)} - _known
+            if not any([_adopted(kind) for kind in new]):
+                return leaves, spec
 
 
 def changing(tree: object) -> list[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from nightly import in_turns
 
 import fzero as fz
+from fzero.base import carriers
 from fzero.testing import assert_trees_close, run_ranks
 
 F64 = torch.float64
@@ -201,3 +203,20 @@ def test_one_carrier_given_twice_is_refused() -> None:
     state, _ = step(step.init(params()), X, False)
     with pytest.raises(TypeError, match=r"one object twice .* 'Cache'.* Give it once"):
         step(state, X, True)
+
+
+def test_a_type_that_several_threads_come_to_at_once() -> None:
+    for number in range(100):
+        kind = dataclasses.make_dataclass(f"Kind{number}", ["x", "y"])
+        ready, found = threading.Barrier(4), list[Any]()
+
+        def come(kind: Any = kind, ready: threading.Barrier = ready, found: list[Any] = found) -> None:
+            ready.wait()
+            found.append(carriers.flatten_first(kind(X, 1.5))[1])
+
+        threads = [threading.Thread(target=come) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [spec.num_leaves for spec in found] == [2] * 4, number
