@@ -1,8 +1,8 @@
 """Learns to learn sinusoids from a few points: MAML (arXiv 1703.03400) with second-order gradients, under ZeRO-3.
 
 A step is a function: `torch.func.grad` differentiates the loss after five of them by the params before the first, and
-`torch.vmap` maps that over tasks. Ranks have slices of the params and of each task's points. Two ranks, about three
-quarters of a minute on two cores:
+`torch.vmap` maps that over tasks. Ranks have slices of the params and of each task's points. Two ranks, about a
+minute and a half on two cores, most of it to compile an update once:
 
     python examples/maml.py
     python examples/maml.py --ranks 1 --stage 0 --inner-steps 10 --no-jit
