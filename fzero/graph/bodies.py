@@ -22,6 +22,8 @@ from fzero.graph.trace import is_real, trace
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
 
 class Bodies(Regions):
     """The regions of one trace of a function.
@@ -115,6 +117,7 @@ class Bodies(Regions):
         known = self._maps.get(key)
         if known is None:
             out_dims: list[int | None] = []
+            real, count = self.regions[number].real, len(self.regions[number].values)
 
             def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                 alike: dict[int, torch.Tensor] = {}
@@ -126,17 +129,12 @@ class Bodies(Regions):
                     return tuple([x for i, x in enumerate(outs) if i not in alike])
 
                 every = iter(torch.vmap(member, tuple(dims), randomness=randomness)(*tensors))
-                count = len(self.regions[number].values)
                 out_dims[:] = [None if i in alike else 0 for i in range(count)]
                 return [alike[i] if i in alike else next(every) for i in range(count)]
 
-            real = self.regions[number].real
-            still = [i for i in range(len(self.regions[number].values)) if i not in real]
+            still = [i for i in range(count) if i not in real]
             known = self._maps[key] = self._add(run, operands, wanted, lambda: still), out_dims
         return known
-
-
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def _member(x: torch.Tensor) -> torch.Tensor:
