@@ -193,8 +193,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     for _ in run:
         pass
     state, done, seconds = run.state, run.done, time.perf_counter() - began
-    for update in range(done):
-        plain.update(tasks_of(update))
+    for number in range(done):
+        plain.update(tasks_of(number))
     look("meta-trained", state)
     trained = fz.gather(state.params)
     say(f"\nmeta-gradients: the largest difference from plain torch's is {apart:.1e}, the largest entry {size:.1e}")
