@@ -42,6 +42,10 @@ class OwnSize(int):
         self.source, self.axis, self.cut = source, axis, cut
         return self
 
+    def __hash__(self) -> int:
+        """Not the number's: what a library keeps by the shapes that it is given knows slices from wholes."""
+        return hash((int.__index__(self), self.source, self.axis, self.cut))
+
     def _like(self, size: int) -> OwnSize:
         cut = self.cut.sized(int.__index__(self), size) if len(self.cut.parts or ()) == 1 else None
         return OwnSize.of(size, self.source, self.axis, cut or self.cut._replace(parts=None))

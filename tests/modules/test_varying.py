@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import numpy as np
 import pytest
 import torch
@@ -783,7 +784,7 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
         appends: "changes a list, a dict",
         rewrites: "changes a list, a dict",
         writes: "writes to an input in place",
-        sets: "sets an attribute on a tensor",
+        sets: "sets an attribute on a tensor|with an attribute 'scale'",
     }
     if code in refused:
         with pytest.raises(RankError, match=refused[code]):
@@ -803,6 +804,28 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = [layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
         return self.out((self.attend(q, k, v) * self.scale).transpose(1, 2).flatten(2))
+
+
+class OneHeadEach(nn.Module):
+    """Heads as einops takes them apart, which keeps what it computed of a shape: one head is each rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = einops.rearrange(self.q(x), "n (h d) -> h n d", d=4)
+        return self.out(einops.rearrange(heads.softmax(1), "h n d -> n (h d)"))
+
+
+def test_einops_knows_the_shape_of_a_slice_already() -> None:
+    torch.manual_seed(0)
+    einops.rearrange(torch.zeros(5, 4), "n (h d) -> h n d", d=4)  # as large as a rank's slice
+    einops.rearrange(torch.zeros(1, 5, 4), "h n d -> n (h d)")
+    apply, params = fz.functional(OneHeadEach().to(F64))
+    x = torch.randn(5, WIDTH, dtype=F64)
+    loss = lambda p: apply(p, x).square().mean()
+    need_equal(loss, params, tensor_vjps(loss, params, {"q": "column", "out": "row"}))
 
 
 def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
