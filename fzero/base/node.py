@@ -45,8 +45,6 @@ class Op:
     """
 
     name = "a unit"
-    joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
-    asked: set[int] | None = None  # outputs by which a gradient was asked for, if somebody keeps that
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
@@ -374,14 +372,6 @@ def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node
                     nodes.add(other)
                     todo.append((other, place))
     return seen
-
-
-def joint_outputs(out: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
-    """Maps each output of one run to those others that depend on it in its graph."""
-    real = {i: (x.grad_fn, x.output_nr) for i, x in enumerate(out) if x.grad_fn is not None}
-    reached = {i: edges_to((out[i],)) for i in real} if len(real) > 1 else {}
-    found = {i: frozenset(j for j in reached if j != i and edge in reached[j]) for i, edge in real.items()}
-    return {i: others for i, others in found.items() if others}
 
 
 _MADE = (

@@ -73,10 +73,6 @@ class Seeds:
             return out
         return _mixed(self._state, self._calls) >> 1
 
-    def give_back(self) -> None:
-        """Has the next seed be the latest one again."""
-        self._calls -= 1
-
 
 class seeded:
     """Draws from a stream of its own inside, and leaves the default generators as they were; `None` changes nothing.

@@ -18,7 +18,7 @@ from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
-from fzero.purity.look import Impure, refusal
+from fzero.purity.look import Impure, refusal, refusing
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 
@@ -135,6 +135,8 @@ class CalledOp(QuickOp):
             return ValueError(refusals.writes_leaf(self.unit))
         if texts.says(error, *texts.FREED):
             return ValueError(refusals.freed(f"{self.name}{refusals.place_of(error)}"))
+        if texts.says(error, texts.UNDER_HOOKS):
+            return TypeError(refusals.under_hooks(self.unit))
         if texts.says(error, *refusals.of_derivatives()):
             return TypeError(refusals.twice(self.unit, error))
         if texts.says(error, texts.OF_ENDED):
@@ -153,10 +155,8 @@ class CalledOp(QuickOp):
         if self._leaving is not None:
             return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
         outer = [self._flat[place] for place in self.signature.tensors]
-        try:
+        with refusing(f"Unit {self.unit!r}"):
             self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)  # type: ignore[arg-type]
-        except Impure as error:
-            raise noted(refusal(f"Unit {self.unit!r}", error)) from None
         return self._leaving.tensors
 
     def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[object]) -> object:

@@ -24,7 +24,7 @@ from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
 from fzero.purity.check import is_strict
-from fzero.purity.look import Look, asks_part, beside, looking, refusal
+from fzero.purity.look import Look, beside, looking
 from fzero.purity.trial import Trial
 from fzero.table.handle import Handle, HandleError, storage_of
 
@@ -102,7 +102,6 @@ def _as_node(
         if before is not None and not is_strict():  # a mode is around it
             signature.plan, signature.repeated = before.plan, before.repeated
         need_made_again(signature.unit, fn, spec, flat)
-        signature.asked.update(*[each.asked for each in known])
     run = (compilable or compiled(fn)) if signature.compiles else fn
     number = schedule.called(signature.keys)
     carriers = changing((args, kwargs)) if signature.carriers else ()
@@ -115,8 +114,6 @@ def _as_node(
         if is_ours(error):
             noted(error)
         raise
-    if first and look is None and any(map(signature.joint.get, signature.asked)):
-        raise noted(refusal("step: the function", asks_part("grad", len(op.real), op.name)))
     if look is not None:
         _returned(look, signature.unit, flat, result, carriers)
         collecting.own(look.own)

@@ -17,7 +17,7 @@ from fzero.base import hooks, private, pytree, refusals
 from fzero.base.ambient import functions_seen
 from fzero.base.context import averaged, proves
 from fzero.base.follow import is_pushed
-from fzero.base.node import Tensors, apply, joint_outputs
+from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
 from fzero.base.quick_node import apply_quickly
 from fzero.base.random import seeded
@@ -77,8 +77,7 @@ class UnitOp(PulledOp):
         self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
         self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
         self._eager = eager
-        self.keys, self.unit, self.joint = list(signature.keys), signature.unit, signature.joint
-        self.asked = signature.asked
+        self.keys, self.unit = list(signature.keys), signature.unit
         self.name = f"unit {self.unit!r}"
         self.reduced = len(self.keys) if any(traversal.uses[key].axis.ranks > 1 for key in self.keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it
@@ -235,7 +234,9 @@ class UnitOp(PulledOp):
         if _versions(tensors[count:], fulls) != entered:
             self._refuse_writes(fulls, entered)
         if trial is not None or not (signature.proves or signature.proven):
-            self._note_first(put, wanted)
+            if not signature.proves:
+                check.note(self.unit, None)
+            signature.proven = True
         self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
         if wanted:
             self._pull = Pull(
@@ -295,17 +296,6 @@ class UnitOp(PulledOp):
             out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
-
-    def _note_first(self, put: Sequence[torch.Tensor], wanted: Sequence[int]) -> None:
-        signature = self.signature
-        if not signature.proves:
-            check.note(self.unit, None)
-        signature.proven = True
-        if signature.compiles:  # whose graphs do not say
-            signature.joint = dict.fromkeys(range(len(put)), frozenset(range(len(put))))
-        elif wanted:
-            signature.joint = joint_outputs(put)
-        self.joint = signature.joint
 
     def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
         """Says what was written to in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,6 @@ class Signature:
         proves: whether its first run proves that it is pure.
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
-        joint: an output -> the others that depend on it inside.
-        asked: the outputs by which the step's function has asked for a gradient, in its first run.
         plan: what it keeps by name, and leaves out as it runs again.
     """
 
@@ -96,8 +94,6 @@ class Signature:
         self.collects = False
         self.proven = self.repeated = self.pulled = self.reruns = False
         self.plan: Plan | None = None
-        self.joint: Mapping[int, frozenset[int]] = {}
-        self.asked: set[int] = set()
         self.opaque: set[type] = set()  # objects that it returns, which hold no tensor
         self.returns: set[type] = set()
         self.constants: Sequence[weakref.ref[torch.Tensor]] = ()  # that it closes over

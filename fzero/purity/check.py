@@ -87,7 +87,7 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
     with failing("check_pure"), during(proofs, found), strict():
         defined = definition_of(step.fn)
-        trial = Trial("step: the function", lambda _: forward(), given, (), None, False, defined=defined)
+        trial = Trial("step: the function", lambda _: forward(), given, unit=False, defined=defined)
         trial.compared(forward)
     return Report(tuple(found))
 

@@ -72,19 +72,12 @@ class Operation(NamedTuple):
     place: Place | None
 
 
-class Captured(NamedTuple):
-    """A tensor that the function was not given, and did not make."""
+class Seen(NamedTuple):
+    """A tensor that an operation was given or has made."""
 
     is_gone: Callable[[], bool]  # it holds the memory's number, so that nothing else comes to lie there
-    version: int
-    place: Place | None
-
-
-class Made(NamedTuple):
-    """What a run has made of what it was given: whoever keeps it keeps this run's values."""
-
-    is_gone: Callable[[], bool]
     shape: torch.Size
+    version: int
     place: Place | None
 
 
@@ -93,15 +86,14 @@ class Look(dispatch.TorchDispatchMode):
 
     Args:
         given: the memory of what the function is given -> what names a tensor of it.
-        inside: whether it runs inside of what is differentiated, as a unit does: then it captures constants only.
-
-        objects: ids of the tensors that a unit is given, of whose gradient it sees a part.
+        objects: ids of the tensors that a unit is given: it sees a part of their gradients, and captures constants
+            only. None of a step's own function.
         outer: ids of these as its caller has them.
 
     Attributes:
         operations: all of them, in order.
-        captured: by the memory of a tensor.
-        made: what depends on something given.
+        captured: what the function was not given and did not make, by the memory of a tensor.
+        made: what depends on something given: whoever keeps it keeps this run's values.
         held: memory that lives as long as this, so that nothing else comes to lie there.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
@@ -112,18 +104,17 @@ class Look(dispatch.TorchDispatchMode):
     def __init__(
         self,
         given: Mapping[int, NameOf],
-        inside: bool = True,
-        objects: Collection[int] = (),
+        objects: Collection[int] | None = None,
         outer: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.captured: dict[int, Captured] = {}
-        self.made: list[Made] = []
+        self.captured: dict[int, Seen] = {}
+        self.made: list[Seen] = []
         self.held: list[torch.UntypedStorage] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
         self.reruns = False
-        self._inside, self._given, self._objects, self._outer = inside, dict(given), objects, outer
+        self._unit, self._given, self._objects, self._outer = objects is not None, dict(given), objects or (), outer
         self._own: dict[int, bool] = dict.fromkeys(self._given, True)  # memory -> whether it depends on what is given
         self._functions = Functions(self._called)
 
@@ -173,7 +164,7 @@ class Look(dispatch.TorchDispatchMode):
             elif depends and memory in self._own:
                 self._own[memory] = True
             if depends and not isinstance(x, StandIn):
-                self.made.append(Made(gone(x, memory not in self._given), x.shape, place))
+                self.made.append(Seen(gone(x, memory not in self._given), x.shape, 0, place))
         return out
 
     def _before(self, func: Operator, args: Operands, kwargs: Mapping[str, object]) -> bool:
@@ -189,7 +180,7 @@ class Look(dispatch.TorchDispatchMode):
             collectives.operated(name.partition("::")[2], place)
         for x in operands:
             if (memory := memory_of(x)) not in self._own:
-                self.captured.setdefault(memory, Captured(gone(x), private.version(x), place))
+                self.captured.setdefault(memory, Seen(gone(x), x.shape, private.version(x), place))
         for x in kind_of(func).written(args, kwargs):
             self._refuse_write(x, name, place)
             if name.startswith("aten::_foreach"):  # which torch does not count while a mode looks
@@ -230,7 +221,7 @@ class Look(dispatch.TorchDispatchMode):
             for x in pytree.flatten(operands[:1] if out is None else out)[0]:
                 if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
                     self._refuse_write(private.unwrapped(x), f"::{name_of(func)}", place_here() or NOWHERE)
-        for x in pytree.flatten((operands, kwargs or {}))[0] if self._inside else ():
+        for x in pytree.flatten((operands, kwargs or {}))[0] if self._unit else ():
             if not isinstance(x, torch.Tensor) or isinstance(x, StandIn):
                 continue
             given = id(x) not in self._outer or id(x) in self._objects  # where nothing is differentiated, they are one
@@ -313,6 +304,15 @@ def beside() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def refusing(who: str, defined: Place | None = None) -> Iterator[None]:
+    """Around what may do what is not pure."""
+    try:
+        yield
+    except Impure as error:
+        raise noted(refusal(who, error, defined)) from None
+
+
 def refusal(who: str, error: Impure, defined: Place | None = None) -> ValueError:
     """What is said of a function that is not pure.
 
@@ -336,16 +336,12 @@ def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
         look.give(given)
         yield look
         return
-    look = Look(given, inside=False)
-    try:
-        with heard(), look:
-            yield look
-    except Impure as error:
-        raise noted(refusal(who, error)) from None
+    with refusing(who), heard(), Look(given) as look:
+        yield look
 
 
 def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) -> None:
-    """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
+    """Refuses to tell the gradient by one of several tensors that a unit puts out: others may depend on it inside."""
     is_grad = func == torch.autograd.grad
     given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
     for x in pytree.flatten(given["inputs"])[0]:
@@ -353,20 +349,16 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
         op = getattr(node, "op", None)
         if node is None or not isinstance(op, Op):
             continue
-        if op.asked is not None:
-            op.asked.add(x.output_nr)
-        others = op.joint.get(x.output_nr, frozenset())
+        others = {(node, other) for other in node.real if other != x.output_nr}
         if is_grad and others:  # those that what is differentiated depends on
-            others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
+            others &= edges_to(pytree.flatten(given["outputs"])[0])
         if others:
-            raise noted(asks_part(name_of(func), len(node.real), op.name))
-
-
-def asks_part(asks: str, outputs: int, unit: str) -> Impure:
-    """What is said of a gradient by an output of a unit that others depend on."""
-    why = "Another one depends on it inside, which is not seen outside. Differentiate inside the unit, or "
-    why += "compute the other one of it outside."
-    return Impure(f"asks {asks!r} by one of {outputs} tensors that {unit} returns", place_here(), why)
+            raise impure(
+                f"asks {name_of(func)!r} by one of {len(node.real)} tensors that {op.name} returns",
+                place_here(),
+                "Another one may depend on it inside, which is not seen outside. Differentiate inside the unit, or "
+                "return that one alone, and compute the other one of it outside.",
+            )
 
 
 def memory_of(x: torch.Tensor) -> int:

@@ -30,7 +30,7 @@ from fzero.base.rebound import tensors_inside
 from fzero.base.refusals import heard, is_ours, noted
 from fzero.base.thread_state import without_dispatch_modes, without_users_modes
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, Look, Made, NameOf, Operation, beside, gone, memory_of, refusal
+from fzero.purity.look import Impure, Look, NameOf, Operation, Seen, beside, gone, memory_of, refusing
 from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result
@@ -47,7 +47,7 @@ class Trial:
         given: its leaves, which lie in `memories`, and other tensors.
         memories: buffers, each with what names a tensor in it.
         seed: of its random numbers; None: as they come.
-        inside: as of `Look`.
+        unit: whether it is a unit, which captures constants only.
         outer: the tensors among `given` as the caller has them, if `run` passes on those that it is given instead.
         defined: where the function is defined.
 
@@ -63,22 +63,22 @@ class Trial:
         who: str,
         run: Run,
         given: Sequence[torch.Tensor],
-        memories: Sequence[tuple[torch.Tensor, NameOf]],
+        memories: Sequence[tuple[torch.Tensor, NameOf]] = (),
         seed: int | None = None,
-        inside: bool = True,
+        unit: bool = True,
         outer: Sequence[torch.Tensor] | None = None,
         defined: Place | None = None,
     ) -> None:
-        self._who, self._inside, self._given, self._seed = who, inside, given, seed
-        self._outer, self._defined = {id(x) for x in outer or ()}, defined
+        self._who, self._given, self._seed, self._defined = who, given, seed, defined
+        self._unit, self._outer = unit, {id(x) for x in outer or ()}
         self._names = names_of(given, memories)
-        with _refusing(who, defined):
+        with refusing(who, defined):
             with _beside():
                 before = _content(given)
             passes = outer is not None
             own = [x.view_as(x) if x.layout == torch.strided else x.clone() for x in given] if passes else [*given]
-            look = Look(self._names, inside, {id(x) for x in own if inside}, self._outer)
-            look.made += [Made(gone(x, False), x.shape, None) for x in own if passes]
+            look = self._look(own)
+            look.made += [Seen(gone(x, False), x.shape, 0, None) for x in own if passes]
             with seeded(seed), heard(), without_users_modes(), look:  # they count the real run
                 out = _run(run, own)
             with _beside(), torch.no_grad():
@@ -97,14 +97,17 @@ class Trial:
                 _need_same(given, before, look, self._names)
         self.look = look
 
+    def _look(self, given: Sequence[torch.Tensor]) -> Look:
+        return Look(self._names, {id(x) for x in given} if self._unit else None, self._outer)
+
     def compared(self, run: Callable[[], Sequence[object]]) -> tuple[Sequence[object], Look]:
         """The flat result of the real run, and what it showed.
 
         Raises:
             ValueError: it is not as the trial was.
         """
-        real = Look(self._names, self._inside, {id(x) for x in self._given if self._inside}, self._outer)
-        with _refusing(self._who, self._defined), seeded(self._seed):
+        real = self._look(self._given)
+        with refusing(self._who, self._defined), seeded(self._seed):
             try:
                 out = _again(run, self.look, real)
             except Exception as error:
@@ -133,8 +136,8 @@ def repeated(
     Raises:
         ValueError: it does something else.
     """
-    with _refusing(who, defined):
-        out = _again(run, first, Look(names_of(given, memories)))
+    with refusing(who, defined):
+        out = _again(run, first, Look(names_of(given, memories), ()))
         pairs = zip(sums, now := sums_of(out), strict=False)
         if len(now) != len(sums) or any(not (a == b or a != a or abs(a - b) <= _CLOSE * abs(a)) for a, b in pairs):
             what = "returned other values when it ran again (fz.remat, a derivative of a derivative)"
@@ -181,14 +184,6 @@ def names_of(given: Sequence[torch.Tensor], memories: Sequence[tuple[torch.Tenso
     return names | {memory_of(private.unwrapped(x)): name for x, name in memories}
 
 
-@contextlib.contextmanager
-def _refusing(who: str, defined: Place | None) -> Iterator[None]:
-    try:
-        yield
-    except Impure as error:
-        raise noted(refusal(who, error, defined)) from None
-
-
 def _run(run: Run, given: Sequence[torch.Tensor]) -> Sequence[object]:
     try:
         return run(given)
@@ -207,23 +202,16 @@ def _beside() -> Iterator[None]:
 
 
 def _need_gone(look: Look, opaque: list[object]) -> None:
-    """Refuses what outlives the trial.
-
-    Args:
-        opaque: objects that it returned, which are let go of here.
-    """
+    """Refuses what outlives the trial, but for the objects that it has returned, which hold no tensors."""
     alive = _alive(look)
-    had, types = bool(opaque), " or ".join(sorted({type(x).__name__ for x in opaque}))
-    opaque.clear()
-    left = _alive(look) if alive and had else alive
-    if alive and not left:
+    if alive and opaque:
         raise Impure(
-            f"returns an object of type {types} that holds tensors",
+            f"returns an object of type {' or '.join(sorted({type(x).__name__ for x in opaque}))} that holds tensors",
             alive[0].place,
             "Return what pytrees are made of (a tuple, a list, a dict, a NamedTuple, a dataclass), and no generator.",
         )
-    if left:
-        made = next((each for each in left if each.place is not None), left[0])
+    if alive:
+        made = next((each for each in alive if each.place is not None), alive[0])
         raise Impure(
             f"keeps a tensor of shape {tuple(made.shape)} that it computed or was given, in something that outlives it "
             "(a list, a dict, an attribute, a global)",
@@ -232,7 +220,7 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
         )
 
 
-def _alive(look: Look) -> list[Made]:
+def _alive(look: Look) -> list[Seen]:
     alive = [made for made in look.made if not made.is_gone()]
     for seconds in _WAITS:
         if not alive:

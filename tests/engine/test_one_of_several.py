@@ -1,4 +1,4 @@
-"""An output of a unit that another one depends on only under a later flag is no input of torch.autograd.grad either."""
+"""One of several outputs of a unit is no input of torch.autograd.grad, unless nothing else depends on the others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def loss(params: Any, x: torch.Tensor, joint: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("order", [(True,), (False, True)])
-def test_gradient_by_one_of_several_outputs(order: tuple[bool, ...], remat: bool) -> None:
+@pytest.mark.parametrize("joint", [True, False])
+def test_gradient_by_one_of_several_outputs(joint: bool, remat: bool) -> None:
     made = torch.Generator().manual_seed(0)
     params = {"b": [{name: torch.randn(4, 4, generator=made) for name in "wv"}]}
     x = torch.randn(6, 4, generator=made)
@@ -33,10 +33,7 @@ def test_gradient_by_one_of_several_outputs(order: tuple[bool, ...], remat: bool
     def rank_main(rank: int) -> None:
         step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
         step = fz.remat(step) if remat else step
-        state = step.init(params)
-        for joint in order[:-1]:
-            step.vjp(state, x, joint)
         with pytest.raises(ValueError, match="by one of 2 tensors that unit"):
-            step.vjp(state, x, order[-1])
+            step.vjp(step.init(params), x, joint)
 
     run_ranks(rank_main, 1)
