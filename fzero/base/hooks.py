@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from fzero.base.refusals import frames_of
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
-_own: set[Callable[..., object]] = set()  # packing functions of `putting_away` whose contexts are open
 _lock = threading.Lock()
-_refusing = graph.disable_saved_tensors_hooks
+_PASSING = "fzero.", "torch.autograd.graph", "torch.utils.checkpoint"  # whose hooks change no value
 
 
 _registered = 0  # of our own
@@ -143,7 +142,7 @@ class refused:
 def any_around() -> bool:
     """Tells whether somebody's own saved-tensor hooks surround what runs now."""
     around = _C._top_saved_tensors_default_hooks(True)
-    return around is not None and around[0] not in _own
+    return around is not None and not _home(around[0]).startswith("fzero.")
 
 
 def in_checkpoint() -> bool:
@@ -178,50 +177,20 @@ def end_waiting(errors: Iterable[BaseException]) -> None:
 def putting_away(
     what: str, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, these hooks are at work; but not within torch.func's transforms, which refuse to begin where any are.
-
-    Somebody's own hooks are refused as ever, also in here.
+    """Inside, these hooks are at work, where torch.func's transforms refuse to begin.
 
     Raises:
         ValueError: somebody's own surround them, which would do nothing. Those of torch change no value, and may.
     """
     around = _C._top_saved_tensors_default_hooks(True)
-    if (
-        around is not None
-        and around[0] not in _own
-        and _home(around[0]) not in ("torch.autograd.graph", "torch.utils.checkpoint")
-    ):
+    if around is not None and not _home(around[0]).startswith(_PASSING):
         raise ValueError(
             f"{what}: got torch.autograd.graph.saved_tensors_hooks around the unit, of {around[0]!r}, which would see "
             "nothing of what is put away; expected none. Use them within the unit's function, or leave out fz.remat's "
             "save= and fz.offload's activations=."
         )
-    try:
-        with _lock:
-            _own.add(pack)
-            graph.disable_saved_tensors_hooks = _without_own
-        with graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        with _lock:
-            _own.discard(pack)
-            if not _own:
-                graph.disable_saved_tensors_hooks = _refusing
-
-
-@contextlib.contextmanager
-def _without_own(error_message: str) -> Generator[None, None, None]:
-    """torch's context of this name, which does not refuse where `putting_away` is innermost."""
-    hooks = _C._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0] not in _own:
-        with _refusing(error_message):
-            yield
-        return
-    _C._saved_tensors_hooks_disable(error_message, False)
-    try:
+    with graph.saved_tensors_hooks(pack, unpack):
         yield
-    finally:
-        _C._saved_tensors_hooks_enable()
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:

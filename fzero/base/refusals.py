@@ -62,7 +62,7 @@ def of_hooks_around() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "don't yet support saved tensor hooks" not in str(error):
+        if not texts.says(error, texts.UNDER_HOOKS):
             raise
         raise TypeError(
             "step: called within saved-tensor hooks (torch.autograd.graph.save_on_cpu is one), which torch.func does "
@@ -176,6 +176,11 @@ higher_order = (  # called with what calls it, and the error
     "own `if` and `while`, or torch.where."
 ).format
 # each is called with the unit's name
+under_hooks = (
+    "Unit {!r} calls a derivative of torch.func within saved-tensor hooks, which are at work where fz.remat keeps "
+    "values by names or fz.offload puts activations away. Differentiate by torch.autograd.grad in the unit, or leave "
+    "that out for it."
+).format
 writes_leaf = (
     "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
     "(w = w.clone()), or use the operation that is not in place."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
+UNDER_HOOKS = "don't yet support saved tensor hooks"  # torch.func's transforms, where there are any
 OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
 REQUIRES_GRAD = "requires_grad_()"  # called under functorch
 BACKWARD = "backward() called inside a functorch transform"

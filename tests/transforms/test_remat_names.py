@@ -121,7 +121,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
     "sorted": _sorted,
     "complex": _complex,
     "mapped": lambda x, y, p: torch.vmap(lambda row: torch.tanh(row @ p["w"]) * row)(x),
-    "inner gradient": lambda x, y, p: torch.func.grad(lambda z: (z.sin() @ p["w"]).square().sum())(x),
     "constant": lambda x, y, p: x * x.detach().abs().amax().clamp(min=1.0).reciprocal() * 2,
     "drops": lambda x, y, p: F.dropout(x, 0.5) + y,
     "noise": lambda x, y, p: x * torch.randn_like(y).tanh(),
