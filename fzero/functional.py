@@ -348,22 +348,7 @@ class _Copy:
     def _node(
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
     ) -> object:
-        outside, units = _outside.get(), _units.get()
-
-        @contextlib.contextmanager
-        def others() -> Iterator[None]:
-            """Installs what an apply does where none runs: leaves by their names outside that the call reads, units."""
-            every = [pair for _, index in here.get() or () for pair in outside.get(index, {}).items()]
-            own = len(unit.prefix)
-            known = {x: y for x, y in every if not (x.startswith(unit.prefix) and x[own:] in leaves)}
-            installed = self.root.places.installed(known) if known else contextlib.nullcontext()
-            with installed, during(reading, full), during(_units, units):
-                yield
-
-        @contextlib.contextmanager
-        def around(leaves: Params) -> Iterator[None]:
-            with others(), unit.places.installed(leaves):
-                yield
+        others = functools.partial(self._others, unit, leaves, _outside.get(), _units.get())
 
         def run(call: Function, *given: object) -> object:
             if self.untouched.depth:
@@ -371,9 +356,28 @@ class _Copy:
             with others():
                 return call(*given)
 
+        around = functools.partial(_around, others, unit)
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
         own_call.module = unit.module  # type: ignore[attr-defined]
         return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
+
+    @contextlib.contextmanager
+    def _others(
+        self, unit: _Unit, leaves: Params, outside: Mapping[int, Params], units: Mapping[str, Params] | None
+    ) -> Iterator[None]:
+        """Installs what an apply does where none runs: leaves by their names outside that the call reads, units."""
+        every = [pair for _, index in here.get() or () for pair in outside.get(index, {}).items()]
+        own = len(unit.prefix)
+        known = {x: y for x, y in every if not (x.startswith(unit.prefix) and x[own:] in leaves)}
+        installed = self.root.places.installed(known) if known else contextlib.nullcontext()
+        with installed, during(reading, full), during(_units, units):
+            yield
+
+
+@contextlib.contextmanager
+def _around(others: Function, unit: _Unit, leaves: Params) -> Iterator[None]:
+    with others(), unit.places.installed(leaves):
+        yield
 
 
 def _as_one(call: Function) -> Function:

@@ -18,7 +18,7 @@ from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
-from fzero.purity.look import Impure, refusal, refusing
+from fzero.purity.look import Impure, refusal
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 
@@ -155,8 +155,10 @@ class CalledOp(QuickOp):
         if self._leaving is not None:
             return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
         outer = [self._flat[place] for place in self.signature.tensors]
-        with refusing(f"Unit {self.unit!r}"):
+        try:
             self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)  # type: ignore[arg-type]
+        except Impure as error:
+            raise noted(refusal(f"Unit {self.unit!r}", error)) from None
         return self._leaving.tensors
 
     def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[object]) -> object:

@@ -213,12 +213,10 @@ class UnitOp(PulledOp):
             if tries:
                 with self._saving(wanted, fulls, tensors[count:], tried=True), alone:
                     trial = self._tried(leaves, tensors[count:], memories)
-            with (
-                self._saving(wanted, fulls, tensors[count:]),
-                seeded(self.seed),
-                alone,
-                self._traced(wanted, [*leaves.values(), *tensors[count:]]) as traced,
-            ):
+            saving, traced = self._saving(wanted, fulls, tensors[count:]), None
+            if self.signature.named:
+                traced = self._traced(wanted, [*leaves.values(), *tensors[count:]])
+            with saving, seeded(self.seed), alone, traced.here() if traced is not None else _NOTHING:
                 if trial is not None:
                     out = self._compared(trial, leaves, tensors[count:])
                 elif self._first is not None:
@@ -337,22 +335,18 @@ class UnitOp(PulledOp):
         self._saved = saved = Saved(self._memory, what, [*fulls, *inputs])
         return saved.hooks()
 
-    @contextlib.contextmanager
     def _traced(
         self, wanted: Sequence[int], given: Sequence[torch.Tensor]
-    ) -> Iterator[Recording | Keeping | Replaying | None]:
-        """Around the function, where something is kept by name."""
+    ) -> Recording | Keeping | Replaying | None:
+        """What looks at the function, where something is kept by name."""
         if not wanted or not self._names_some:
             if self.signature.named and self._saved is None:
                 self.traversal.named.append(None)
-            yield None
-            return
+            return None
         if not (again := isinstance(self._saved, Named)):
             self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
         assert isinstance(self._saved, Named)
-        run = self._saved.second(given, self._first is None) if again else self._saved.first(given)
-        with run.here():
-            yield run
+        return self._saved.second(given, self._first is None) if again else self._saved.first(given)
 
     def _has_run(
         self, run: Recording | Keeping | Replaying, out: Sequence[object], inputs: Sequence[torch.Tensor]
