@@ -9,7 +9,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -375,7 +376,7 @@ class _Copy:
 
 
 @contextlib.contextmanager
-def _around(others: Function, unit: _Unit, leaves: Params) -> Iterator[None]:
+def _around(others: Callable[[], AbstractContextManager[None]], unit: _Unit, leaves: Params) -> Iterator[None]:
     with others(), unit.places.installed(leaves):
         yield
 
