@@ -241,8 +241,8 @@ def _proven(
     with beside():
         defined = definition_of(fn)
         trial = Trial(f"Unit {unit!r}", tried, given, own_leaves, seed, defined=defined)
-        out, own = trial.compared(run)
-    check.note(unit, len(own.captured))
+        out = trial.compared(run)
+    check.note(unit, len(trial.look.captured))
     result, taken = pytree.unflatten(specs[0], out)
     if taken is not None:
         collecting.put(taken)

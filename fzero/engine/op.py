@@ -36,9 +36,9 @@ from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, Look, refusal
+from fzero.purity.look import Impure, refusal
 from fzero.purity.one_level import one_level
-from fzero.purity.trial import Trial, repeated, sums_of
+from fzero.purity.trial import Trial
 from fzero.stores.put import DEVICE
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
@@ -58,7 +58,7 @@ class UnitOp(PulledOp):
     """
 
     # what the first run showed, if it was the first under its signature, until it has run again
-    _first: tuple[Look, Sequence[float]] | None = None
+    _first: Trial | None = None
 
     def __init__(
         self,
@@ -254,10 +254,8 @@ class UnitOp(PulledOp):
             return self._called(self._eager, dict(zip(indices, given, strict=False)), given[len(indices) :])
 
         with self._observing():  # or ranks would wait for one that the real run refuses
-            given, outer = (
-                [*leaves.values(), *tensors],
-                [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors],
-            )
+            given: Sequence[torch.Tensor] = [*leaves.values(), *tensors]
+            outer = [cast(torch.Tensor, self._flat[place]) for place in self.signature.tensors]
             return Trial(f"Unit {self.unit!r}", run, given, memories, self.seed, outer=outer, defined=self._defined)
 
     @property
@@ -273,25 +271,23 @@ class UnitOp(PulledOp):
         """The flat result of the real run, which must be as the trial was."""
         signature = self.signature
         with self._observing():
-            out, look = trial.compared(functools.partial(self._called, self._eager, leaves, tensors))
-        signature.reruns = trial.look.reruns or look.reruns
-        signature.opaque = trial.opaque
-        check.note(self.unit, len(look.captured))
+            out = trial.compared(functools.partial(self._called, self._eager, leaves, tensors))
+        signature.reruns = trial.reruns or trial.look.reruns
+        signature.opaque, signature.constants = trial.opaque, [*trial.look.constants.values()]
+        check.note(self.unit, len(trial.look.captured))
         if self.recompute and not (signature.transformed or signature.repeated):  # a level has operations of its own
-            self._first = look, sums_of(out)
-        signature.constants = [*look.constants.values()]
+            trial.keep(out)
+            self._first = trial
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 
     def _repeated(
         self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor], memories: Memories
     ) -> Sequence[object]:
         """The flat result of the first run in a pullback, which must do what the one before it did."""
-        signature = self.signature
+        signature, first = self.signature, self._first
+        assert first is not None
         run = functools.partial(self._called, self._eager, leaves, tensors)
-        given = [*leaves.values(), *tensors]
-        assert self._first is not None
-        with seeded(self.seed):
-            out = repeated(f"Unit {self.unit!r}", run, given, memories, *self._first, self._defined)
+        out = first.repeated(run, [*leaves.values(), *tensors], memories)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
 

@@ -52,7 +52,9 @@ class Trial:
         defined: where the function is defined.
 
     Attributes:
+        look: at the latest run.
         opaque: types of what it returns that is neither a tensor nor a number.
+        reruns: whether its pullback may run parts of it again.
 
     Raises:
         ValueError: it writes to something, captures what is differentiated, or keeps what it has computed.
@@ -95,79 +97,76 @@ class Trial:
             del set_on
             with _beside():
                 _need_same(given, before, look, self._names)
-        self.look = look
+        self.look, self.reruns = look, look.reruns
 
     def _look(self, given: Sequence[torch.Tensor]) -> Look:
         return Look(self._names, {id(x) for x in given} if self._unit else None, self._outer)
 
-    def compared(self, run: Callable[[], Sequence[object]]) -> tuple[Sequence[object], Look]:
-        """The flat result of the real run, and what it showed.
+    def compared(self, run: Callable[[], Sequence[object]]) -> Sequence[object]:
+        """The flat result of the real run.
 
         Raises:
             ValueError: it is not as the trial was.
         """
-        real = self._look(self._given)
         with refusing(self._who, self._defined), seeded(self._seed):
             try:
-                out = _again(run, self.look, real)
+                out = self._again(run, self._look(self._given))
             except Exception as error:
                 if not is_ours(error) and not isinstance(error, Impure):
                     error.add_note(f"{self._who} did not raise this in a first run, with the same arguments.")
                 raise
             with _beside():
                 _need_same_values(self._kept, out)
-        return out, real
+        return out
 
+    def keep(self, out: Sequence[object]) -> None:
+        """Keeps of the real run what `repeated` compares, and no tensor."""
+        self._sums, self._given, self._kept = _sums_of(out), (), ()
 
-def repeated(
-    who: str,
-    run: Callable[[], Sequence[object]],
-    given: Sequence[torch.Tensor],
-    memories: Sequence[tuple[torch.Tensor, NameOf]],
-    first: Look,
-    sums: Sequence[float],
-    defined: Place | None = None,
-) -> Sequence[object]:
-    """The flat result of a second run, in a pullback, of what the first one has computed.
+    def repeated(
+        self,
+        run: Callable[[], Sequence[object]],
+        given: Sequence[torch.Tensor],
+        memories: Sequence[tuple[torch.Tensor, NameOf]],
+    ) -> Sequence[object]:
+        """The flat result of a second run, in a pullback, of what the real one has computed.
 
-    Args:
-        sums: as `sums_of` what the first one returned.
+        Raises:
+            ValueError: it does something else.
+        """
+        with refusing(self._who, self._defined), seeded(self._seed):
+            out = self._again(run, Look(names_of(given, memories), ()))
+            pairs = zip(self._sums, now := _sums_of(out), strict=False)
+            close = all(a == b or a != a or abs(a - b) <= _CLOSE * abs(a) for a, b in pairs)
+            if len(now) != len(self._sums) or not close:
+                what = "returned other values when it ran again (fz.remat, a derivative of a derivative)"
+                raise Impure(what, None, "Let nothing but its arguments decide what it computes.")
+            return out
 
-    Raises:
-        ValueError: it does something else.
-    """
-    with refusing(who, defined):
-        out = _again(run, first, Look(names_of(given, memories), ()))
-        pairs = zip(sums, now := sums_of(out), strict=False)
-        if len(now) != len(sums) or any(not (a == b or a != a or abs(a - b) <= _CLOSE * abs(a)) for a, b in pairs):
-            what = "returned other values when it ran again (fz.remat, a derivative of a derivative)"
-            raise Impure(what, None, "Let nothing but its arguments decide what it computes.")
+    def _again(self, run: Callable[[], Sequence[object]], look: Look) -> Sequence[object]:
+        """Runs what has run before, and refuses what is not the same."""
+        before, self.look = self.look, look
+        with heard(), look:
+            out = run()
+        _need_same_operations(before.operations, look.operations)
+        for memory, each in look.captured.items():
+            was = before.captured.get(memory)
+            if was is not None and was.version != each.version:
+                raise Impure(
+                    "reads a tensor that it closes over when it runs again, with the same arguments, and that has been "
+                    "written to since",
+                    each.place,
+                    "Give it to the call as an argument.",
+                )
         return out
 
 
-def sums_of(out: Sequence[object]) -> list[float]:
+def _sums_of(out: Sequence[object]) -> list[float]:
     """The sums of magnitudes of the tensors among what a function returned."""
     with _beside(), torch.no_grad():
         tensors = [private.unwrapped(x).detach() for x in out if _is_tensor(x)]
         reals = [(x.byte() if x.dtype == torch.bool else pytree.as_reals(x)) for x in tensors if _has_values(x)]
         return [float(x.abs().sum(dtype=torch.float64)) for x in reals]
-
-
-def _again(run: Callable[[], Sequence[object]], first: Look, look: Look) -> Sequence[object]:
-    """Runs what has run before, and refuses what is not the same."""
-    with heard(), look:
-        out = run()
-    _need_same_operations(first.operations, look.operations)
-    for memory, each in look.captured.items():
-        was = first.captured.get(memory)
-        if was is not None and was.version != each.version:
-            raise Impure(
-                "reads a tensor that it closes over when it runs again, with the same arguments, and that has been "
-                "written to since",
-                each.place,
-                "Give it to the call as an argument.",
-            )
-    return out
 
 
 def _is_tensor(x: object) -> TypeGuard[torch.Tensor]:
