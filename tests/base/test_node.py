@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fzero.base.node import Op, active, apply, direct, gradients, joint_outputs, pulled, refuse_foreign_leaves
+from fzero.base.node import Op, active, apply, direct, gradients, pulled, refuse_foreign_leaves
 
 X = torch.tensor([0.3, -1.2], dtype=torch.float64)
 
@@ -123,12 +123,6 @@ def test_a_leaf_that_is_closed_over_is_refused() -> None:
     refuse_foreign_leaves([x * foreign], [x], is_foreign=lambda found: found is not foreign)
     with pytest.raises(ValueError, match=r"closes over a tensor of shape \(1,\)"):
         refuse_foreign_leaves([x * foreign], [x])
-
-
-def test_outputs_that_depend_on_one_another() -> None:
-    x = leaf(1.0)
-    y = x.exp()
-    assert joint_outputs([y, y * 2, x.sin()]) == {0: frozenset({1})}
 
 
 class _Holds(torch.autograd.Function):
