@@ -133,7 +133,6 @@ def test_one_place_for_private_torch() -> None:
         "base/private.py",
         "graph/of_torch.py",
         "base/carriers.py",  # pytrees of torch
-        "base/quick_node.py",
         "base/hooks.py",
         "base/thread_state.py",
         "base/ambient.py",

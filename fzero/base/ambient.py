@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -104,8 +103,3 @@ def without_fast_attention() -> Iterator[None]:
                 _slow.discard(own)
                 if not _slow:
                     fast.set_fastpath_enabled(True)
-
-
-def forward_derivatives() -> AbstractContextManager[object]:
-    """Inside, torch.autograd.forward_ad pushes tangents through operations, as it does where nobody turned that off."""
-    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)

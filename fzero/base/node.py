@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
-from fzero.base.ambient import default_dtype, forward_derivatives, functions_seen
+from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during, variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
-from fzero.base.thread_state import SET_GRAD_ENABLED, run_backward
+from fzero.base.thread_state import FORWARD_ENABLED, SET_FORWARD_ENABLED, SET_GRAD_ENABLED, run_backward
 
 Tensors = tuple[torch.Tensor, ...]
 depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run here, one inside of the other
@@ -48,6 +48,7 @@ class Op:
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
+    real: Sequence[int] | None = None  # which of its outputs are, if it knows once it has run
     node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
@@ -190,25 +191,29 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
-        # detached, or enable_grad inside would record into the outer graph
-        plain = tuple([tensor.detach() for tensor in tensors])
-        with during(depth, depth.get() + 1), forward_derivatives():  # which a Function's forward is without
-            return op.run(plain, wanted)
+        token, enabled = depth.set(depth.get() + 1), FORWARD_ENABLED()
+        SET_FORWARD_ENABLED(True)  # which a Function's forward is without
+        try:  # detached, or a graph inside would lead outside
+            return op.run(tuple([x.detach() for x in tensors]), wanted)
+        finally:
+            SET_FORWARD_ENABLED(enabled)
+            depth.reset(token)
 
     @staticmethod
     def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:
-        ctx.op = inputs[0]
-        if ctx.op.node is None:  # of several levels the lowest, which comes first
-            ctx.op.node = weakref.ref(private.node_of(ctx))
-        ctx.count = len(inputs) - 2
-        if stand_ins := ctx.op.stand_ins:  # of an op that one level differentiates backward
-            ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(inputs[2:])])
+        op, tensors = inputs[0], inputs[2:]
+        if op.node is None:  # of several levels the lowest, which comes first
+            op.node = weakref.ref(private.node_of(ctx))  # type: ignore[assignment]
+        if stand_ins := op.stand_ins:  # of an op that one level differentiates backward
+            ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(tensors)])
         else:
-            ctx.save_for_backward(*inputs[2:])
-            ctx.save_for_forward(*inputs[2:])
-        ctx.real, ctx.outputs = [i for i, out in enumerate(output) if is_real(out)], len(output)
-        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.real]
-        ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])
+            ctx.save_for_backward(*tensors)
+            ctx.save_for_forward(*tensors)
+        real = [i for i, x in enumerate(output) if is_real(x)] if op.real is None else op.real
+        ctx.op, ctx.count, ctx.outputs, ctx.real = op, len(tensors), len(output), real
+        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in real]
+        if len(real) < len(output):
+            ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in real])
         ctx.set_materialize_grads(False)
 
     @staticmethod

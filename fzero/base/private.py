@@ -212,7 +212,7 @@ def will_run(node: object) -> bool:
 
 def transforms() -> bool:
     """Tells whether any transform is active here: a functorch level, or forward-mode AD."""
-    return level() > 0 or forward_mode()
+    return _functorch.peek_interpreter_stack() is not None or forward_mode()
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

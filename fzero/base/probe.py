@@ -39,7 +39,7 @@ NAMES: Mapping[str, str] = {
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
     "torch.autograd": """
         graph._engine_run_backward _unsafe_preserve_version_counter forward_ad._current_level
-        forward_ad._set_fwd_grad_enabled function._SingleLevelFunction""",
+        function._SingleLevelFunction""",
     "torch.distributed.distributed_c10d": "_register_process_group _unregister_process_group _world",
     "torch.ops.aten": """
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward""",

@@ -14,6 +14,7 @@ from fzero.base import private
 _run_backward: Any = torch.autograd.graph._engine_run_backward  # which lets compiled code see this thread's settings
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
+FORWARD_ENABLED, SET_FORWARD_ENABLED = torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 

@@ -12,8 +12,8 @@ import torch
 from fzero.base import collecting, pytree, refusals, texts
 from fzero.base.carriers import VALUES, changing, flatten, flatten_first, map_changing
 from fzero.base.context import during, in_function
+from fzero.base.node import Op
 from fzero.base.places import definition_of
-from fzero.base.quick_node import QuickOp
 from fzero.base.refusals import noted
 from fzero.engine.outlets import TAKES, Leaving, alike, leaving
 from fzero.engine.signature import Signature
@@ -29,7 +29,7 @@ class _Own:
     number: int
 
 
-class CalledOp(QuickOp):
+class CalledOp(Op):
     """A unit's call, as far as its function goes."""
 
     traversal: Traversal

@@ -19,7 +19,6 @@ from fzero.base.context import averaged, proves
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
-from fzero.base.quick_node import apply_quickly
 from fzero.base.random import seeded
 from fzero.base.recording import Recording
 from fzero.base.refusals import noted
@@ -130,12 +129,10 @@ class UnitOp(PulledOp):
             alone = [i for i in self.wanted if i >= len(self.keys)]
             self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
             self.stand_ins = self._inputs.stand_ins
-        if not transformed and self.wanted:
-            out = apply_quickly(self, operands)
-        elif not transformed:
-            out = self.run(tuple(operands), ())
-        else:
+        if transformed or self.wanted:
             out = apply(self, self.wanted, *operands)
+        else:
+            out = self.run(tuple(operands), ())
         if self.stand_ins:  # whose tensors lie elsewhere now
             held = list(flat)
             for i, own in self.stand_ins.items():

@@ -342,7 +342,7 @@ class Observed:
         return out
 
 
-_ENGINES = ("Node", "_Quick", "_Full")  # nodes, by the names of their Functions
+_ENGINES = ("Node", "_Full")  # nodes, by the names of their Functions
 _PLAIN: CodeType = plain_call.__code__
 _UNTIL = (Observed.__call__.__code__,)
 _ENTRIES = (_PLAIN, UnitOp._called.__code__)
