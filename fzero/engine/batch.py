@@ -279,7 +279,7 @@ class Pullback:
                 pulled.append(self._carry.of_inputs(cotangents))
             self._compare()
             flat = self._flat(pulled, times)
-            return self._grads(total, times), self._trees(flat)
+            return self._grads(total, times), by_input(self._spec, flat)
 
     def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of a pullback: the input cotangents, the same bits as a call returns.
@@ -318,7 +318,7 @@ class Pullback:
             self._compare()
             flat = self._flat(pulled, times)
             self._times = times
-            return self._trees(flat)
+            return by_input(self._spec, flat)
 
     def params(self) -> Sharded:
         """The second half of a pullback: the grads, the same bits as a call returns.
@@ -357,9 +357,6 @@ class Pullback:
     def _flat(self, pulled: Sequence[Sequence[torch.Tensor | None]], times: float) -> list[torch.Tensor | None]:
         flat = self._micro.merge_inputs(self._inputs, pulled)
         return flat if times == 1.0 else [None if x is None else x / times for x in flat]
-
-    def _trees(self, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-        return by_input(self._spec, flat)
 
     def _grads(self, total: Sums | None, times: float) -> Sharded:
         assert total is not None

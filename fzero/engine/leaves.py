@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import private
-from fzero.base.context import in_differentiated
+from fzero.base.follow import is_transformed
 from fzero.comm.axis import Axis
 from fzero.engine.function import traversal_of
 from fzero.engine.traversal import Traversal
@@ -62,7 +62,7 @@ class Leaves:
     def of(step: Spec, state: TrainState, unreduced: bool) -> Leaves | None:
         """The leaves, where there is nothing to gather, to reduce or to do for units; None otherwise."""
         table = step.table(state.layout)
-        if table.acting or table.compiled or private.transforms() or private.dispatch_modes() or in_differentiated():
+        if table.acting or table.compiled or private.dispatch_modes() or is_transformed():
             return None  # whoever differentiates around it goes on through the graph
         axis = state.params.axis
         if axis.tensor is not None or axis.further or (axis.ranks > 1 and not unreduced):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import private, pytree, refusals
-from fzero.base.context import in_differentiated
+from fzero.base.follow import is_transformed
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
 from fzero.base.products import Later
@@ -98,7 +98,8 @@ class Run(Outcome):
         traversal.schedule.frees = fused and traversal.table.remats
         differentiated = [flat[place] for place in self.wanted]
         # what another graph leads to may be among the inputs, or in what the function closes over
-        self.outer = private.transforms() or in_differentiated() or _any_requires_grad(differentiated)
+        leads_on = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
+        self.outer = is_transformed() or leads_on
         traversal.guards = self.outer and not self.mask.counts
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
@@ -133,7 +134,7 @@ class Run(Outcome):
                 self._pull = functools.partial(_pulled_plainly, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
-        self._guarded = guarded(_tensors((flat, real)))
+        self._guarded = guarded(pytree.tensors_in(*flat, *real))
 
     def pull(
         self,
@@ -164,9 +165,7 @@ class Run(Outcome):
         into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        follows = (
-            self.outer or private.transforms() or in_differentiated()
-        )  # the params or the cotangent, as nothing but the graph does
+        follows = self.outer or is_transformed()
         traversal, cotangents = self._begun(cotangent)
         again = retain_graph or self.outer
         self._leads_on = self._leads_on or create_graph
@@ -210,9 +209,8 @@ class Run(Outcome):
         return found, self._placed(wanted)
 
     def _unwritten(self) -> contextlib.AbstractContextManager[None]:
-        return (
-            contextlib.nullcontext() if self._overwrites or self.state is None else unwritten(self.state, "A backward")
-        )
+        overwrites = self._overwrites or self.state is None
+        return contextlib.nullcontext() if overwrites else unwritten(self.state, "A backward")  # type: ignore[arg-type]
 
     def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
@@ -254,9 +252,7 @@ class Run(Outcome):
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         traversal, cotangents = self._begun(cotangent)
-        if (
-            self.outer or private.transforms() or in_differentiated()
-        ):  # who differentiate the result: the graph is theirs
+        if self.outer or is_transformed():  # who differentiate the result: the graph is theirs
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
             self._rest = grads
             return out
@@ -323,10 +319,8 @@ class Run(Outcome):
         self._guarded = []
 
     def __del__(self) -> None:
-        if (
-            getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
-        ):  # nobody pulled it back
-            self.drop()
+        if getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None:
+            self.drop()  # nobody pulled it back
 
 
 def delivery_of(
@@ -375,11 +369,3 @@ def _pulled_plainly(
     grads = dict(zip(ends.primals, found, strict=False))
     rest = zip(found[len(grads) :], ends.inputs, strict=True)
     return grads, [torch.zeros_like(x) if g is None else g for g, x in rest]
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [x for x in pytree.flatten(tree)[0] if isinstance(x, torch.Tensor)]
-
-
-def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
