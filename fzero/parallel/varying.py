@@ -28,7 +28,7 @@ from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
 from fzero.parallel import rules
-from fzero.parallel.acting import Copy, note_help, running_mode, unseen
+from fzero.parallel.acting import Copy, running_mode, unseen
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
@@ -73,8 +73,6 @@ class Varying(TorchFunctionMode):
         number = self._calls[what]
         before = by_call.get(number, Action())
         by_call[number] = Action(before.places or tuple(places), before.draws or draws)
-        name = repr(what if isinstance(what, str) else name_of(what))
-        note_help(f"{name} draws for slices" if draws else f"what is whole meets slices in {name}")
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         kwargs = dict(kwargs or {})
