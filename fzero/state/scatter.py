@@ -91,7 +91,7 @@ def cut(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A group's full buffer of its whole leaves, and this rank's slice, which may be the same tensor."""
     rows, group, size = tree.layout.rows, tree.layout.groups[key], tree.layout.shard_numel(key)
-    own = [slice_of(rows[slot.leaf], tree.axis, leaves[slot.leaf].detach()) for slot in group.slots]
+    own = [slice_of(rows[slot.leaf], *tree.layout.tensor, leaves[slot.leaf].detach()) for slot in group.slots]
     full = group.full_of(own, dtype, own[0].device)
     whole = size == group.numel
     return full, full if whole else pages.copied(full.narrow(0, tree.rank_of(key) * size, size))

@@ -91,6 +91,8 @@ class Extra:
         need_int(self.every, "Extra", "every", least=1)
         if self.changes is not None and self.fused is not None:
             raise ValueError(f"Extra: got both changes and fused ({self.source}); expected one of them.")
+        if self.fused is not None and self.update is None:
+            raise ValueError(f"Extra: got fused without update ({self.source}); expected both, which do the same.")
         object.__setattr__(self, "kind", self.kind or self.source)
         if not self.name:
             raise ValueError(f"Extra: got name='' ({self.source}), expected the name of an entry of state.extra.")
