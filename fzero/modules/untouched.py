@@ -83,15 +83,6 @@ def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     return torch.equal(tensor, source) or bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
 
 
-class _Registry(NamedTuple):
-    """A module's params, buffers or submodules, and what they were."""
-
-    of: dict[str, object]
-    what: str
-    prefix: str
-    before: dict[str, object]
-
-
 class Untouched:
     """Refuses a first call that changes the copy, which is of no use then. Later calls are not looked at.
 
@@ -117,8 +108,9 @@ class Untouched:
         self.module, self._originals, self._carries = module, originals, carries
         self.depth, self.proven, self.changed = 0, False, False
         names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self._registries = [
-            _Registry(getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
+        # modules' params, buffers and submodules: them, what they are, what is before their names, and what they were
+        self._registries: list[tuple[dict[str, object], str, str, dict[str, object]]] = [
+            (getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
