@@ -6,10 +6,10 @@ elements along a dim that is cut is refused, and what is not known to leave it a
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
-out again, on whatever way (`table/placements.py`). Compiled units are watched once (`modules/shown.py`), others in the
-first run under a signature. Later runs repeat what had to be done there (`parallel/acting.py`); mostly nothing, and
-then nothing looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`).
-What torch.func maps or differentiates inside of a module must not be a slice.
+out again, on whatever way (`table/placements.py`). Later runs repeat what had to be done in the first one under a
+signature (`parallel/acting.py`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
+at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates
+inside of a module must not be a slice.
 """
 
 from __future__ import annotations
