@@ -220,7 +220,7 @@ class Apply:
             if isinstance(leaf, Handle):
                 by_index.setdefault(leaf.index, {})[name] = leaf
         with during(_outside, by_index), during(reading, full):
-            return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
+            return own.whole(own.call(outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, or that of a trial on it, converted for what is cut."""
@@ -253,6 +253,7 @@ class _Copy:
 
     Attributes:
         paths: of the submodules that are units.
+        call: runs the whole module.
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
@@ -272,7 +273,7 @@ class _Copy:
         self._forwards: dict[int, Function] = {}  # of those, as they were
         self.untouched = Untouched(module, reach, sources, of._originals, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
-        self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
+        self.call, self.root = root.call, root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
