@@ -241,8 +241,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         each = [full[i] for i in range(len(rows))]
         tree = pytree.unflatten(state.params.structure, each)
         given = pytree.unflatten(spec, [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)])
-        over = None if traversal.table.compiled else axis.tensor
-        told, follow = followed(over, each, rows, before, example, (step, state.params, given))
+        told, follow = followed(axis.tensor, each, rows, before, example, (step, state.params, given))
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
         outside = autocast(traversal.device, traversal.table.outside)

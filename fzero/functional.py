@@ -33,7 +33,6 @@ from fzero.modules.hints import hints_of_module
 from fzero.modules.kept import forgetting
 from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
-from fzero.modules.shown import Shown
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
@@ -214,7 +213,7 @@ class Apply:
     ) -> object:
         if ROOT in units:  # the whole module is one unit
             root, given = own.root, (units[ROOT], args, kwargs)
-            fast, around = own.fast(root, args, kwargs), root.places.installed
+            fast, around = own.fast(root), root.places.installed
             return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
         by_index: dict[int, dict[str, object]] = {}
@@ -222,21 +221,20 @@ class Apply:
             if isinstance(leaf, Handle):
                 by_index.setdefault(leaf.index, {})[name] = leaf
         with during(_outside, by_index), during(reading, full):
-            return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
+            return own.whole(own.call(outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, or that of a trial on it, converted for what is cut."""
         trial = own_copies.get()
         where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
         copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
-        own = copies.get(cuts)
+        own = copies.pop(cuts, None)
         if own is None or own.untouched.changed or own.interrupts != passed():
             with without_dispatch_modes():  # others run on it later
-                own = copies[cuts] = _Copy(self, cuts)
-        own.used = 1 + max(each.used for each in copies.values())
-        for other in sorted(copies, key=lambda cuts: copies[cuts].used)[:-COPIES]:
-            if not copies[other].untouched.depth:
-                del copies[other]
+                own = _Copy(self, cuts)
+        copies[cuts] = own  # as the last one
+        for other in list(copies)[:-COPIES]:
+            del copies[other]
         return own
 
 
@@ -248,7 +246,6 @@ class _Unit(NamedTuple):
     module: nn.Module
     call: Function
     fast: Function
-    shown: Shown
     carried: Carried | None
 
 
@@ -257,6 +254,7 @@ class _Copy:
 
     Attributes:
         paths: of the submodules that are units.
+        call: runs the whole module.
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
@@ -266,39 +264,39 @@ class _Copy:
         self._over_ranks = synchronise(module, synchronises)
         self.module, self.elsewhere = module, places_of(module, reach)
         self.carried = Carried(module, places_of(module, reach, "_buffers"), synchronises) if carries else None
-        self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
-        self.watches, compiles = (cuts.axis, cuts.compiled) if cuts is not None else (None, False)
+        self.apart = converted(module, self.elsewhere, cuts) if cuts else {}
+        self.watches = cuts.axis if cuts is not None else None
         self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
-        self.looks = synchronises or compiles  # at what compiled units do
+        self.synchronises = synchronises
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
-        self.interrupts, self.used = passed(), 0  # one more may have left others' leaves in it
+        self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
         self.untouched = Untouched(module, reach, sources, of._originals, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
-        self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
+        self.call, self.root = root.call, root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
         places = Places(module, self.elsewhere, apart)
         call = functools.partial(places.call, self._fresh(run, prefix))
-        code = compiled(run, module)
-        fast = functools.partial(places.call, fresh(code) if self.converts else code)
-        fast = fast if self.pieces is None else call
+        # compiled code sees neither pieces nor batch norms that no layer calls
+        stays = self.synchronises or self.pieces is not None
+        fast = call if stays else functools.partial(places.call, self._fresh(run, prefix, compiled(run, module)))
         carried = self.carried and (self.carried.of(module) if prefix else self.carried)
-        return _Unit(prefix, places, module, call, fast, Shown(), carried)
+        return _Unit(prefix, places, module, call, fast, carried)
 
-    def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
-        """What runs of a unit in a compiled step."""
-        run, path = self.untouched.compiled(unit.fast), unit.prefix.removesuffix(".")
-        return unit.shown.choice(path, unit.call, run, (args, dict(kwargs))) if self.looks else run
+    def fast(self, unit: _Unit) -> Function:
+        """What runs of a unit in a compiled step: in a first call, which a mode looks at, what runs in any other."""
+        return unit.fast if self.untouched.proven else unit.call
 
-    def _fresh(self, run: Function, path: str = "") -> Function:
+    def _fresh(self, run: Function, path: str = "", code: Function | None = None) -> Function:
+        """A module's function as it is called; `code` is what is compiled of it."""
         run = self._over_ranks(run)
-        if not self.converts:
-            return run
+        if self.watches is None:
+            return code or run
         run = fresh(run if self.pieces is None else self.pieces.inside(run))
-        return run if self.watches is None else watched.watching(run, self.watches, piece.as_own, (self._is_of, path))
+        return watched.watching(run, self.watches, piece.as_own, (self._is_of, path), code and fresh(code))
 
     def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
@@ -358,7 +356,7 @@ class _Copy:
                 return call(*given)
 
         around = functools.partial(_around, others, unit)
-        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
+        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit))
         own_call.module = unit.module  # type: ignore[attr-defined]
         return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
 

@@ -157,7 +157,7 @@ def test_a_batch_that_does_not_divide() -> None:
             call(state, torch.ones(3, 3), torch.ones(6))
     with pytest.raises(ValueError, match=r"got 2 dims, expected one per input, 1"):
         fz.accumulate(linear_step(), 2, in_dims=(0, None))(state, torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"accumulate: got count=0, expected a number of microbatches"):
+    with pytest.raises(ValueError, match=r"accumulate: got count=0, expected at least 1"):
         fz.accumulate(linear_step(), 0)
 
 

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from fzero.base.arguments import wrong
 from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
@@ -21,7 +19,7 @@ from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
 from fzero.state.check_state import check_grads, check_optimizer, check_same_optimizer, check_state
 from fzero.state.checks import can_follow_here, constants, goes_on, refuse_captured
-from fzero.state.squares import over_ranks, squares_of
+from fzero.state.squares import LeafSquares, over_ranks, squares_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.spec import Spec
 from fzero.update.known import known_metrics
@@ -44,12 +42,12 @@ class Weighed(NamedTuple):
     Attributes:
         by_leaf: the sum of squares of each leaf, over all shards, float64: [leaves]; of a component on ranks of its own
             a handle.
-        own: leaf -> that of this rank's part.
+        own: those of this rank's parts.
     """
 
     grads: Grads
     by_leaf: Any
-    own: Mapping[int, torch.Tensor]
+    own: LeafSquares
     metrics: Mapping[str, object]  # of its update that are known before it: "lr", the loss scale
 
 
@@ -140,7 +138,7 @@ class DistantStage:
         return self.component.passes(state, count, rng, at_once)
 
     def weighed(self, state: RemoteState, grads: RemoteTree) -> Weighed:
-        return Weighed(grads, squares_on(grads, state), {}, {})
+        return Weighed(grads, squares_on(grads, state), LeafSquares.joined([]), {})
 
     def update(self, state: RemoteState, weighed: Weighed, norm: object) -> Updated:
         return self.component.update(state, weighed.grads, norm)

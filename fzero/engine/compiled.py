@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from fzero.base import private
+from fzero.table.placements import noting
 
 _left_out: list[tuple[types.ModuleType, str]] = []
 _compiled: weakref.WeakKeyDictionary[object, Callable[..., object]] = weakref.WeakKeyDictionary()
 
 
 def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Callable[..., object]:
-    """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is.
+    """`fn`, compiled where it runs on plain tensors, and nothing follows them; under a functorch level it is no graph.
 
     The compiler is not even imported before the first call.
 
@@ -31,7 +32,7 @@ def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Calla
         fn = _with_own_code(fn)
 
     def call(*args: object, **kwargs: object) -> object:
-        return (fn if private.level() else _code_of(fn))(*args, **kwargs)
+        return (fn if private.level() or noting() is not None else _code_of(fn))(*args, **kwargs)
 
     return call
 

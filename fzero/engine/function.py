@@ -249,8 +249,7 @@ def call_function(
         look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | own_leaves)
         collectives = traversal.collectives("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
-    # compiled code is not looked at
-    over = None if traversal.table.compiled else traversal.tensor
+    over = traversal.tensor
     before = {} if is_strict() else traversal.schedule.record.first_runs
     given = inputs, traversal.table.sequence
     derived = over is not None and any(map(private.is_differentiated, primals.values() if primals else leaves))

@@ -240,11 +240,11 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     return traversal.layout, tuple([-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values])
 
 
-def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool, bool]:
-    """The axis that leaves among some values are cut over, whether modules keep pieces of tokens, are compiled."""
+def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool]:
+    """The axis that leaves among some values are cut over, and whether modules keep pieces of tokens."""
     traversal, _ = _run_of(values)
     assert traversal is not None and traversal.tensor is not None
-    return traversal.tensor, traversal.table.sequence, bool(traversal.table.compiled)
+    return traversal.tensor, traversal.table.sequence
 
 
 class _Full(torch.autograd.Function):

@@ -171,16 +171,11 @@ class Converted:
         def row(input: torch.Tensor) -> torch.Tensor:
             return self._sum(compute(self._piece(whole(input), dim, slices)), -dim)
 
-        return self._checked(column if slices.dim == outputs else row, slices)
-
-    def _checked(self, run: Forward, slices: Slices) -> Forward:
-        """`run`, if its bias is cut as its weight is."""
-        bias = self.cut.get("bias")
-        if bias is None:
-            return run
-        sizes = None if bias.slices is None else bias.slices.ranges(self.axis.size)
-        if run.__name__ == "row" or sizes != slices.ranges(self.axis.size):
-            raise self.refused("its bias is cut otherwise than its outputs")
+        run, bias, ranks = column if slices.dim == outputs else row, self.cut.get("bias"), self.axis.size
+        if bias is not None:
+            as_outputs = run is column and bias.slices is not None and bias.slices.ranges(ranks) == slices.ranges(ranks)
+            if not as_outputs:
+                raise self.refused("its bias is cut otherwise than its outputs")
         return run
 
     def _embedding(self, slices: Slices, _: str) -> Forward:

@@ -24,18 +24,16 @@ class Cuts(NamedTuple):
 
     Attributes:
         sequence: what rows and embeddings give is a piece of the tokens on each rank.
-        compiled: some units are.
     """
 
     leaves: tuple[CutLeaf, ...]
     axis: Axis
     group: object  # of the axis, which may be of a process group that is started anew
     sequence: bool
-    compiled: bool
 
     @staticmethod
-    def over(leaves: tuple[CutLeaf, ...], axis: Axis, sequence: bool, compiled: bool) -> Cuts:
-        return Cuts(leaves, axis, axis.group, sequence, compiled)
+    def over(leaves: tuple[CutLeaf, ...], axis: Axis, sequence: bool) -> Cuts:
+        return Cuts(leaves, axis, axis.group, sequence)
 
 
 def cut_leaves(origins: Mapping[str, Row | None], aliases: Mapping[str, str], module: nn.Module) -> tuple[CutLeaf, ...]:

@@ -19,7 +19,6 @@ from fzero.base import private, pytree, texts
 from fzero.base.refusals import noted
 from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
-from fzero.table.handle import Function
 
 Originals = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 
@@ -84,15 +83,6 @@ def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     return torch.equal(tensor, source) or bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
 
 
-class _Registry(NamedTuple):
-    """A module's params, buffers or submodules, and what they were."""
-
-    of: dict[str, object]
-    what: str
-    prefix: str
-    before: dict[str, object]
-
-
 class Untouched:
     """Refuses a first call that changes the copy, which is of no use then. Later calls are not looked at.
 
@@ -104,6 +94,7 @@ class Untouched:
     Attributes:
         depth: of calls that are running.
         changed: whether the copy is.
+        proven: whether a call has changed nothing.
     """
 
     def __init__(
@@ -115,10 +106,11 @@ class Untouched:
         carries: bool = False,
     ) -> None:
         self.module, self._originals, self._carries = module, originals, carries
-        self.depth, self._proven, self.changed = 0, False, False
+        self.depth, self.proven, self.changed = 0, False, False
         names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self._registries = [
-            _Registry(getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
+        # modules' params, buffers and submodules: them, what they are, what is before their names, and what they were
+        self._registries: list[tuple[dict[str, object], str, str, dict[str, object]]] = [
+            (getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
@@ -141,30 +133,18 @@ class Untouched:
         """
         self.depth += 1
         try:
-            with contextlib.nullcontext() if self.depth > 1 or self._proven else Apart(self._originals, given):
+            with contextlib.nullcontext() if self.depth > 1 or self.proven else Apart(self._originals, given):
                 yield
         except RuntimeError as error:
             _refuse_in_place(error, self.module, self._carries)
             raise
         finally:
             self.depth -= 1
-            said = [] if self.depth or self._proven else self._changes()
+            said = [] if self.depth or self.proven else self._changes()
             self.changed = bool(said)
         if said:
             raise ValueError(said[0])
-        self._proven = self._proven or not self.depth
-
-    def compiled(self, run: Function) -> Function:
-        """Compiled code, as it runs: no mode looks into it."""
-        if self._proven:
-            return run
-
-        def call(*args: object) -> object:
-            others = [mode for mode in private.function_modes() if not isinstance(mode, Apart)]
-            with private.under_function_modes(others):
-                return run(*args)
-
-        return call
+        self.proven = self.proven or not self.depth
 
     def _changes(self) -> list[str]:
         """What is to be said of all that a call has changed."""

@@ -70,17 +70,6 @@ class Acting(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-# takes what was done in modules for what varies there, in words, where somebody asks
-helped: contextvars.ContextVar[list[str] | None] = variable("helped", None)
-
-
-def note_help(what: str) -> None:
-    """Notes that something was done which code that is not watched does without."""
-    told = helped.get()
-    if told is not None:
-        told.append(what)
-
-
 def unseen(known: Notes | None = None) -> contextlib.AbstractContextManager[object]:
     """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
     if running_mode.get() is None and (isinstance(notes.get(), Straight) or notes.get() is known is None):

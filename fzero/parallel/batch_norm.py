@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from fzero.base import hooks, private
 from fzero.base.context import averaged, one_by_one, variable
 from fzero.comm.axis import Axis
-from fzero.parallel.acting import note_help
 from fzero.parallel.axis import need_axis
 from fzero.parallel.loss import wide
 from fzero.parallel.maps import _joined, _map, _scattered
@@ -89,9 +88,7 @@ class OverRanks(TorchFunctionMode):
                 "sync_batch_norm=True."
             )
         need_no_checkpoint(what)
-        if own is None:
-            note_help(f"{what} takes its statistics over ranks")
-        else:
+        if own is not None:
             own.ran = True
         self.calls += 1
         given.pop("cudnn_enabled", None)

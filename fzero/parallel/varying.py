@@ -6,10 +6,10 @@ elements along a dim that is cut is refused, and what is not known to leave it a
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
-out again, on whatever way (`table/placements.py`). Compiled units are watched once (`modules/shown.py`), others in the
-first run under a signature. Later runs repeat what had to be done there (`parallel/acting.py`); mostly nothing, and
-then nothing looks at them. Not looked at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`).
-What torch.func maps or differentiates inside of a module must not be a slice.
+out again, on whatever way (`table/placements.py`). Later runs repeat what had to be done in the first one under a
+signature (`parallel/acting.py`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
+at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates
+inside of a module must not be a slice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
 from fzero.parallel import rules
-from fzero.parallel.acting import Copy, note_help, running_mode, unseen
+from fzero.parallel.acting import Copy, running_mode, unseen
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
@@ -73,8 +73,6 @@ class Varying(TorchFunctionMode):
         number = self._calls[what]
         before = by_call.get(number, Action())
         by_call[number] = Action(before.places or tuple(places), before.draws or draws)
-        name = repr(what if isinstance(what, str) else name_of(what))
-        note_help(f"{name} draws for slices" if draws else f"what is whole meets slices in {name}")
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         kwargs = dict(kwargs or {})

@@ -32,12 +32,13 @@ def watcher() -> Varying | None:
     return mode if isinstance(mode, Varying) else None
 
 
-def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
+def watching(run: Function, axis: Axis, copy: Copy, module: object, code: Function | None = None) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
         copy: `piece.as_own`.
         module: what it is known by in later runs.
+        code: what runs then in its place, where it needs nothing.
     """
 
     @functools.wraps(run)
@@ -46,7 +47,7 @@ def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
         if isinstance(known, Straight) and known.axis == axis:
             actions = known.first.of(module, (args, kwargs))
             if not actions and running_mode.get() is None:
-                return run(*args, **kwargs)
+                return (code or run)(*args, **kwargs)
             mode: Acting | Varying = Acting(axis, copy, actions)
             with during(running_mode, mode), mode:
                 out = run(*args, **kwargs)

@@ -6,7 +6,7 @@ Some cannot be transformed: what torch.func differentiates or maps, they would t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +96,13 @@ def begins_with(step: Spec) -> bool:
 def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: object) -> None:
     """Refuses a step that has none, where a transform goes on through some arguments."""
     if why := _without_derivative(step, rows):
-        got = next(iter(_taking(arguments)), "what a transform goes on through")
+        taking = (
+            f"{f'{argument} ({name})' if name else argument} that {transform} transforms"
+            for argument, tree in arguments.items()
+            for name, tensor in _named_tensors(tree)
+            if (transform := transform_of(tensor)) is not None
+        )
+        got = next(taking, "what a transform goes on through")
         raise TypeError(
             f"{who}: got {got}, and {why[0]}, which has no derivative and cannot be mapped; expected a step without it "
             f"under torch.func. {why[1]}"
@@ -133,16 +139,6 @@ def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | No
         if any(isinstance(memory, Disk) for memory in row.memories):
             return f"states of {leaf} lie on a disk (fz.offload)", "Leave fz.Disk out; 'host' has derivatives."
     return None
-
-
-def _taking(arguments: Mapping[str, object]) -> list[str]:
-    """The tensors in some arguments that a transform goes on through, in words."""
-    return [
-        f"{f'{argument} ({name})' if name else argument} that {transform} transforms"
-        for argument, tree in arguments.items()
-        for name, tensor in _named_tensors(tree)
-        if (transform := transform_of(tensor)) is not None
-    ]
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

@@ -89,9 +89,9 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> o
     return out if kept else None
 
 
-def _nodes(tree: object) -> Sequence[object]:
-    """The leaves of a pytree, states and sharded trees whole."""
-    return pytree.flatten(tree, is_leaf=_is_node)[0]
+def _nodes(tree: object, *more: type) -> Sequence[object]:
+    """The leaves of a pytree; whole are states, sharded trees and what is of further types."""
+    return pytree.flatten(tree, is_leaf=lambda node: _is_node(node) or isinstance(node, more))[0]
 
 
 def _is_node(node: object) -> bool:
@@ -100,13 +100,7 @@ def _is_node(node: object) -> bool:
 
 def _is_counted(tree: object) -> bool:
     """Tells whether a tree is an optimizer's moments, which count updates: of factors alone no rank has slices."""
-    nodes = pytree.flatten(tree, is_leaf=lambda node: isinstance(node, pytree.Count))[0]
-    return any(isinstance(node, pytree.Count) for node in nodes)
-
-
-def _measured(tree: object) -> Sequence[object]:
-    """The same, and whole what measures itself."""
-    return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, (TrainState, Measurable)))[0]
+    return any(isinstance(node, pytree.Count) for node in _nodes(tree, pytree.Count))
 
 
 def _copied(x: object) -> object:
@@ -157,7 +151,7 @@ def measured(trees: Sequence[object], distant: Callable[[Distant], typing.Any] |
         distant: gives those of what lies on ranks of its own.
     """
     for place, tree in enumerate(trees):
-        for node in _measured(tree):
+        for node in _nodes(tree, Measurable):
             if isinstance(node, Distant) and distant is not None:
                 yield distant(node)
             elif isinstance(node, Measurable):

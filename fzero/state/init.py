@@ -119,7 +119,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     with below_unless(follows or (begins := begins_with(step))):
         moments, extras = init_moments(step, tree), init_extras(step, tree, as_seen(tree))
     if not follows and begins and cuts(tree):
-        _refuse_parts(step, moments, extras)
+        _refuse_parts(moments, extras)
     return TrainState(tree, None, moments, extras, 0, seed, step.signature)
 
 
@@ -162,7 +162,7 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
     return empty.replaced(buffers=buffers, held=held)
 
 
-def _refuse_parts(step: Spec, moments: object, extras: Mapping[str, object]) -> None:
+def _refuse_parts(moments: object, extras: Mapping[str, object]) -> None:
     """Refuses states that begin with what a transform goes on through where ranks have slices of them."""
     for name, tree in {"moments": moments, **{f"extra[{name!r}]": x for name, x in extras.items()}}.items():
         if any(private.is_differentiated(x) for own in trees_of(tree) for x in own.buffers.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -45,18 +45,17 @@ def moment_norms(moments: object) -> dict[str, Norms]:
     return norms_of_squares(moment_squares(moments), trees[0]) if trees else {}
 
 
-def norms_of_squares(trees: Sequence[tuple[str, Mapping[int, torch.Tensor]]], like: Sharded) -> dict[str, Norms]:
+def norms_of_squares(trees: Sequence[Named], like: Sharded) -> dict[str, Norms]:
     """Name of a tree -> the norms of its leaves, of this rank's parts of them: one exchange for all.
 
     Args:
         trees: of the same leaves, in the same order, on all ranks.
     """
-    parts = [(name, LeafSquares.of(squares)) for name, squares in trees]
-    out: dict[str, Norms] = {name: {} for name, _ in parts}
-    names = sorted([(leaf, name) for name, own in parts for leaf in own.leaves], key=lambda pair: pair[0])
+    out: dict[str, Norms] = {name: {} for name, _ in trees}
+    names = sorted([(leaf, name) for name, own in trees for leaf in own.leaves], key=lambda pair: pair[0])
     if names:
-        vector = torch.cat([own.vector.to(like.device) for _, own in parts])
-        squares = LeafSquares([leaf for _, own in parts for leaf in own.leaves], vector)  # in the order of names
+        vector = torch.cat([own.vector.to(like.device) for _, own in trees])
+        squares = LeafSquares([leaf for _, own in trees for leaf in own.leaves], vector)  # in the order of names
         for (leaf, name), norm in zip(names, root(over_ranks(squares, like)).unbind(), strict=True):
             out[name][like.layout.rows[leaf].path] = norm
     return out

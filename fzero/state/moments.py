@@ -90,6 +90,8 @@ def init_extras(step: Spec, params: Sharded, seen: Sharded | None = None) -> dic
 
 def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> object:
     """The value of an entry after an update, which keeps its structure."""
+    if extra.update is None:
+        return value
     given = copied(value) if is_others(extra.update) else value  # which a user's function may write to
     try:
         found = extra.update(given, params, applied)

@@ -94,8 +94,8 @@ def start_slices(
         What waits for this rank's piece of each leaf of the buffers, flat.
     """
     layout, axis, mine, count = tree.layout, tree.axis_of(key), owned(tree, key), len(leaves)
-    rows, place, slots = layout.rows, tree.axis, layout.groups[key].slots
-    flat = [{s.leaf: slice_of(rows[s.leaf], place, own[s.leaf]).reshape(-1) for s in mine} for own in leaves]
+    rows, slots = layout.rows, layout.groups[key].slots
+    flat = [{s.leaf: slice_of(rows[s.leaf], *layout.tensor, own[s.leaf]).reshape(-1) for s in mine} for own in leaves]
     if axis.size == 1:
         return lambda: flat
     by = owners(layout, key)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero.formats.formats import ALIGN, Format, decode, encode, entries
+from fzero.formats.formats import ALIGN, Format, decode
 from fzero.state.sliced import Sliced, in_order, sliced_in
 from fzero.state.source import Source
+from fzero.state.straight import codes_of
 from fzero.table.layout import Layout, Slot
 
 
@@ -43,50 +44,14 @@ def regroup(
         for rank in ranks:
             source.read(slot.path, 0, 0, None, rank)  # who needs none of it takes part
         return
-    alike = have.parts == form.parts and (form.group == 1 or keep_blocks(shape, old, new))
-    slices = list[list[torch.Tensor]]()  # rank -> its parts, or its values
+    parts = list[torch.Tensor]()
     for rank in ranks:
-        count = math.prod(shape if old is None else old.shape(shape, rank))
-        got = source.read(slot.path, 0, count, None, rank)
-        if alike:
-            slices.append([x[: entries(have, part, count)] for part, x in zip(have.parts, got, strict=True)])
-        else:
-            slices.append([decode(have, got, wide(form))[:count]])
-    unit = ALIGN if alike and form.group > 1 else 1
-    every = [part.every for part in form.parts] if alike else [1]
-    own = [
-        _cut_anew(shape, old, new, layout.tensor[0], unit, parts)[first // count : last // count]
-        for count, parts in zip(every, zip(*slices, strict=True), strict=True)
-    ]
-    if not alike:
-        values = own[0].new_zeros(-(-(last - first) // ALIGN) * ALIGN)
-        values[: last - first] = own[0]
-        own = encode(form, values)
-    for target, value in zip(into, own, strict=True):
+        own = shape if old is None else old.shape(shape, rank)
+        count = math.prod(own)
+        parts.append(decode(have, source.read(slot.path, 0, count, None, rank), wide(form))[:count].view(own))
+    whole = parts[0] if old is None else in_order(old.pieces, torch.cat(parts, old.dim), old.dim)
+    mine = whole if new is None else new.of(whole, layout.tensor[0])
+    values = whole.new_zeros(-(-(last - first) // ALIGN) * ALIGN)
+    values[: last - first] = mine.reshape(-1)[first:last]
+    for target, value in zip(into, codes_of(form, values), strict=True):  # the same where blocks stay together
         target.copy_(value[: target.numel()])
-
-
-def _cut_anew(
-    shape: Sequence[int], old: Sliced | None, new: Sliced | None, rank: int, unit: int, slices: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """A rank's slice of the new cut, flat.
-
-    Args:
-        unit: elements that stay together, 1 or more: then all cuts must keep blocks of so many.
-        slices: all that the old cut makes, flat, with the same number of entries for each unit.
-    """
-    last = max(cut.dim for cut in (old, new) if cut is not None)
-    inner = math.prod(shape[last + 1 :])
-
-    def in_units(cut: Sliced) -> Sliced:
-        if cut.dim < last:
-            return cut
-        pieces = [[(start * inner // unit, size * inner // unit) for start, size in own] for own in cut.pieces]
-        return Sliced(last, tuple(map(tuple, pieces)))
-
-    blocks = *shape[:last], shape[last] * inner // unit
-    count = sum(map(len, slices)) // math.prod(blocks)  # entries of a unit
-    cut = Sliced(0, (((0, blocks[0]),),)) if old is None else in_units(old)
-    parts = [x.view(*cut.shape(blocks, place), count) for place, x in enumerate(slices)]
-    whole = in_order(cut.pieces, torch.cat(parts, cut.dim), cut.dim)
-    return (whole if new is None else in_units(new).of(whole, rank)).reshape(-1)

@@ -13,7 +13,7 @@ from fzero.base.follow import follows
 from fzero.comm.linear import Wire, in_pieces, in_shards
 from fzero.state.sharded import Sharded
 from fzero.state.straight import as_used
-from fzero.state.whole import slice_at
+from fzero.state.whole import slice_of
 from fzero.table.layout import Key
 
 
@@ -84,7 +84,7 @@ def slice_in(tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype:
     group, rows, axis = tree.layout.groups[key], tree.layout.rows, tree.axis
     whole = {s.leaf: in_shards(axis, leaves[s.leaf]) if group.row.cuts else leaves[s.leaf] for s in group.slots}
     pieces = {leaf: _of_leaf(tree, leaf, value) for leaf, value in whole.items()}
-    own = [slice_at(rows[leaf], *tree.layout.tensor, value).to(dtype) for leaf, value in pieces.items()]
+    own = [slice_of(rows[leaf], *tree.layout.tensor, value).to(dtype) for leaf, value in pieces.items()]
     size = tree.layout.shard_numel(key)
     full = group.joined(own, dtype, own[0].device)
     return full if size == group.numel else full.narrow(0, tree.rank_of(key) * size, size).clone()

@@ -11,7 +11,7 @@ from fzero.base import pages, pytree
 from fzero.base.arguments import named
 from fzero.base.follow import any_follows
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Companded, Format, Plain, encode
+from fzero.formats.formats import Format, Plain, encode
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
 from fzero.state.checks import open_to_transforms
@@ -91,7 +91,7 @@ def cut(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A group's full buffer of its whole leaves, and this rank's slice, which may be the same tensor."""
     rows, group, size = tree.layout.rows, tree.layout.groups[key], tree.layout.shard_numel(key)
-    own = [slice_of(rows[slot.leaf], tree.axis, leaves[slot.leaf].detach()) for slot in group.slots]
+    own = [slice_of(rows[slot.leaf], *tree.layout.tensor, leaves[slot.leaf].detach()) for slot in group.slots]
     full = group.full_of(own, dtype, own[0].device)
     whole = size == group.numel
     return full, full if whole else pages.copied(full.narrow(0, tree.rank_of(key) * size, size))
@@ -261,12 +261,7 @@ class _Scatter:
         if self._follows and any_follows(leaves.values()):
             return self._followed(like, key, leaves, form)
         full, own = cut(like, key, leaves, form.dtype)
-        old, gaps = (), None
-        if isinstance(form, Companded):
-            old, gaps = (like.stored(key).parts,), torch.zeros_like(own, dtype=torch.bool)
-            for gap in like.layout.gaps(key, like.rank_of(key), gaps):
-                gap.fill_(True)
-        return codes_of(form, own, old, gaps), row.policy.used(encode(form, full)) if key in like.held_entries else full
+        return codes_of(form, own), row.policy.used(encode(form, full)) if key in like.held_entries else full
 
     def _followed(
         self, like: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], form: Format

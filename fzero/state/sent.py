@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from fzero.state.moments import init_moments
 from fzero.state.owners import sent_whole
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Layout
-from fzero.table.optimizer import Whole
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Spec
 
@@ -68,7 +66,8 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
         each = reduction_bytes(layout, key, size) if row.cuts else round_a_ring(reduced, size)
         add(over, "grads", times, each, size)
         add(replicas, "replicas", times, round_a_ring(reduced, copies), copies)
-    for whole in _whole_leaves(step, like):
+    sends = step.optimizer.sends
+    for whole in sends(like.only(layout.trainable), init_moments(step, like)) if sends is not None else ():
         both = sent_whole(layout, ranks.place(ranks.sharded, rank), whole)
         for axis, (messages, sent) in zip((over, tensor), both, strict=True):
             if messages:
@@ -83,13 +82,6 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
         add(axis, "loss", 1, round_a_ring(torch.float32.itemsize, among), among)
     add(tensor, "loss", 1, (slices - 1) * torch.float64.itemsize, slices)  # which must be the same too
     return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
-
-
-def _whole_leaves(step: Spec, like: Sharded) -> Sequence[Mapping[Key, Whole]]:
-    """What the optimizer brings to one rank each, where it does."""
-    if step.optimizer.sends is None:
-        return ()
-    return step.optimizer.sends(like.only(like.layout.trainable), init_moments(step, like))
 
 
 def gather_bytes(layout: Layout, key: Key, ranks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ from fzero.table.layout import Key, Layout
 SMALL = 1 << 14  # elements of a buffer, up to which the calls of torch cost more than what they do
 
 
-class LeafSquares(Mapping[int, torch.Tensor]):
-    """Leaf -> its sum of squares, a 0-d float64 tensor.
+class LeafSquares:
+    """The sums of squares of some leaves.
 
     Attributes:
         leaves: their numbers, in order.
-        vector: [leaves].
+        vector: [leaves], float64.
     """
 
     def __init__(self, leaves: Sequence[int], vector: torch.Tensor) -> None:
@@ -37,20 +37,10 @@ class LeafSquares(Mapping[int, torch.Tensor]):
             leaves, vector = [leaves[i] for i in order], vector[order]
         self.leaves, self.vector = leaves, vector
 
-    @classmethod
-    def of(cls, squares: Mapping[int, torch.Tensor]) -> LeafSquares:
-        if isinstance(squares, LeafSquares):
-            return squares
-        return cls([*squares], torch.stack([*squares.values()]) if squares else as_float64([]))
-
-    def __getitem__(self, leaf: int) -> torch.Tensor:
-        return self.vector[self.leaves.index(leaf)]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.leaves)
-
-    def __len__(self) -> int:
-        return len(self.leaves)
+    @staticmethod
+    def joined(parts: Sequence[LeafSquares]) -> LeafSquares:
+        vector = torch.cat([own.vector for own in parts]) if parts else as_float64([])
+        return LeafSquares([leaf for own in parts for leaf in own.leaves], vector)
 
 
 def square(pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -62,10 +52,10 @@ def square(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def squares_of(tree: Sharded) -> LeafSquares:
-    """Leaf -> the sum of squares of this rank's part of it."""
+    """The sums of squares of this rank's parts of leaves."""
     groups = tree.groups
     if tree.away and len(groups) > 1:  # never all of them on the device
-        return LeafSquares.of({leaf: x for key in groups for leaf, x in squares_of(tree.only([key])).items()})
+        return LeafSquares.joined([squares_of(tree.only([key])) for key in groups])
     buffers = {key: tree.local(key) for key in groups}
     small = [] if private.transforms() else [key for key, buffer in buffers.items() if _is_small(buffer)]
     leaves = [slot.leaf for key in small for slot in tree.layout.groups[key].slots]
@@ -111,15 +101,14 @@ def _places(layout: Layout, keys: Sequence[Key], ranks: Sequence[int]) -> tuple[
     return np.where(of_row < 0, count, of_row).astype(np.int32), np.flatnonzero(leaves < 0), count
 
 
-def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+def sum_of_squares(squares: LeafSquares, like: Sharded) -> torch.Tensor:
     """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
     return over_ranks(squares, like).sum()
 
 
-def over_ranks(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+def over_ranks(squares: LeafSquares, like: Sharded) -> torch.Tensor:
     """The squares of whole leaves, in leaf order: [leaves]."""
-    own = LeafSquares.of(squares)
-    leaves, total, rows = own.leaves, own.vector, like.layout.rows
+    leaves, total, rows = squares.leaves, squares.vector, like.layout.rows
     total = _joined(
         total,
         [place for place, leaf in enumerate(leaves) if rows[leaf].cuts],
@@ -150,22 +139,22 @@ def _joined(
     return torch.stack([every.get(place, x) for place, x in enumerate(vector.unbind())])
 
 
-def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> None:
+def need_alike_beside(squares: LeafSquares, params: Sharded) -> None:
     """Refuses grads that differ over an axis of the function's maps that the step says nothing of, if params do not.
 
     Args:
         squares: of `squares_of` every group of the grads.
         params: which they are of. Ranks that have others, as stages have, have grads of their own.
     """
-    axis, leaves = params.axis, sorted(squares)
+    axis = params.axis
     known = {axis.tensor.members} if axis.tensor is not None else set[tuple[int, ...]]()
     for other in [each for members, each in axis.further.items() if members not in known]:
-        apart = _apart(squares, leaves, axis, other)
+        apart = _apart(squares, axis, other)
         if not apart or any(private.is_wrapped(x) for x in params.locals().values()):
             continue
-        if _apart(own := squares_of(params), sorted(own), axis, other):
+        if _apart(squares_of(params), axis, other):
             continue
-        path = params.layout.rows[leaves[apart[0]]].path
+        path = params.layout.rows[squares.leaves[apart[0]]].path
         raise ValueError(
             f"The grads of leaf {path!r} differ between the ranks of axis {other.name!r}, over which the function has "
             "maps, and all of these have the same params, which would drift apart; expected the same on all. Let the "
@@ -174,9 +163,9 @@ def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> N
         )
 
 
-def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], shards: Axis, axis: Axis) -> list[int]:
+def _apart(squares: LeafSquares, shards: Axis, axis: Axis) -> list[int]:
     """The places of leaves whose squares, over all shards so that these agree, differ between the ranks of an axis."""
-    own = torch.stack([squares[leaf].detach() for leaf in leaves])
+    own = squares.vector.detach()
     if private.is_wrapped(own) or private.is_fake(own):
         return []
     own = shards.sum(own, "global_norm")

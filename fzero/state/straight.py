@@ -155,28 +155,19 @@ class _OtherScale(Companded):
         return (super().scale(o, largest) + self.by).clamp(0, 253)
 
 
-def codes_of(
-    form: Format,
-    values: torch.Tensor,
-    old: Sequence[Sequence[torch.Tensor]] = (),
-    gaps: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
+def codes_of(form: Format, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
 
     Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
     or the next smaller one, does not have codes for all of them.
-
-    Args:
-        old: parts that stay where they are those of the values.
-        gaps: of which elements it does not matter what codes they have.
     """
     parts = encode(form, values)
     if not isinstance(form, Companded):
         return parts
-    others = [encode(_OtherScale(form.signed, form.width, by), values) for by in (1, -1)]
-    for other in (*others, *old):
+    for by in (1, -1):
+        other = encode(_OtherScale(form.signed, form.width, by), values)
         there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
-        there = (there if gaps is None else there | gaps).view(-1, form.group).all(1, keepdim=True)
+        there = there.view(-1, form.group).all(1, keepdim=True)
         pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
         parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
     return parts

@@ -26,17 +26,8 @@ def lies_in_slices(shape: Sequence[int]) -> bool:
     return (len(shape) > 1 and min(shape[-2:]) > 1) or math.prod(shape) >= LARGE
 
 
-def slice_of(row: Row, axis: Axis, full: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a whole leaf; the leaf itself where it is not cut.
-
-    Args:
-        axis: of the state that the leaf is of.
-    """
-    return slice_at(row, *axis.place_on_tensor, full)
-
-
-def slice_at(row: Row, rank: int, ranks: int, full: torch.Tensor) -> torch.Tensor:
-    """The slice of a rank of that many."""
+def slice_of(row: Row, rank: int, ranks: int, full: torch.Tensor) -> torch.Tensor:
+    """The slice of a whole leaf of a rank of that many; the leaf itself where it is not cut."""
     return full if row.slices is None else cut(row.slices, rank, ranks, 0, full)
 
 

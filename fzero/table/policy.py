@@ -249,7 +249,4 @@ class ByPath:
     policies: tuple[tuple[str, Policy], ...]
 
     def of(self, path: str) -> Policy:
-        for pattern, policy in self.policies:
-            if matches(pattern, path):
-                return policy
-        return Policy()
+        return next((policy for pattern, policy in self.policies if matches(pattern, path)), Policy())

@@ -41,7 +41,8 @@ class Extra:
         init: `init(params) -> value`. `params` is a `Sharded`. A value keeps the dtype that `init` gives it: over
             bfloat16 params begin with `params.map(lambda p: p.float())` for one in float32.
         update: `update(value, params, applied) -> value`, of the same structure. Called after every update, with the
-            new params. `applied` is False if the update was skipped, as a gradient was not finite.
+            new params. `applied` is False if the update was skipped, as a gradient was not finite. None: the value
+            stays as it is.
         changes: `changes(value, params) -> (value, params)`, to change the params. Called after every `every`-th
             applied update, before `update` of any entry. It works element by element on this rank's slices, and gets
             some groups at a time. The value must be one `Sharded` of the trained leaves.
@@ -71,7 +72,7 @@ class Extra:
     name: str
     source: str
     init: Callable[..., object]
-    update: Callable[..., object]
+    update: Callable[..., object] | None = None
     scale: Callable[..., float] | None = None
     kind: str = ""
     expendable: bool = False
@@ -84,12 +85,14 @@ class Extra:
         for argument, own in (("name", self.name), ("source", self.source), ("kind", self.kind)):
             need_str(own, "Extra", argument, "a str")
         for argument in ("init", "update", "scale", "changes", "fused"):
-            own, optional = getattr(self, argument), argument in ("scale", "changes", "fused")
+            own, optional = getattr(self, argument), argument != "init"
             if not callable(own) and not (optional and own is None):
                 raise wrong("Extra", argument, own, "a function" + (" or None" if optional else ""))
         need_int(self.every, "Extra", "every", least=1)
         if self.changes is not None and self.fused is not None:
             raise ValueError(f"Extra: got both changes and fused ({self.source}); expected one of them.")
+        if self.fused is not None and self.update is None:
+            raise ValueError(f"Extra: got fused without update ({self.source}); expected both, which do the same.")
         object.__setattr__(self, "kind", self.kind or self.source)
         if not self.name:
             raise ValueError(f"Extra: got name='' ({self.source}), expected the name of an entry of state.extra.")

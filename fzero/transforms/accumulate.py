@@ -74,9 +74,7 @@ def accumulate(
         tensor(0.6931)
     """
     need_step(step, "accumulate")
-    need_int(count, "accumulate", "count", "a number of microbatches")
+    need_int(count, "accumulate", "count", "a number of microbatches", 1)
     need_in_dims(in_dims, "accumulate")
-    if count < 1:
-        raise ValueError(f"accumulate: got count={count}, expected a number of microbatches of at least 1.")
     need_weights(weights, "accumulate")
     return step.with_header("microbatches", Microbatches(count, in_dims, weights), f"accumulate({count})")

@@ -69,14 +69,10 @@ def carry(step: S, value: object) -> S:
                 "carry", f"value {name}" if name else "value", x, "one of numbers (view its bytes as torch.uint8)"
             )
     own = pytree.map(lambda x: x.clone() if follows(x) else x.detach().clone(), value)
-    extra = Extra(CARRY, "carry", functools.partial(_begun, own), _stays, kind="a carry")
+    extra = Extra(CARRY, "carry", functools.partial(_begun, own), kind="a carry")
     return step.with_header("carries", True, "carry").with_state(extra)
 
 
 def _begun(value: object, params: Sharded) -> object:
     # what all ranks are given alike has the derivatives of the mean over them
     return pytree.map(lambda x: on_data(params.axis, x) if follows(x) else x.clone(), value)
-
-
-def _stays(value: object, params: Sharded, applied: bool) -> object:
-    return value

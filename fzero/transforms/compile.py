@@ -12,8 +12,10 @@ def compile(step: S, pattern: str = "*") -> S:
     - Random numbers stay the same. Other numbers are those of eager mode up to the last bits, if kernels are fused.
     - The first steps take long. On CPU they need a C++ compiler.
     - What is outside of units runs uncompiled, and so do derivatives of derivatives.
-    - A unit with leaves that `fz.shard_tensor` cuts runs uncompiled at first, once for each set of input shapes. If it
-      needs conversions in between, it stays uncompiled, and a warning says so.
+    - With `fz.shard_tensor`, units run uncompiled in each run that is looked at: see there. A unit of a module that
+      needs conversions in between stays uncompiled.
+    - Units of modules with `fz.functional(..., sync_batch_norm=True)` stay uncompiled. Those with `nn.SyncBatchNorm`
+      are compiled around these.
 
     Args:
         step: any step.

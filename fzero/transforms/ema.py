@@ -54,10 +54,11 @@ def ema(step: S, decay: float, *, name: str = "ema") -> S:
     update, fused = functools.partial(_averaged, float(decay)), functools.partial(_write, float(decay))
     need_str(name, "ema", "name", "the name of an entry of state.extra")
     source = f"ema({float(decay)})" if name == "ema" else f"ema({float(decay)}, name={name!r})"
-    return step.with_state(Extra(name, source, _begun, update, kind="an ema", wide=True, fused=fused))
+    return step.with_state(Extra(name, source, begun, update, kind="an ema", wide=True, fused=fused))
 
 
-def _begun(params: Sharded) -> Sharded:
+def begun(params: Sharded) -> Sharded:
+    """The trained params, in float32 or float64."""
     return params.only(params.layout.trainable).map(lambda p: p.to(math_dtype(p.dtype)))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from fzero.base.arguments import need_int, need_number, renamed
-from fzero.kernels.onepass import math_dtype
 from fzero.state.sharded import Sharded
 from fzero.table.spec import Extra, S, need_step
+from fzero.transforms.ema import begun
 
 
 @renamed(sync_period="every", slow_step_size="alpha")
@@ -54,18 +54,10 @@ def lookahead(step: S, every: int = 6, alpha: float = 0.5) -> S:
         raise ValueError(f"lookahead: got alpha={alpha}, expected a number in [0, 1].")
     said = f"lookahead(every={int(every)}, alpha={float(alpha)})"
     changes = functools.partial(_followed, float(alpha))
-    extra = Extra("lookahead", said, _begun, _stays, kind="a lookahead", wide=True, changes=changes, every=int(every))
+    extra = Extra("lookahead", said, begun, kind="a lookahead", wide=True, changes=changes, every=int(every))
     return step.with_state(extra)
-
-
-def _begun(params: Sharded) -> Sharded:
-    return params.only(params.layout.trainable).map(lambda p: p.to(math_dtype(p.dtype)))
 
 
 def _followed(alpha: float, slow: Sharded, params: Sharded) -> tuple[Sharded, Sharded]:
     new = slow.map(lambda s, p: s + alpha * (p - s), params)
     return new, new
-
-
-def _stays(slow: Sharded, params: Sharded, applied: bool) -> Sharded:
-    return slow

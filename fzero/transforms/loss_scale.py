@@ -103,7 +103,7 @@ def loss_scale(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
             init=functools.partial(_begun, first),
-            update=functools.partial(_adjusted, *counts) if dynamic else _kept,
+            update=functools.partial(_adjusted, *counts) if dynamic else None,
             scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
@@ -113,10 +113,6 @@ def loss_scale(
 
 def _begun(first: ScaleState, params: object) -> ScaleState:
     return first
-
-
-def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
-    return state
 
 
 def _adjusted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ from fzero.optim.base import values
 from fzero.state.gather import squares_in
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
-from fzero.state.squares import need_alike_beside, squares_of, sum_of_squares
+from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
 from fzero.state.values import holds_values
 from fzero.stores.away import Placed, tensor_of
@@ -41,7 +41,7 @@ class _Grads:
 
     def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
-        self.squares: dict[int, torch.Tensor] = {}
+        self.squares_of: dict[Key, LeafSquares] = {}
 
     def of(self, key: Key, shard: torch.Tensor) -> Sharded:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
@@ -56,8 +56,12 @@ class _Grads:
     def measured(self, key: Key, shard: torch.Tensor) -> Sharded:
         """These grads, their squares noted for the norm."""
         grads = self.of(key, shard)
-        self.squares.update(squares_of(grads))
+        self.squares_of[key] = squares_of(grads)
         return grads
+
+    @property
+    def squares(self) -> LeafSquares:
+        return LeafSquares.joined([*self.squares_of.values()])
 
     def norm(self) -> torch.Tensor:
         if self.state.params.axis.further:
@@ -132,7 +136,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
             return Decision(step, state, loss)
 
         def at_once(key: Key, shard: torch.Tensor) -> None:
-            update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
+            update.apply([key], _finite_only(grads.measured(key, shard), grads.squares_of[key]), {})
 
         run.pull(ct, receive=at_once, before=update.start)
         decision = Decision(step, state, grads.norm(), None, grads.squares)
@@ -178,9 +182,8 @@ def holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
     return lambda: empty.with_buffers({key: Placed(_HELD, tuple(codes)).stored().to(dtype)}, scale)
 
 
-def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:
+def _finite_only(grads: Sharded, squares: LeafSquares) -> Sharded:
     """The grads without elements that are not finite, which would stay in the params for ever."""
-    leaves = [slot.leaf for key in grads.groups for slot in grads.layout.groups[key].slots]
-    if all(is_finite(squares[leaf]) for leaf in leaves):
+    if all(map(is_finite, squares.vector.unbind())):
         return grads
     return grads.with_buffers({key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in grads.locals().items()})

@@ -45,7 +45,7 @@ class Changes:
 
 
 def metric(
-    params: Sharded, moments: object, grads: Mapping[int, torch.Tensor] | None, changes: Changes | None
+    params: Sharded, moments: object, grads: LeafSquares | None, changes: Changes | None
 ) -> Metric:
     """The norms after an update; NaN for grads that nobody has come to know.
 
@@ -62,7 +62,7 @@ def metric(
         now = squares_of(own)
         none = LeafSquares(now.leaves, torch.zeros_like(now.vector))
         parts = [("params", now), ("updates", none), *moment_squares(trained_moments(moments))]
-    norms = norms_of_squares([("grads", grads), *parts] if grads else parts, own)
+    norms = norms_of_squares([("grads", grads), *parts] if grads is not None else parts, own)
     nothing = {path: torch.full_like(x, torch.nan) for path, x in norms["params"].items()}
     return _ordered({"grads": nothing, **norms})
 

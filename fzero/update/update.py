@@ -25,7 +25,7 @@ from fzero.state.gather import squares_in
 from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of, placed
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
-from fzero.state.squares import need_alike_beside
+from fzero.state.squares import LeafSquares, need_alike_beside
 from fzero.state.train_state import TrainState, being_saved
 from fzero.state.values import holds_values
 from fzero.stores.away import Away, donated_to
@@ -41,7 +41,7 @@ from fzero.update.known import in_place, is_finite, known_metrics, on_host
 from fzero.update.leaf_norms import Changes, metric
 from fzero.update.writing import Writing
 
-Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
+Squares = tuple[torch.Tensor, LeafSquares]  # over all leaves and shards, and of this rank's parts
 
 
 def apply_update(
@@ -107,7 +107,7 @@ class Decision:
         state: TrainState,
         norm: torch.Tensor,
         joint: object = None,
-        squares: Mapping[int, torch.Tensor] | None = None,
+        squares: LeafSquares | None = None,
     ) -> None:
         self.step, self.state, self._squares = step, state, squares
         self.extra: dict[str, object] = {"grad_norm": norm}

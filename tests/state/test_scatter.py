@@ -89,21 +89,6 @@ def test_values_of_few_bits_are_the_same_among_other_codes(leaves: sliced.Shapes
     moved(leaves, policy)
 
 
-@given(leaves=sliced.shapes(most=70), signed=st.booleans(), policy=st.sampled_from(["8-bit", "4-bit"]), data=st.data())
-def test_whatever_codes_a_group_has(leaves: sliced.Shapes, signed: bool, policy: str, data: st.DataObject) -> None:
-    """Also among gaps, which hold no leaf."""
-    step = fz.train_step(lambda p: torch.zeros(()), fz.adamw(1e-2), sliced.POLICIES[policy])
-    moments = step.init(sliced.params(leaves, torch.float32)).moments
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    scale = data.draw(st.integers(1, 200))
-    like = moments.mu if signed else moments.nu
-    draw = lambda x, low, most: torch.randint(low, most, x.shape, generator=generator).to(x.dtype)
-    codes = {k: draw(x, scale, scale + 4) if "scale" in k else draw(x, 1, 127) for k, x in like.entries.items()}
-    tree = like.over(codes)
-    full = fz.gather(tree)
-    sliced.same_bits(fz.gather(fz.scatter(full, like=tree)), full)
-
-
 # ---- a vocabulary that grows in the middle of a run
 
 

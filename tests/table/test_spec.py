@@ -271,7 +271,7 @@ def test_a_plan_counts_all_that_entries_keep() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"init": 1}, {"update": None}, {"scale": 1.5}, {"name": []}, {"scale": 0}, {"fused": 2}]
+    "wrong", [{"init": 1}, {"update": 3}, {"scale": 1.5}, {"name": []}, {"scale": 0}, {"fused": 2}]
 )
 def test_entries_of_a_wrong_kind_are_refused(wrong: Any) -> None:
     given = {"name": "it", "source": "it()", "init": lambda p: 0, "update": lambda v, p, a: v} | wrong
@@ -279,5 +279,7 @@ def test_entries_of_a_wrong_kind_are_refused(wrong: Any) -> None:
         fz.Extra(**given)
     with pytest.raises(ValueError, match=r"Extra: got both changes and fused \(it\(\)\); expected one of them"):
         fz.Extra("it", "it()", lambda p: p, lambda v, p, a: v, changes=lambda v, p: (v, p), fused=lambda v, p: None)
+    with pytest.raises(ValueError, match=r"Extra: got fused without update \(it\(\)\)"):
+        fz.Extra("it", "it()", lambda p: p, fused=lambda v, p: None)
     with pytest.raises(TypeError, match=r"with_state: got extra=3, expected an fz.Extra"):
         fz.train_step(lambda p: p, fz.sgd(0.1)).with_state(3)  # type: ignore[arg-type]
