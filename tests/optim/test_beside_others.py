@@ -36,7 +36,6 @@ MEMBERS: dict[str, Any] = {
 EIGHT_BITS = ("adamw", "amsgrad", "sgd", "lion")
 OTHERS: dict[str, Any] = {
     "lamb": lambda: fz.lamb(0.01),
-    "nadam": lambda: fz.from_torch(torch.optim.NAdam, 0.01),
     "own": lambda: fz.GradientTransformation(
         lambda params: params.map(torch.zeros_like),
         lambda u, state, params: (u.map(lambda x: -0.1 * x), u),
