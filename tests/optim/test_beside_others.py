@@ -138,11 +138,11 @@ def goes_on(config: Drawn, world: int, folder: Path, rank: int) -> Any:
 
 CONFIGS = [
     Drawn(("muon", "lamb", "beside", "float64", 3, False)),
-    Drawn(("muon", "nadam", "in front", "exact", 1, False)),
+    Drawn(("muon", "lamb", "in front", "exact", 1, False)),
     Drawn(("muon", "own", "behind", "bf16 states", 2, True)),
     Drawn(("adamw", "lamb", "beside", "8-bit", 3, True)),
     Drawn(("adamw", "own", "in front", "moments in bf16", 1, False)),
-    Drawn(("sgd", "nadam", "behind", "exact", 2, False)),
+    Drawn(("sgd", "lamb", "behind", "exact", 2, False)),
     Drawn(("amsgrad", "lamb", "in front", "bf16 states", 3, False)),
     Drawn(("lion", "own", "beside", "8-bit", 0, False)),
 ]
