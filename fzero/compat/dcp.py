@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,8 @@ def save_dcp(
 ) -> None:
     """Writes a state as a checkpoint of torch.distributed.checkpoint (DCP).
 
-    `dcp.load` reads it over any ranks and mesh. All ranks call this, and each writes its own slices, decoded.
+    `dcp.load` reads it over any ranks and mesh. All ranks call this. The first one writes what all send it unit by
+    unit, as by `fz.stream`: no rank ever holds the model, and the others need not reach the folder.
 
     Names are those of `{"model": model_state_dict, "optim": optimizer_state_dict}`, as
     `torch.distributed.checkpoint.state_dict` has them: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
@@ -53,14 +53,15 @@ def save_dcp(
     `dcp.load` a `DefaultLoadPlanner(allow_partial_load=True)`.
 
     Args:
-        path: a folder. A checkpoint that is there stays whole until the new one is whole.
+        path: a folder without a checkpoint, which is made if it is missing.
         state: its params and moments are written. Kept grads and `state.extra` are not.
         model: prefix of the params' names; "" for none.
         optim: prefix of the moments' names; None writes no moments.
 
     Raises:
         ValueError: the ranks differ in their arguments, or DCP has no name for the optimizer's moments.
-        OSError: the disk is full, or the folder is not writable. It is raised on every rank.
+        OSError: the folder has a checkpoint (FileExistsError) or is not writable, or the disk is full. It is raised on
+            every rank.
 
     Example:
         >>> import tempfile
@@ -74,7 +75,7 @@ def save_dcp(
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")
     (state,) = constants(who, state=state)
-    axis, everyone = state.params.axis, Everyone(state.params.axis)
+    axis = state.params.axis
 
     def asked() -> str:
         need_str(model, who, "model", "a prefix of names")
@@ -90,15 +91,8 @@ def save_dcp(
             f"Call {who} alike on every rank.",
         )
         need_same(axis, agreed(axis, writing.copies), "compat.save_dcp")
-        writing.token = everyone.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
-        try:
-            agreed(axis, writing.begin)
-            plans = everyone.exchange(writing.plan(), "save_dcp")
-            result = agreed(axis, lambda: writing.write(plans, everyone.number))
-            results = everyone.exchange(result, "save_dcp")
-            agreed(axis, lambda: writing.finish(results))
-        finally:
-            writing.leave()
+        agreed(axis, writing.begin)
+        agreed(axis, writing.write)
 
 
 def load_dcp(

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import fzero as fz
 from fzero.checkpoint import files
-from fzero.compat import export, storage
+from fzero.compat import export
 from fzero.testing import run_ranks
 
 SEVERAL, ONE, NUMEL = 200, 10**9, 40
@@ -84,7 +84,7 @@ def before(folder: Path, kind: str, ranks: int) -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch, top: Path, job: Callable[[], object]) -> Recorder:
     with monkeypatch.context() as patch:
         recorder = Recorder(str(top))
-        for module in (files, export, storage):
+        for module in (files, export):
             patch.setattr(module, "os", recorder)
         job()
     return recorder
