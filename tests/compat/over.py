@@ -77,8 +77,7 @@ def before(folder: Path, kind: str, ranks: int) -> None:
     for save in {"none": [], "one": [exported], "several": [several], "renamed": [several] * 2}.get(kind, []):
         saved(folder, ranks, 1.0, save)
     if kind == "loose":
-        for name, x in params(1.0).items():
-            save_file({name: x}, folder / f"{name}.safetensors")
+        save_file(params(1.0), folder / "a.safetensors")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, top: Path, job: Callable[[], object]) -> Recorder:
