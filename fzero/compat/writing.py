@@ -115,7 +115,8 @@ class Writing:
         tensors = self._tensors()
         try:
             if self._leads:
-                self._write(tensors)
+                with files.Folder(self._folder).only_writer():
+                    self._write(tensors)
         finally:
             for _ in tensors:  # the others wait for this rank until the end
                 pass
