@@ -134,7 +134,7 @@ OPTIMIZERS: dict[str, tuple[fz.GradientTransformation, Callable[..., torch.optim
     "muon": (fz.partition({"*.b": fz.adamw(rate), "*": fz.muon(rate)}), _one(MuonOrAdamW)),
     "radam": (fz.from_torch(torch.optim.RAdam, rate), _one(torch.optim.RAdam)),
     "of whole leaves": (fz.whole(fz.adamw(rate, weight_decay=0.1)), _one(torch.optim.AdamW, weight_decay=0.1)),
-    "nadam of whole leaves": (fz.whole(fz.from_torch(torch.optim.NAdam, rate)), _one(torch.optim.NAdam)),
+    "nadam": (fz.from_torch(torch.optim.NAdam, rate), _one(torch.optim.NAdam)),
 }
 
 

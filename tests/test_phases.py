@@ -301,8 +301,6 @@ def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:
             again(kept)
         assert again(frozen).step == 1
     assert fz.convert(frozen.init(params), plain).step == 0  # nothing is late yet
-    with pytest.raises(ValueError, match=r"from_torch|nadam.*one number for all leaves"):
-        fz.freeze(fz.train_step(loss, fz.from_torch(torch.optim.NAdam, 0.1)), "head.w", keep_moments=True).init(params)
 
 
 def test_ones_own_without_counts(tmp_path: Any) -> None:
@@ -372,13 +370,13 @@ def test_states_of_leaves_that_began_otherwise_are_not_stacked() -> None:
 def test_torchs_checkpoints_have_the_own_counts(tmp_path: Any) -> None:
     for last in ((), (phases.phase(1, kept=["blocks.1.b"], forgotten=["head.w"]),)):  # torch begins moments with zeros
         state, _ = begun(fz.adamw(0.1), *LATE, *last)
-        fz.compat.save_dcp(tmp_path, state)
+        fz.compat.save_dcp(folder := tmp_path / str(len(last)), state)
         own = {path: torch.zeros(()) for path in LEAVES}
-        dcp.load({f"optim.state.{path}.step": x for path, x in own.items()}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({f"optim.state.{path}.step": x for path, x in own.items()}, checkpoint_id=folder, no_dist=True)
         *_, want = phases.own_counts((*LATE, *last))
         assert {path: x.item() for path, x in own.items()} == want
         with pytest.raises(ValueError, match=r"leaf '.*' has seen . updates, leaf 'blocks.0.b' ."):
-            fz.compat.load_dcp(tmp_path, fz.train_step(phases.loss_and_params()[0], fz.adamw(0.1)))
+            fz.compat.load_dcp(folder, fz.train_step(phases.loss_and_params()[0], fz.adamw(0.1)))
 
 
 def test_torchs_checkpoints_have_one_count_for_kept_moments_too(tmp_path: Any) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +162,7 @@ class Manifest:
 
     def text(self) -> bytes:
         """The file's content, which begins with the checksum of all that follows."""
-        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        fields = {"format": FORMAT, "version": VERSION, **asdict(replace(self, extra=None)), "extra": self.extra}
         body = f'"checkpoint": {json.dumps(fields, separators=(",", ":"))}}}\n'.encode()
         return _head(body) + body
 

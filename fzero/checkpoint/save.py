@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import threading
 import uuid
 from collections.abc import Callable
 
-from fzero.base.arguments import named, wrong
+from fzero.base.arguments import wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
@@ -260,37 +261,18 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
     return None
 
 
-_DEEP = 200  # levels of `extra`: the manifest around it has some more, and Python's stack an end
-_BITS = 14_000  # of an int in `extra`: Python reads numbers of up to 4300 digits
-
-
 def as_json(value: object, place: str) -> str:
-    _need_json(value, place, _DEEP)
-    return json.dumps(value)
-
-
-def _need_json(value: object, place: str, levels: int) -> None:
-    """Refuses what JSON would give back as something else."""
-    if not levels:
-        raise ValueError(
-            f"{place.partition('[')[0]}: got one that is nested too deeply, or holds itself; expected at most {_DEEP} "
-            "levels."
-        )
-    if type(value) is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                raise TypeError(f"{place}: got the key {key!r}, expected a str: JSON has no other keys.")
-            _need_json(item, f"{place}[{key!r}]", levels - 1)
-    elif type(value) is list:
-        for number, item in enumerate(value):
-            _need_json(item, f"{place}[{number}]", levels - 1)
-    elif type(value) is int and value.bit_length() > _BITS:
-        raise ValueError(
-            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer "
-            "ones from text. Write hex(value)."
-        )
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise TypeError(
-            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False "
-            "or None. Write x.tolist() for a tensor or an array, and list(x) for a tuple."
-        )
+    """A value as JSON; refuses what JSON cannot say, or would give back as something else."""
+    given, expected = reprlib.repr(value), (
+        "expected what JSON can say: a dict with strings as keys, a list, a str, a number, True, False or None. Write "
+        "x.tolist() for a tensor or an array, and list(x) for a tuple."
+    )
+    try:
+        text = json.dumps(value)
+        back = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{place}: got {given} ({error}), {expected}") from None
+    if repr(back) != repr(value):
+        raise TypeError(f"{place}: got {given}, which JSON gives back as {reprlib.repr(back)}, {expected}")
+    return text

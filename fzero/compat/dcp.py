@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,23 +12,18 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
-from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.copies import need_same
-from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed, filled
+from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
 from fzero.compat.ties import need_same_values, ties_of, untied
-from fzero.compat.trees import WORDS, WholeLeaves, kinds_of, one_count, word_of
+from fzero.compat.trees import WORDS, Others, loaded, one_count
 from fzero.compat.writing import Writing
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
-from fzero.state.items import Item
-from fzero.state.origin import TREES, Origin
-from fzero.state.source import Source
 from fzero.state.train_state import TrainState
-from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
 
 if TYPE_CHECKING:
@@ -45,7 +39,8 @@ def save_dcp(
 ) -> None:
     """Writes a state as a checkpoint of torch.distributed.checkpoint (DCP).
 
-    `dcp.load` reads it over any ranks and mesh. All ranks call this, and each writes its own slices, decoded.
+    `dcp.load` reads it over any ranks and mesh. All ranks call this. The first one writes what all send it unit by
+    unit, as by `fz.stream`: no rank ever holds the model, and the others need not reach the folder.
 
     Names are those of `{"model": model_state_dict, "optim": optimizer_state_dict}`, as
     `torch.distributed.checkpoint.state_dict` has them: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
@@ -53,14 +48,15 @@ def save_dcp(
     `dcp.load` a `DefaultLoadPlanner(allow_partial_load=True)`.
 
     Args:
-        path: a folder. A checkpoint that is there stays whole until the new one is whole.
+        path: a folder without a checkpoint, which is made if it is missing.
         state: its params and moments are written. Kept grads and `state.extra` are not.
         model: prefix of the params' names; "" for none.
         optim: prefix of the moments' names; None writes no moments.
 
     Raises:
         ValueError: the ranks differ in their arguments, or DCP has no name for the optimizer's moments.
-        OSError: the disk is full, or the folder is not writable. It is raised on every rank.
+        OSError: the folder has a checkpoint (FileExistsError) or is not writable, or the disk is full. It is raised on
+            every rank.
 
     Example:
         >>> import tempfile
@@ -74,7 +70,7 @@ def save_dcp(
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")
     (state,) = constants(who, state=state)
-    axis, everyone = state.params.axis, Everyone(state.params.axis)
+    axis = state.params.axis
 
     def asked() -> str:
         need_str(model, who, "model", "a prefix of names")
@@ -90,15 +86,8 @@ def save_dcp(
             f"Call {who} alike on every rank.",
         )
         need_same(axis, agreed(axis, writing.copies), "compat.save_dcp")
-        writing.token = everyone.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
-        try:
-            agreed(axis, writing.begin)
-            plans = everyone.exchange(writing.plan(), "save_dcp")
-            result = agreed(axis, lambda: writing.write(plans, everyone.number))
-            results = everyone.exchange(result, "save_dcp")
-            agreed(axis, lambda: writing.finish(results))
-        finally:
-            writing.leave()
+        agreed(axis, writing.begin)
+        agreed(axis, writing.write)
 
 
 def load_dcp(
@@ -156,36 +145,20 @@ def load_dcp(
         folder = folder_of(path, "compat.load_dcp")
         return Wanted(who, folder, like, pattern, lossy, lenient), need_int(seed, who, "seed")
 
-    wanted, seed = agreed(step.axis(), asked)
-    folder = wanted.place
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = step.axis().of_component(step.name)
-        origin = agreed(axis, lambda: _Reading(folder, model, optim, like))
-        said = f"{folder}\nseed {seed}\n{origin.said}"
-        axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
-        agreed(axis, lambda: origin.need_ties(pattern, axis))
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
-        count = agreed(axis, lambda: None if optim is None else origin.count(choice.with_moments))
-        state = filled(origin, choice, wanted, step, axis, seed, count)
-        agreed(axis, origin.check)
-        if Everyone(axis).leads:
-            choice.warn(wanted, 2)
-        return state
+    return loaded(step, asked, lambda wanted, axis: _Reading(wanted.place, model, optim, like), optim is not None)
 
 
-class _Reading(Origin):
+class _Reading(Others[str]):
     """A checkpoint of torch as the origin of a state."""
 
     call, anew = "fz.compat.load_dcp(path, step, lossy=True)", "fz.compat.load_dcp(path, step, optim=None)"
-    device = torch.device("cpu")
-    extras = ()
+    else_said = _TIED
 
     def __init__(self, folder: str, model: str, optim: str | None, like: object) -> None:
-        self.place, self._kinds = folder, {"params": "params"}
-        self.kinds = self._kinds
+        self.place, self.kinds = folder, {"params": "params"}
         self._reader, self._tensors, same = _opened(folder)
         lines = [f"{name} {tuple(own.size)} {own.properties.dtype}" for name, own in self._tensors.items()]
-        self.said = "\n".join([*sorted(lines), f"metadata with checksum {self._reader.checksum}"])
+        self.said = "\n".join([folder, *sorted(lines), f"metadata with checksum {self._reader.checksum}"])
         before = f"{model}." if model else ""
         state = f"{optim}.state." if optim else "state."
         params = {name.removeprefix(before): name for name in self._tensors if name.startswith(before)}
@@ -200,21 +173,19 @@ class _Reading(Origin):
                 found.setdefault(word, {})[path] = name
         moments = {name for own in found.values() for name in own.values()}
         params = {path: name for path, name in params.items() if name not in moments}
-        self.params, self._ties = untied(params, ties)
-        self._moments = dict[str, dict[str, str]]()  # word -> path -> name
+        params, self._ties = untied(params, ties)
+        self.params = {path: params[path] for path in pytree.named_leaves(dict.fromkeys(params, 0))[0]}
+        self.moments = moments_of = dict[str, dict[str, str]]()
         for word, own in found.items():
-            self._moments[word], also = untied(own, ties)
+            moments_of[word], also = untied(own, ties)
             self._ties += also
         self._ties = [tie for tie in self._ties if same.get(tie.second) != tie.first]
         self._state, self._model = state, before
-        tensors = {path: self._tensors[name] for path, name in self.params.items()}
-        paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
-        self.leaves: list[Leaf] = [(path, tuple(tensors[path].size), tensors[path].properties.dtype) for path in paths]
 
     def alone(self) -> None:
         """Refuses to make a tree of the names alone where not all of them are surely those of params."""
         for path, name in self.params.items():
-            if (dtype := self.dtype(name)) not in _FLOATS:
+            if (dtype := self.form(name)[1]) not in _FLOATS:
                 raise ValueError(
                     f"{self.place}: tensor {name!r} is of {dtype}, expected elements of a floating dtype. Give like= "
                     "without it, and lenient=True."
@@ -228,32 +199,26 @@ class _Reading(Origin):
                 )
 
     def need_ties(self, pattern: str, axis: Axis) -> None:
-        """Refuses two names of a tied leaf that disagree."""
         ties = [tie for tie in self._ties if matches(pattern, tie.path)]
-        form = lambda name: (self.shape(name), self.dtype(name))
-        need_same_values(self.place, ties, form, self._elements, axis)
+        need_same_values(self.place, ties, self.form, self._elements, axis)
 
-    def check(self) -> None:
-        """Refuses what was read while another checkpoint took this one's place."""
+    def check(self, number: int, count: int) -> None:
         if self._reader.read_checksum() != self._reader.checksum:
             raise DamagedCheckpoint(f"{self.place}: was saved over while it was read. Load it again once it is whole.")
 
     def structure(self) -> pytree.Spec:
         self.alone()
-        return pytree.flatten(dict.fromkeys(self.params, 0))[1]
+        return super().structure()
 
-    def meet(self, moments: Sequence[Item]) -> None:
-        if not self._moments and any(item.kind in TREES for item in moments):
-            raise ValueError(
-                f"{self.place}: got no tensors of an optimizer: no name begins with {self._state!r}. Give their "
-                "prefix as optim=, or say optim=None to begin the moments anew."
-            )
-        self._kinds.update(kinds_of(moments, self._moments.keys() - {"step"}))
+    def lacks(self) -> str:
+        return (
+            f"got no tensors of an optimizer: no name begins with {self._state!r}. Give their prefix as optim=, or say "
+            "optim=None to begin the moments anew."
+        )
 
     def count(self, paths: Sequence[str]) -> int:
-        """How many updates the moments have seen."""
         self._counts = counts = {
-            path: self._update(name) for path, name in self._moments.get("step", {}).items() if path in {*paths}
+            path: self._update(name) for path, name in self.moments.get("step", {}).items() if path in {*paths}
         }
         self._uncounted = next((path for path in paths if path not in counts), None)
         self._count = one_count(self.place, counts, 0, "optim=None")
@@ -265,7 +230,7 @@ class _Reading(Origin):
         value = self._elements(name, 0, 1).item() if numel == 1 else f"{numel} elements"
         if not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()):
             raise ValueError(
-                f"{self.place}: tensor {name!r} of {self.dtype(name)} has {value}, expected a number of updates. Say "
+                f"{self.place}: tensor {name!r} of {self.form(name)[1]} has {value}, expected a number of updates. Say "
                 "optim=None to begin the moments anew."
             )
         return int(value)
@@ -273,7 +238,7 @@ class _Reading(Origin):
     def value(self, name: str) -> object:
         if name.rpartition(".")[2] != "count":
             return None
-        if self._uncounted is not None and (self._counts or "exp_avg_sq" in self._moments):  # others count nothing
+        if self._uncounted is not None and (self._counts or "exp_avg_sq" in self.moments):  # others count nothing
             raise ValueError(
                 f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates of this "
                 f"leaf's moments. The optimizer of the step needs it. {_TIED}Otherwise say optim=None to begin the "
@@ -281,77 +246,51 @@ class _Reading(Origin):
             )
         return self._count
 
-    def tree(self, name: str) -> Source:
-        names = self.params if name == "params" else self._moments[word_of(name)]
-        return _Tree(self, name, names)
+    def form(self, tensor: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return tuple(self._tensors[tensor].size), self._tensors[tensor].properties.dtype
 
-    def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fills a flat tensor with elements [start, stop) of one of the checkpoint's."""
+    def stored(self, tree: str, path: str, tensor: str) -> Format:
+        (shape, dtype), (expected, _) = self.form(tensor), self.form(self.params[path])
+        if dtype not in _FLOATS:
+            raise ValueError(
+                f"{self.place}: tensor {tensor!r} is of {dtype}, expected a floating dtype. Leave the leaf out by "
+                "pattern=."
+            )
+        if shape != expected:
+            raise ValueError(
+                f"{self.place}: tensor {tensor!r} has shape {shape}, expected {expected}, that of leaf {path!r}. Say "
+                "optim=None to begin the moments anew."
+            )
+        return Plain(dtype)
+
+    def fill(self, tensor: str, start: int, stop: int, out: torch.Tensor) -> None:
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
         from fzero.compat.planners import Load, boxes
 
-        tensor = self._tensors[name]
-        own, targets, covers, at = [*boxes(tuple(tensor.size), start, stop)], {}, {}, 0
+        saved = self._tensors[tensor]
+        own, targets, covers, at = [*boxes(tuple(saved.size), start, stop)], {}, {}, 0
         met = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
         for box in own:
             numel = box.sizes.numel()
             targets[box.offsets], covers[box.offsets] = (x[at : at + numel].view(box.sizes) for x in (out, met))
             at += numel
-        items = create_read_items_for_chunk_list(name, tensor, own)
+        items = create_read_items_for_chunk_list(tensor, saved, own)
         seen = Load(covers)
         for item in items:
             seen.resolve_tensor(item).fill_(True)
         if not met.all():
-            raise DamagedCheckpoint(f"{self.place}: tensor {name!r} lacks elements between {start} and {stop}.")
+            raise DamagedCheckpoint(f"{self.place}: tensor {tensor!r} lacks elements between {start} and {stop}.")
         try:
             self._reader.read_data(LoadPlan(items), Load(targets)).wait()
         except Exception as error:
-            raise DamagedCheckpoint(f"{self.place}: tensor {name!r} cannot be read: {error!r}.") from error
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].size)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].properties.dtype
+            raise DamagedCheckpoint(f"{self.place}: tensor {tensor!r} cannot be read: {error!r}.") from error
 
     def _elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")
-        self.read(name, start, stop, out)
+        out = torch.empty(stop - start, dtype=self.form(name)[1], device="cpu")
+        self.fill(name, start, stop, out)
         return out
-
-
-class _Tree(WholeLeaves):
-    """One of its trees."""
-
-    def __init__(self, origin: _Reading, name: str, names: Mapping[str, str]) -> None:
-        self._origin, self._name, self._names = origin, name, names
-
-    def format(self, path: str) -> Format | None:
-        if path not in self._names:
-            if self._name == "params":
-                return None
-            raise ValueError(
-                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every "
-                f"leaf with moments in the step needs it. {_TIED}Otherwise freeze the leaf without moments, or say "
-                "optim=None to begin the moments anew."
-            )
-        name, expected = self._names[path], self._origin.shape(self._origin.params[path])
-        if (dtype := self._origin.dtype(name)) not in _FLOATS:
-            raise ValueError(
-                f"{self._origin.place}: tensor {name!r} is of {dtype}, expected a floating dtype. Leave the leaf out "
-                "by pattern=."
-            )
-        if (shape := self._origin.shape(name)) != expected:
-            raise ValueError(
-                f"{self._origin.place}: tensor {name!r} has shape {shape}, expected {expected}, that of leaf "
-                f"{path!r}. Say optim=None to begin the moments anew."
-            )
-        return Plain(dtype)
-
-    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
-        self._origin.read(self._names[path], start, stop, out)
 
 
 def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata], dict[str, str]]:

@@ -77,7 +77,6 @@ class Export:
         self._leads = Everyone(tree.axis).leads
         self._named = {file.name: file.name for file in self._files}  # as they are planned -> as they will be
         self._index: bytes | None = None
-        self._begun, self._met, self._done = list[str](), False, False  # who has a name; whether loaders may meet them
         self._open, self._locked = dict[str, int](), contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -88,11 +87,7 @@ class Export:
         self._locked.enter_context(self._folder.only_writer())
         there = self._tidied()
         if len(self._files) > 1:
-            known = _named_by_index(self._folder) or set[str]()
-            others = {name for name in there if name.endswith(".safetensors")}
-            # without an index each file that lies there is of the model, but for those of this kind of name
-            loose = others and not {SINGLE, INDEX} & there
-            if loose or self._named.keys() & (there | known):
+            if any(name.endswith(".safetensors") for name in there - {SINGLE}) or INDEX in there:
                 self._named = {name: f"model-{self._token}{name.removeprefix('model')}" for name in self._named}
             self._index = index_of(self._files, self._named)
         for file in self._files:
@@ -139,13 +134,9 @@ class Export:
             return
         folder, names = self._folder, {*self._named.values()}
         for file in self._files:
-            self._met = self._index is None
-            new = os.path.join(folder.path, self._named[file.name])
-            files.rename(self._unfinished(file.name), new)
-            self._begun.append(self._named[file.name])
+            files.rename(self._unfinished(file.name), os.path.join(folder.path, self._named[file.name]))
         files.sync_folder(folder.path)
         if self._index is not None:
-            self._met = True
             folder.replace(INDEX, self._index)
             names.add(INDEX)
             folder.remove(SINGLE)
@@ -155,26 +146,17 @@ class Export:
                 for name in folder.names():
                     if name not in names and (name in (INDEX, f"{INDEX}.new") or _MODEL.fullmatch(name)):
                         folder.remove(name)
-        self._done = True
         self._locked.close()
 
     def leave(self) -> None:
-        """Closes the files; those that have no name yet go, and of a save that has failed those that no index names."""
+        """Closes the files; those that have no name yet go. The rest of a save that failed goes with the next one."""
         for descriptor in self._open.values():
             os.close(descriptor)
-        with contextlib.suppress(OSError):  # the next save removes them
-            if self._open and not self._done:
-                for file in self._files:
-                    self._folder.remove(os.path.basename(self._unfinished(file.name)))
-                if not self._met or (self._index is not None and not self._is_index()):
-                    for name in self._begun:
-                        self._folder.remove(name)
+        with contextlib.suppress(OSError):
+            for name in self._open:
+                self._folder.remove(os.path.basename(self._unfinished(name)))
         with contextlib.suppress(OSError):
             self._locked.close()
-
-    def _is_index(self) -> bool:
-        """Whether the index that lies there is this one: its renaming may be what came last."""
-        return self._folder.exists(INDEX) and self._folder.read(INDEX) == self._index
 
     def _unfinished(self, name: str) -> str:
         return os.path.join(self._folder.path, f".{name}.{self._token}")

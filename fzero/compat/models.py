@@ -12,7 +12,7 @@ from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.compat.headers import INDEX, SINGLE
 
 NAMED = re.compile(r"model-[0-9a-f]{12}-\d+-of-\d+\.safetensors")  # by save_safetensors: of an index, or of none
-_OF = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
+_PART = re.compile(r".*-of-0*([2-9]|1\d)\d*\.safetensors")  # of several files
 
 
 class Model(NamedTuple):
@@ -33,9 +33,8 @@ def model_of(path: str) -> Model:
     """The files of a model: of a file itself, of an index those that it names, of a folder its one model.
 
     Raises:
-        FileNotFoundError: a folder has none, or of files that are numbered not all.
+        FileNotFoundError: a folder has none, or several and no index.
         DamagedCheckpoint: an index that cannot be read.
-        ValueError: a folder has files of more than one model.
     """
     if os.path.isdir(path):
         index = os.path.join(path, INDEX)
@@ -43,7 +42,7 @@ def model_of(path: str) -> Model:
             return Model([os.path.join(path, SINGLE)], "", {})
         if os.path.exists(index):
             return _indexed(index)
-        return Model([os.path.join(path, name) for name in _without_index(path)], "", {})
+        return Model([os.path.join(path, _only(path))], "", {})
     return _indexed(path) if path.endswith(".json") else Model([path], "", {})
 
 
@@ -58,32 +57,16 @@ def _indexed(path: str) -> Model:
     return Model([*dict.fromkeys(places.values())], path, places)
 
 
-def _without_index(folder: str) -> list[str]:
-    """The names of a folder's files where nothing but they themselves says which there should be."""
+def _only(folder: str) -> str:
+    """The name of a folder's one file."""
     there = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     names = [name for name in there if not NAMED.fullmatch(name)]  # the rest is of saves that never ended
-    if not names:
-        instead = f"only {there[0]} and no {INDEX} that names it" if there else "a folder without safetensors files"
-        raise FileNotFoundError(f"{folder}: got {instead}, expected some, such as {SINGLE}.")
-    sets: dict[tuple[str, int], dict[int, str]] = {}
-    for match in filter(None, map(_OF.fullmatch, names)):
-        sets.setdefault((match[1], int(match[3])), {})[int(match[2])] = match[0]
-    for (prefix, count), own in sets.items():
-        if other := next((name for name in names if name not in own.values()), None):
-            raise ValueError(
-                f"{folder}: got files {prefix}...-of-{count:05d}.safetensors beside {other} and no {INDEX}, expected "
-                "those of one model. Give the files of one as a list."
-            )
-        first = 0 if 0 in own else 1
-        lost = [number for number in range(first, first + count) if number not in own]
-        if lost or len(own) > count:
-            path = os.path.join(folder, f"{prefix}{(lost or [count])[0]:05d}-of-{count:05d}.safetensors")
-            more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
-            raise FileNotFoundError(
-                f"{path}: got no such file{more}, expected all {count} of this model, of which {len(own)} are there. "
-                "Bring it back, or give the files that are to be read as a list."
-            )
-    return names
+    if len(names) != 1 or _PART.fullmatch(names[0]):
+        raise FileNotFoundError(
+            f"{folder}: got {' and '.join(there[:2]) or 'a folder without safetensors files'} and no {INDEX}, expected "
+            f"one file, such as {SINGLE}, or several and an index that names them. Otherwise give the files as a list."
+        )
+    return names[0]
 
 
 def check_index(model: Model, found: Mapping[str, str]) -> None:

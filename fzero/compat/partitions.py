@@ -26,6 +26,7 @@ _NUMBERS = ("deepspeed.runtime.zero.config.ZeroStageEnum",)
 class Spread(NamedTuple):
     """The elements of a leaf: e is in part (first + e) // size, where it is element base + (first + e) % size."""
 
+    shape: tuple[int, ...]
     parts: Sequence[torch.Tensor]
     first: int
     size: int
@@ -50,8 +51,8 @@ class Saved:
         updates: how many the run has applied.
         shared: other names of tied params -> the names that they are saved under.
         masters: whether the optimizer's states are those of named params.
-        shapes: of every param, in the order of the files.
-        params: their values: masters of those that are trained, of others what the model computes with.
+        params: their values, in the order of the files: masters of those that are trained, of others what the model
+            computes with.
         moments: what the optimizer calls them (`exp_avg`) -> the values, by the names of params.
         counts: how many updates the moments of a param have seen, where the optimizer counts them.
     """
@@ -60,7 +61,6 @@ class Saved:
     updates: int
     shared: Mapping[str, str]
     masters: bool
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     params: dict[str, Spread] = field(default_factory=dict)
     moments: dict[str, dict[str, Spread]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -142,10 +142,10 @@ def _trained(out: Saved, files: Sequence[str], groups: Sequence[States]) -> None
             leaves = _places(states[0], number, shapes, sizes[0], len(files))
         _check_group(files, number, masters, moments, sizes, counts, leaves)
         for name, (shape, first, size, base) in leaves.items():
-            out.shapes[name], out.params[name] = shape, Spread(masters, first, size, base)
+            out.params[name] = Spread(shape, masters, first, size, base)
             for word in moments[0]:
                 parts = [own[word] for own in moments]
-                out.moments.setdefault(word, {})[name] = Spread(parts, first, size, base)
+                out.moments.setdefault(word, {})[name] = Spread(shape, parts, first, size, base)
             if counts[0] is not None:
                 out.counts[name] = counts[0]
 
@@ -240,7 +240,7 @@ def _frozen(out: Saved, files: Sequence[str], states: Sequence[States]) -> None:
                     f"{path}: leaf {name!r} has {part.numel()} elements in {part.dtype}, expected {share} in "
                     f"{parts[0].dtype}. Load another checkpoint."
                 )
-        out.shapes[name], out.params[name] = tuple(map(int, shape)), Spread(parts, 0, share, 0)
+        out.params[name] = Spread(tuple(map(int, shape)), parts, 0, share, 0)
 
 
 def _unsharded(out: Saved, path: str, model: States) -> None:
@@ -256,11 +256,10 @@ def _unsharded(out: Saved, path: str, model: States) -> None:
 
 def _of_model(out: Saved, model: States) -> None:
     """Params that the model's own state dict has whole, and nothing else."""
-    others = {*model["buffer_names"], *out.shared, *out.shapes}
+    others = {*model["buffer_names"], *out.shared, *out.params}
     for name, value in model["module"].items():
         if name not in others and isinstance(value, torch.Tensor) and value.is_floating_point():
-            out.shapes[name] = tuple(value.shape)
-            out.params[name] = Spread([_flat(value)], 0, max(value.numel(), 1), 0)
+            out.params[name] = Spread(tuple(value.shape), [_flat(value)], 0, max(value.numel(), 1), 0)
 
 
 def _ties(module: States) -> dict[str, str]:

@@ -1,13 +1,11 @@
-"""What torch's distributed checkpoints (DCP) need to know of flat slices: they are boxes of their leaves."""
+"""What torch's distributed checkpoints (DCP) are told: whole tensors to write, and slices to read, as boxes."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
@@ -17,19 +15,9 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fzero.state.sliced import Sliced
-
-T = TypeVar("T")
-Make = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor, flat
 _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anything
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -69,83 +57,31 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 class Save(DefaultSavePlanner):
-    """Plans what one rank writes.
+    """Plans to write whole tensors.
 
     Args:
-        pieces: the tensors' names and where each begins and stops in its tensor -> what makes the values, flat.
-        known: the name of every tensor -> its shape, its dtype, and its keys in the nested state dict.
-        slices: the names of tensors of which this rank has a slice -> how they are cut, and which slice; its pieces
-            begin and stop there.
+        known: the names of the tensors -> their shapes and dtypes.
+        tensors: with their names, in this order.
     """
 
     def __init__(
-        self,
-        pieces: Mapping[tuple[str, int, int], Make],
-        known: Mapping[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]],
-        slices: Mapping[str, tuple[Sliced, int]],
+        self, known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         super().__init__()
-        self._known = known
-        self._parts: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor]] = {}
-        self._items: list[WriteItem] = []
-        for (name, start, stop), make in pieces.items():
-            shape, dtype, _ = known[name]
-            cut, rank = slices.get(name, (None, 0))
-            at = start
-            for own in boxes(shape if cut is None else cut.shape(shape, rank), start, stop):
-                end = at + own.sizes.numel()
-                for place, box in _placed(own, cut, rank):
-                    index = MetadataIndex(name, place.offsets)
-                    data = TensorWriteData(place, TensorProperties(dtype=dtype), torch.Size(shape))
-                    self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                    self._parts[name, tuple(place.offsets)] = _part(make, at, end, own.sizes, box)
-                at = end
+        self._known, self._tensors = known, tensors
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        tensors = {
-            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            for name, (shape, dtype, _) in self._known.items()
-        }
-        for plan in all_plans:
-            for item in plan.items:
-                assert item.tensor_data is not None
-                tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
-        keys = {name: keys for name, (_, _, keys) in self._known.items()}
-        return all_plans, Metadata({**tensors}, planner_data=keys)
+        items = []
+        for name, (shape, dtype) in self._known.items():
+            size, start = torch.Size(shape), torch.Size([0] * len(shape))
+            data = TensorWriteData(ChunkStorageMetadata(start, size), TensorProperties(dtype=dtype), size)
+            items.append(WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._parts[write_item.index.fqn, tuple(write_item.index.offset or ())]()
-
-
-def _placed(
-    own: ChunkStorageMetadata, cut: Sliced | None, rank: int
-) -> Iterator[tuple[ChunkStorageMetadata, tuple[int, int, int]]]:
-    """The boxes of a tensor that a box of a slice of it is; with the dim, start and size of each in that box."""
-    if cut is None:
-        yield own, (0, 0, own.sizes[0] if own.sizes else 0)
-        return
-    dim, at = cut.dim, -own.offsets[cut.dim]  # where a piece begins in the box
-    for start, size in cut.pieces[rank]:
-        low, high = max(0, at), min(own.sizes[dim], at + size)
-        if low < high:
-            put = lambda old, new: torch.Size((*old[:dim], new, *old[dim + 1 :]))
-            place = ChunkStorageMetadata(put(own.offsets, start + low - at), put(own.sizes, high - low))
-            yield place, (dim, low, high - low)
-        at += size
-
-
-def _part(
-    make: Callable[[int, int], torch.Tensor], start: int, stop: int, sizes: torch.Size, box: tuple[int, int, int]
-) -> Callable[[], torch.Tensor]:
-    def values() -> torch.Tensor:
-        own = make(start, stop).view(sizes)
-        # what is written is all of a tensor's memory
-        return own if not sizes or box[2] == sizes[box[0]] else own.narrow(*box).clone()
-
-    return values
+        name, tensor = next(self._tensors)
+        assert name == write_item.index.fqn
+        return tensor
 
 
 class Load(DefaultLoadPlanner):
@@ -194,15 +130,3 @@ class _Unpickler(pickle.Unpickler):
 
 
 _TORCH = {"Size", *(name for name, own in vars(torch).items() if isinstance(own, torch.dtype))}
-
-
-def text_of(value: object) -> str:
-    """What one rank tells the others of its plan."""
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def value_of(text: str, kind: type[T]) -> T:
-    """What another rank of this run has told."""
-    value = pickle.loads(base64.b64decode(text))
-    assert isinstance(value, kind)
-    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -12,11 +13,11 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
-from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.copies import copies_of, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed, filled
+from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.comm.axis import Axis
 from fzero.compat.export import Export
@@ -24,14 +25,11 @@ from fzero.compat.headers import Entry
 from fzero.compat.names import Names, by_path, need_names, paths_of, renamed
 from fzero.compat.opened import Opened
 from fzero.compat.ties import Tie, need_same_values, ties_of, untied
-from fzero.compat.trees import WholeLeaves
-from fzero.formats.formats import Format, Plain
+from fzero.compat.trees import Others, loaded
+from fzero.formats.formats import Format
 from fzero.state.checks import constants
-from fzero.state.origin import Origin
 from fzero.state.sharded import Sharded
-from fzero.state.source import Source
 from fzero.state.train_state import TrainState
-from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
 
 
@@ -52,7 +50,8 @@ def load_safetensors(
 
     Args:
         step: of any sharding and policy.
-        files: one file, several, a folder with one model as Hugging Face has it, or its index.
+        files: one file, several, a folder with one model as Hugging Face has it, or its index. A folder has one file,
+            or an index that names several.
         like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
             tensors may be on the meta device. A tied param may have any of its names in the files. By default the
             params are `{name: tensor}`.
@@ -84,98 +83,84 @@ def load_safetensors(
     who = "fz.load_safetensors"
     need_step(step, "load_safetensors")
 
-    def asked() -> tuple[Wanted, list[str], int]:
+    def paths() -> list[str]:
         several = [files] if isinstance(files, (str, os.PathLike)) else files
         if not isinstance(several, Sequence) or not several:
             raise wrong(who, "files", files, "a path, or a list of paths")
-        paths = [os.path.abspath(need_path(path, who, "files", "the path of a file or a folder")) for path in several]
+        return [os.path.abspath(need_path(path, who, "files", "the path of a file or a folder")) for path in several]
+
+    def asked() -> tuple[Wanted, int]:
+        first, *rest = paths()
         need_names(names, like, who)
-        place = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
-        return Wanted(who, place, like, pattern, lossy, lenient), paths, need_int(seed, who, "seed")
+        place = first + (f" and {len(rest)} more" if rest else "")
+        return Wanted(who, place, like, pattern, lossy, lenient), need_int(seed, who, "seed")
 
-    wanted, paths, seed = agreed(step.axis(), asked)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = step.axis().of_component(step.name)
-        opened = Opened(paths)
-        try:
-            agreed(axis, opened.open)
-            said = agreed(axis, lambda: opened.said() if Everyone(axis).count > 1 else "")
-            advice = "Give every rank the same ones, and let nobody save over them meanwhile."
-            axis.check_same(f"{said}\nseed {seed}", "The files", advice)
-            origin = _Files(wanted.place, opened)
-            leaves = agreed(axis, lambda: origin.leaves(like, names))
-            agreed(axis, lambda: origin.need_ties(pattern, axis))
-            choice = agreed(axis, lambda: choose(wanted, leaves, origin.structure, step, axis))
-            state = filled(origin, choice, wanted, step, axis, seed, None)
-            agreed(axis, opened.check)
-        finally:
-            opened.close()
-        if Everyone(axis).leads:
-            choice.warn(wanted, 2)
-        return state
+    return loaded(step, asked, lambda wanted, axis: _Files(wanted.place, paths(), like, names, axis), optim=False)
 
 
-class _Files(WholeLeaves, Origin):
+class _Files(Others[Entry]):
     """Safetensors files as the origin of params."""
 
-    call, anew = "fz.load_safetensors(step, files, lossy=True)", "step.init(params)"
-    device = torch.device("cpu")
-    kinds: Mapping[str, str] = {"params": "params"}
-    extras = ()
+    call, anew, what = "fz.load_safetensors(step, files, lossy=True)", "step.init(params)", "The files"
+    kinds: Mapping[str, str] = MappingProxyType({"params": "params"})
 
-    def __init__(self, place: str, opened: Opened) -> None:
-        self.place, self.found, self._opened = place, opened.entries, opened
-        self._ties = list[Tie]()
+    def __init__(self, place: str, paths: Sequence[str], like: object, names: Names | None, axis: Axis) -> None:
+        self.place, self._opened, self._ties = place, Opened(paths), list[Tie]()
+        try:
+            self._opened.open()
+            self._named = self._opened.entries
+            self.said = self._opened.said() if Everyone(axis).count > 1 else ""
+            self.params = {path: self._named[name] for path, name in self._paths(like, names).items()}
+        except BaseException:
+            self.close()
+            raise
 
-    def leaves(self, like: object, names: Names | None) -> list[Leaf]:
-        """What there is, by the paths that the names stand for."""
+    def _paths(self, like: object, names: Names | None) -> Mapping[str, str]:
+        """The names of what there is, by the paths that they stand for."""
         if like is not None:
             asked, ties = paths_of("fz.load_safetensors", like, names), ties_of(like)
             for other in ties:
                 with contextlib.suppress(ValueError, TypeError):  # a name that these names do not know
                     asked.setdefault(other if names is None else renamed(names, other), other)
-            paths, self._ties = untied(by_path(asked, self.found), ties)
-            self._named, self.found = self.found, {path: self.found[name] for path, name in paths.items()}
-        else:
-            self.found = {path: self.found[path] for path in pytree.named_leaves(dict.fromkeys(self.found, 0))[0]}
-            strange = next((own for own in self.found.values() if not _floats(own)), None)
-            if strange is not None:
-                raise ValueError(
-                    f"{strange.file}: tensor {strange.name!r} is stored as {strange.dtype} and has shape "
-                    f"{strange.shape}; expected elements of a floating dtype. Give like= without it, and lenient=True."
-                )
-        return [(path, own.shape, DTYPES.get(own.dtype, torch.uint8)) for path, own in self.found.items()]
+            out, self._ties = untied(by_path(asked, self._named), ties)
+            return out
+        strange = next((own for own in self._named.values() if not _floats(own)), None)
+        if strange is not None:
+            raise ValueError(
+                f"{strange.file}: tensor {strange.name!r} is stored as {strange.dtype} and has shape "
+                f"{strange.shape}; expected elements of a floating dtype. Give like= without it, and lenient=True."
+            )
+        return {path: path for path in pytree.named_leaves(dict.fromkeys(self._named, 0))[0]}
 
     def need_ties(self, pattern: str, axis: Axis) -> None:
-        """Refuses two names of a tied leaf that disagree."""
-
         def read(name: str, start: int, stop: int) -> torch.Tensor:
-            dtype = DTYPES[self._named[name].dtype]
-            out = torch.empty(stop - start, dtype=dtype, device="cpu")
-            self._opened.read_into(self._named[name], out, start * dtype.itemsize)
+            out = torch.empty(stop - start, dtype=DTYPES[self._named[name].dtype], device="cpu")
+            self.fill(self._named[name], start, stop, out)
             return out
 
         ties = [tie for tie in self._ties if matches(pattern, tie.path) and _floats(self._named[tie.first])]
         form = lambda name: (self._named[name].shape, self._named[name].dtype)
         need_same_values(self.place, ties, form, read, axis)
 
-    def structure(self) -> pytree.Spec:
-        return pytree.flatten(dict.fromkeys(self.found, 0))[1]
+    def check(self, number: int, count: int) -> None:
+        self._opened.check()
 
-    def tree(self, name: str) -> Source:
-        return self
+    def close(self) -> None:
+        self._opened.close()
 
-    def format(self, path: str) -> Format | None:
-        own = self.found.get(path)
-        if own is not None and not _floats(own):
+    def form(self, tensor: Entry) -> tuple[tuple[int, ...], torch.dtype]:
+        return tensor.shape, DTYPES.get(tensor.dtype, torch.uint8)
+
+    def stored(self, tree: str, path: str, tensor: Entry) -> Format:
+        if not _floats(tensor):
             raise ValueError(
-                f"{own.file}: tensor {own.name!r} is stored as {own.dtype}, expected F64, F32, F16 or BF16. Convert "
-                "the file, or leave the leaf out by pattern=."
+                f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.dtype}, expected F64, F32, F16 or BF16. "
+                "Convert the file, or leave the leaf out by pattern=."
             )
-        return Plain(DTYPES[own.dtype]) if own is not None else None
+        return super().stored(tree, path, tensor)
 
-    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
-        self._opened.read_into(self.found[path], out, start * out.itemsize)
+    def fill(self, tensor: Entry, start: int, stop: int, out: torch.Tensor) -> None:
+        self._opened.read_into(tensor, out, start * out.itemsize)
 
 
 def _floats(own: Entry) -> bool:

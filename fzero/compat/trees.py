@@ -1,15 +1,28 @@
-"""Others' trees: leaves that are whole, and words for moments, torch's, which DeepSpeed shares."""
+"""Others' files as the origin of a state; words for moments, torch's, which DeepSpeed shares."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import torch
 
-from fzero.formats.formats import ALIGN, Format, zeros
+from fzero.base import private, pytree
+from fzero.base.interrupts import as_found
+from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import agreed, filled
+from fzero.comm.axis import Axis
+from fzero.formats.formats import ALIGN, Format, Plain, zeros
 from fzero.state.items import Item
-from fzero.state.origin import TREES
+from fzero.state.origin import TREES, Origin
+from fzero.state.source import Source
+from fzero.state.train_state import TrainState
+from fzero.table.rows import Leaf
+from fzero.table.spec import Spec
 
+N = TypeVar("N")  # what stands for a tensor in the files
 WORDS = {
     "mu": "exp_avg",
     "nu": "exp_avg_sq",
@@ -19,15 +32,83 @@ WORDS = {
 }
 
 
-class WholeLeaves:
-    """A source of leaves that are not cut, of which a subclass fills any range."""
+class Others(Origin, Generic[N]):
+    """Files of another library as the origin of a state.
+
+    Attributes:
+        params: paths of leaves -> their tensors in the files.
+        moments: what others call them -> these by the paths of leaves.
+        said: what all ranks must find.
+        without: the argument that begins the moments anew; and what else may help where one is missing.
+    """
+
+    device, extras = torch.device("cpu"), ()
+    params: dict[str, N]
+    moments: Mapping[str, Mapping[str, N]] = MappingProxyType({})
+    said = ""
+    what, without, else_said = "The checkpoints", "optim=None", ""
+
+    def form(self, tensor: N) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and the dtype of a tensor."""
+        raise NotImplementedError
+
+    def stored(self, tree: str, path: str, tensor: N) -> Format:
+        """What a leaf is stored as; refuses what no state can have."""
+        return Plain(self.form(tensor)[1])
+
+    def fill(self, tensor: N, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fills a flat tensor with elements [start, stop) of one in the files."""
+        raise NotImplementedError
+
+    def lacks(self) -> str:
+        """What to say where there are no moments, and the step has some."""
+        raise NotImplementedError
+
+    def count(self, paths: Sequence[str]) -> int:
+        """How many updates the moments of these leaves have seen."""
+        raise NotImplementedError
+
+    def need_ties(self, pattern: str, axis: Axis) -> None:
+        """Refuses two names of a tied leaf that disagree."""
+
+    def check(self, number: int, count: int) -> None:
+        """Refuses what was read of files that have changed meanwhile; each rank looks at its share."""
+
+    def close(self) -> None:
+        """Nothing more is read."""
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        return [(path, *self.form(tensor)) for path, tensor in self.params.items()]
+
+    def structure(self) -> pytree.Spec:
+        return pytree.flatten(dict.fromkeys(self.params, 0))[1]
+
+    def meet(self, moments: Sequence[Item]) -> None:
+        if not self.moments and any(item.kind in TREES for item in moments):
+            raise ValueError(f"{self.place}: {self.lacks()}")
+        self.kinds = {"params": "params", **kinds_of(moments, self.moments.keys() - {"step"})}
+
+    def tree(self, name: str) -> Source:
+        return _Tree(self, name, self.params if name == "params" else self.moments[word_of(name)])
+
+
+class _Tree(Generic[N]):
+    """One of its trees."""
+
+    def __init__(self, origin: Others[N], name: str, tensors: Mapping[str, N]) -> None:
+        self._origin, self._name, self._tensors = origin, name, tensors
 
     def format(self, path: str) -> Format | None:
-        raise NotImplementedError
-
-    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Fills a flat tensor with elements [start, stop) of a leaf."""
-        raise NotImplementedError
+        if path in self._tensors:
+            return self._origin.stored(self._name, path, self._tensors[path])
+        if self._name == "params":
+            return None
+        raise ValueError(
+            f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
+            f"with moments in the step needs it. {self._origin.else_said}Otherwise freeze the leaf without moments, or "
+            f"say {self._origin.without} to begin the moments anew."
+        )
 
     def sliced(self, path: str) -> None:
         return None
@@ -39,8 +120,39 @@ class WholeLeaves:
         assert form is not None
         out = into or zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu")
         if start < stop:
-            self.fill(path, start, stop, out[0][: stop - start])
+            self._origin.fill(self._tensors[path], start, stop, out[0][: stop - start])
         return out
+
+
+def loaded(
+    step: Spec, asked: Callable[[], tuple[Wanted, int]], opened: Callable[[Wanted, Axis], Others[N]], optim: bool
+) -> TrainState:
+    """A state of others' files; all ranks call it.
+
+    Args:
+        asked: what is wanted, and the seed; refuses what is wrong with it.
+        opened: the files, which it closes where it fails.
+        optim: whether the moments go on.
+    """
+    wanted, seed = agreed(step.axis(), asked)
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        axis = step.axis().of_component(step.name)
+        everyone, origin = Everyone(axis), None
+        try:
+            origin = own = agreed(axis, lambda: opened(wanted, axis))
+            advice = "Give every rank the same ones, and let nobody save over them meanwhile."
+            axis.check_same(f"{own.said}\nseed {seed}", own.what, advice)
+            agreed(axis, lambda: own.need_ties(wanted.pattern, axis))
+            choice = agreed(axis, lambda: choose(wanted, own.leaves, own.structure, step, axis))
+            count = agreed(axis, lambda: own.count(choice.with_moments) if optim else None)
+            state = filled(own, choice, wanted, step, axis, seed, count)
+            agreed(axis, lambda: own.check(everyone.number, everyone.count))
+        finally:
+            if origin is not None:
+                origin.close()
+        if everyone.leads:
+            choice.warn(wanted, 3)
+        return state
 
 
 def word_of(item: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,32 +11,21 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
-from fzero.optim._counts import by_counts
 from fzero.optim._whole import whole
-from fzero.optim.base import known, rate, zeros_of
-from fzero.state.sharded import Sharded
+from fzero.optim.base import known, rate
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
-# of torch's classes those that treat each element by itself
-_OF_ELEMENTS = {*"Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()}
 # what steps of torch's classes, and of those that derive from them, note of warnings and checks
 _FLAGS = ("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
 Entries = Mapping[str, object]  # name -> what a torch optimizer keeps of a param
 
 
 class TorchState(NamedTuple):
-    """State of `fz.from_torch`: number of applied updates, and what the torch optimizer keeps, by its names.
-
-    Attributes:
-        count: how many updates were applied.
-        trees: name -> a tree like the params, such as "exp_avg".
-        others: name -> a tensor or number that is no tree.
-    """
+    """State of `fz.from_torch` for one leaf: number of applied updates, and what the torch optimizer keeps, by name."""
 
     count: pytree.Count
-    trees: dict[str, object]
-    others: dict[str, object]
+    kept: dict[str, object]
 
 
 def from_torch(
@@ -49,11 +37,9 @@ def from_torch(
     It computes as in torch, in float32 or float64. Its state has torch's names, and is sharded, saved and offloaded as
     any other.
 
-    - Optimizers of torch that treat each element by itself, as Adam does, update slices where they are. All others get
-      whole leaves, as with `fz.whole`.
+    - It gets whole leaves, as with `fz.whole`.
     - A param that the function does not use has a gradient of zeros, so weight decay or momentum may move it. torch
       skips a param whose `grad` is None. Use `fz.freeze(step, pattern)` to keep it.
-    - With `fz.fuse_update` write `fz.whole(fz.from_torch(...))`.
 
     Args:
         optimizer: the class. It steps without a closure, treats each leaf by itself, and keeps all that it needs in
@@ -78,10 +64,8 @@ def from_torch(
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(sorted(options.items())))
     if own.is_torchs:
-        own = own.with_first_step()
-    if not own.is_torchs or optimizer.__name__ not in _OF_ELEMENTS:
-        return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
-    return GradientTransformation(own.init, own.update, None, own.label, own.metrics, blank=True, elementwise=True)
+        own.need_step()
+    return whole(GradientTransformation(own.begun, own.update, None, own.label, own.metrics))
 
 
 @dataclass(frozen=True)
@@ -89,17 +73,10 @@ class _Torch:
     kind: type[torch.optim.Optimizer]
     lr: Number | Schedule
     options: tuple[tuple[str, object], ...]
-    names: tuple[str, ...] = ()  # of what it keeps of each element
-    others: tuple[tuple[str, object], ...] = ()  # what else it keeps: a dtype for a 0-d tensor, or a number
 
     @property
     def is_torchs(self) -> bool:
         return self.kind.__module__.startswith("torch.")
-
-    @property
-    def counting(self) -> bool:
-        """Tells whether all that it keeps besides counts the steps."""
-        return all(name == "step" for name, _ in self.others)
 
     def label(self, path: str) -> str:
         return self.kind.__name__.lower()
@@ -143,21 +120,16 @@ class _Torch:
     def _said(self) -> str:
         return f"{self._name()} with {dict(self.options)}" if self.options else self._name()
 
-    def with_first_step(self) -> _Torch:
-        """The same with the names of what it keeps: of elements, in tensors like the leaf, and otherwise."""
+    def need_step(self) -> None:
+        """Refuses one that cannot update a matrix."""
         p = torch.ones(4, 6, dtype=torch.float64, device="cpu")
         try:
-            _, kept = self.step(1e-2, p, p, None)
+            self.step(1e-2, p, p, None)
         except Exception as error:
             raise (TypeError if isinstance(error, TypeError) else ValueError)(
                 f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
                 "that needs no closure, and options that it takes."
             ) from error
-        names = tuple([name for name, x in kept.items() if isinstance(x, torch.Tensor) and x.shape == p.shape])
-        others = [(n, x.dtype if isinstance(x, torch.Tensor) else x) for n, x in kept.items() if n not in names]
-        return dataclasses.replace(self, names=names, others=tuple(others))
-
-    # ---- whole leaves
 
     def begun(self, params: Mapping[str, torch.Tensor]) -> TorchState:
         """The structure of a leaf's state, with zeros: the first step begins it."""
@@ -169,66 +141,15 @@ class _Torch:
             error.add_note(f"This was of leaf {path!r}, by fz.from_torch({self._name()}, ...).")
             raise
         kept = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}
-        return TorchState(pytree.Count(0), {}, kept)
+        return TorchState(pytree.Count(0), kept)
 
-    def of_leaf(
+    def update(
         self, grads: Mapping[str, torch.Tensor], old: TorchState, params: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], TorchState]:
         ((path, g),), (p,) = grads.items(), params.values()
         now = known(rate(self.lr, old.count.value))
-        stepped, state = self.step(now, p, g, old.others if old.count.own()(path) else None)
-        return {path: stepped - p}, TorchState(old.count.next(), {}, state)
-
-    # ---- elements alone
-
-    def init(self, params: object) -> TorchState:
-        others = {
-            n: torch.zeros((), dtype=x, device="cpu") if isinstance(x, torch.dtype) else x for n, x in self.others
-        }
-        return TorchState(pytree.Count(0), {name: zeros_of(params) for name in self.names}, others)
-
-    def _others(self, old: TorchState, count: int) -> dict[str, object]:
-        """What it keeps besides of leaves that have seen so many updates, of which some differ."""
-        return {k: torch.full_like(x, count) if isinstance(x, torch.Tensor) else count for k, x in old.others.items()}
-
-    def update(self, grads: object, old: TorchState, params: object, **extra: object) -> tuple[object, TorchState]:
-        now, count = known(rate(self.lr, old.count.value)), old.count
-        new, others = count.next(), old.others
-        differ = bool(count.missed) and self.counting  # otherwise it is given one leaf, of which the others are
-
-        def stepped(number: int, grads: object, *trees: object) -> tuple[object, ...]:
-            nonlocal others
-            found = [list[torch.Tensor]() for _ in range(1 + len(self.names))]
-            kept = self._others(old, number - 1) if differ else old.others
-            for g, p, *own in zip(*map(_leaves, (grads, *trees)), strict=True):
-                # moments may be narrower than params
-                state = {**kept, **{name: x.to(p.dtype) for name, x in zip(self.names, own, strict=True)}}
-                to, others = self.step(now, p, g, state if number > 1 else None)
-                made = [to - p, *[others.pop(name) for name in self.names]]
-                for out, x in zip(found, made, strict=True):
-                    assert isinstance(x, torch.Tensor)
-                    out.append(x)
-            return tuple([_like(grads, out) for out in found])
-
-        updates, *moments = by_counts(count, stepped, grads, params, *[old.trees[name] for name in self.names])
-        others = self._others(old, new.value) if differ else others  # which are the same of all
-        return updates, TorchState(new, dict(zip(self.names, moments, strict=True)), others)
-
-
-def _leaves(tree: object) -> list[torch.Tensor]:
-    return [tree.local(key) for key in tree.groups] if isinstance(tree, Sharded) else pytree.leaves(tree)
-
-
-def _like(tree: object, leaves: list[torch.Tensor]) -> object:
-    if isinstance(tree, Sharded):
-        return tree.with_buffers(dict(zip(tree.groups, leaves, strict=True)))
-    return pytree.unflatten(pytree.flatten(tree)[1], leaves)
-
-
-def counts_alone(optimizer: GradientTransformation) -> bool:
-    """Tells whether one of `from_torch`, or any other, keeps no number of all leaves that is not their count."""
-    own = getattr(optimizer.update, "__self__", None)
-    return not isinstance(own, _Torch) or own.counting or not own.others
+        stepped, kept = self.step(now, p, g, old.kept if old.count.own()(path) else None)
+        return {path: stepped - p}, TorchState(old.count.next(), kept)
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, object]:

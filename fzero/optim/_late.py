@@ -8,7 +8,6 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.rebound import is_others
-from fzero.optim._from_torch import counts_alone
 from fzero.optim._join import members_and_states
 from fzero.state.sharded import is_sharded, trees_of
 from fzero.table.layout import Layout
@@ -24,12 +23,12 @@ def need_own_counts(
         begins: the leaves whose moments begin now, and the run has begun before.
 
     Raises:
-        ValueError: it is the user's own, or of `fz.from_torch`, and keeps numbers that are of all leaves.
+        ValueError: it is the user's own, and keeps numbers that are of all leaves.
     """
     keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
     for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
         leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
-        if leaf is None or not (is_others(member.update) or not counts_alone(member)):
+        if leaf is None or not is_others(member.update):
             continue
         names, nodes, _ = pytree.named_leaves(state, lambda x: is_sharded(x) or isinstance(x, pytree.Count))
         number = next(

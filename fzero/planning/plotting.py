@@ -6,7 +6,7 @@ import functools
 import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from fzero.table.rows import KINDS, Row
 
 Axes = Any  # of matplotlib
 LIMIT = 64  # ranks that are drawn
-WIDE = 24  # cells side by side, at most where there is a choice
-LINE = 16  # of a mesh of one axis
+LINE = 16  # cells side by side, at most
 STACKED = ("params", "moments", "grads")
 HUES = ("#2f6db3", "#d9822b", "#3a9161", "#b5467c", "#7759b5", "#8c6d31", "#2b9c9c", "#c0504d")  # of a tensor axis
 LINES = TEXT = "#7b7b7b"  # read alike on white and on black, as pictures have no background
@@ -74,54 +73,6 @@ def draw_bars(axes: Axes, sizes: Mapping[str, Sequence[float]]) -> Axes:
     axes.invert_yaxis()
     add_frame(axes, "bytes per parameter, over all ranks", handles)
     return axes
-
-
-# ---- where ranks and leaves are drawn
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The cells of the ranks that are drawn: those of the last axis side by side, and a line for each place on others.
-
-    Attributes:
-        sizes: axis -> its ranks. Axes of one rank are left out.
-        shown: axis -> how many of its ranks are drawn, the first ones.
-        columns: cells side by side; the ranks of a long axis that is alone go on in the next line.
-    """
-
-    sizes: Mapping[str, int]
-    shown: Mapping[str, int]
-    columns: int
-
-    @staticmethod
-    def of(mesh: Mapping[str, int]) -> Grid:
-        sizes = {axis: size for axis, size in mesh.items() if size > 1} or {next(iter(mesh), "rank"): 1}
-        shown, room = dict.fromkeys(sizes, 1), LIMIT
-        for axis in reversed(sizes):
-            shown[axis] = min(sizes[axis], room)
-            room //= shown[axis]
-        last = [*shown.values()][-1]
-        return Grid(sizes, shown, min(last, LINE) if len(sizes) == 1 else last)
-
-    @property
-    def lines(self) -> int:
-        return -(-math.prod(self.shown.values()) // self.columns)
-
-    def cells(self) -> Iterator[tuple[int, int, int]]:
-        """(rank, line, column) of every rank that is drawn."""
-        for number, place in enumerate(itertools.product(*map(range, self.shown.values()))):
-            rank = 0
-            for index, size in zip(place, self.sizes.values(), strict=True):
-                rank = rank * size + index
-            yield rank, *divmod(number, self.columns)
-
-    def label(self, line: int) -> str:
-        """Where the ranks of a line are on all axes but the last."""
-        words = list[str]()
-        for axis, count in [*self.shown.items()][-2::-1]:
-            line, place = divmod(line, count)
-            words.insert(0, f"{axis} {place}")
-        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -185,70 +136,63 @@ INCHES = 0.62  # of a cell
 
 
 def draw_mesh(axes: Axes, holdings: Holdings, rows: Sequence[Row], notes: Sequence[str] = ()) -> Axes:
-    """Draws a panel for each leaf, in which each rank is a cell of the mesh, with its part of the leaf in it."""
-    grid = Grid.of(holdings.ranks.sizes)
-    panels = [(row, View.of(row.shape, row.slices and row.slices.dim)) for row in rows]
-    width = SIDE + max(grid.columns, WORDS)
-    across = max(1, min(len(rows), int(WIDE // width)))
-    rest, height = panels, 0.0
-    placed: list[tuple[float, float, float, Row, View]] = []
-    while rest:
-        own, rest = rest[:across], rest[across:]
-        cell = NUMBER + 2 * MARGIN + (1 - 2 * MARGIN) * max(view.height for _, view in own)
-        placed += [(place * width, height, cell, *pair) for place, pair in enumerate(own)]
-        height += HEAD + grid.lines * cell + FOOT
-    axes = axes or new_axes(INCHES * (across * width + 0.3), INCHES * (height + 1.6))
-    for left, top, cell, row, view in placed:
-        _Panel(axes, grid, left + SIDE, top + HEAD, cell).draw(holdings, row, view)
-    drawn = math.prod(grid.shown.values())
-    title = f"{holdings.ranks.count} ranks: {holdings.ranks}" if holdings.ranks.sizes else "one rank"
-    first = [f"the first {drawn} are drawn"] if drawn < holdings.ranks.count else []
+    """Draws a panel for each leaf, in which each rank is a cell with its part of the leaf in it.
+
+    The ranks of the last axis are side by side, and the first 64 of all are drawn.
+    """
+    ranks = holdings.ranks
+    sizes = {axis: size for axis, size in ranks.sizes.items() if size > 1} or {next(iter(ranks.sizes), "rank"): 1}
+    drawn, columns = min(LIMIT, ranks.count), min([*sizes.values()][-1], LINE)
+    lines = -(-drawn // columns)
+    views = [View.of(row.shape, row.slices and row.slices.dim) for row in rows]
+    cells = [NUMBER + 2 * MARGIN + (1 - 2 * MARGIN) * view.height for view in views]
+    width, height = SIDE + max(columns, WORDS), sum([HEAD + lines * cell + FOOT for cell in cells])
+    axes, top = axes or new_axes(INCHES * (width + 0.3), INCHES * (height + 1.6)), 0.0
+    for row, view, cell in zip(rows, views, cells, strict=True):
+        top += HEAD
+        what = "×".join(map(str, row.shape)) or "scalar"
+        _text(axes, SIDE, top - 0.75, row.path, ha="left", weight="bold")
+        _text(axes, SIDE, top - 0.35, f"{what}; {cuts_of(row, ranks)}", ha="left")
+        for rank in range(drawn):
+            line, column = divmod(rank, columns)
+            _draw_cell(axes, SIDE + column, top + line * cell, holdings, row, rank, view)
+            if column == 0 and len(sizes) > 1:
+                place = [f"{axis} {ranks.coordinates(rank)[axis]}" for axis in [*sizes][:-1]]
+                _text(axes, SIDE - 0.1, top + (line + 0.5) * cell, ", ".join(place), ha="right")
+        top += lines * cell
+        _text(axes, SIDE + columns / 2, top + 0.25, f"{[*sizes][-1]} →")
+        top += FOOT
+    title = f"{ranks.count} ranks: {ranks}" if ranks.sizes else "one rank"
+    first = [f"the first {drawn} are drawn"] if drawn < ranks.count else []
     axes.set_title("; ".join([title, *first, *notes]), loc="left", fontsize=10, color=TEXT)
     axes.legend(
         handles=_legend(rows), loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, fontsize=8, labelcolor=TEXT
     )
-    axes.set_xlim(0, across * width)
+    axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.set_aspect("equal")
     axes.set_axis_off()
     return axes
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """The cells of one leaf, from this corner on."""
+def _draw_cell(axes: Axes, x: float, y: float, holdings: Holdings, row: Row, rank: int, view: View) -> None:
+    """Draws what a rank holds of a leaf, from this corner on."""
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Rectangle
 
-    axes: Axes
-    grid: Grid
-    left: float
-    top: float
-    cell: float
+    _text(axes, x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
+    held, ranks = holdings.of(row.path, rank), holdings.ranks
+    hue = HUES[0 if held.dim is None else ranks.place(ranks.tensor, rank) % len(HUES)]
+    colors = torch.tensor([to_rgba(ELSEWHERE, PALER), to_rgba(hue, PALE), to_rgba(hue)], device="cpu")
+    left, right, top = x + MARGIN, x + 1 - MARGIN, y + NUMBER
+    bottom = top + (1 - 2 * MARGIN) * view.height
+    image = colors[view.pixels(held)].numpy()
+    axes.imshow(image, extent=(left, right, bottom, top), interpolation="nearest")
+    axes.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=LINES, linewidth=0.5))
 
-    def draw(self, holdings: Holdings, row: Row, view: View) -> None:
-        from matplotlib.colors import to_rgba
-        from matplotlib.patches import Rectangle
 
-        grid, what = self.grid, "×".join(map(str, row.shape)) or "scalar"
-        self._text(self.left, self.top - 0.75, row.path, ha="left", weight="bold")
-        self._text(self.left, self.top - 0.35, f"{what}; {cuts_of(row, holdings.ranks)}", ha="left")
-        for rank, line, column in grid.cells():
-            x, y = self.left + column, self.top + line * self.cell
-            self._text(x + MARGIN, y + NUMBER / 2, str(rank), ha="left", size=6)
-            held = holdings.of(row.path, rank)
-            hue = HUES[0 if held.dim is None else holdings.ranks.place(holdings.ranks.tensor, rank) % len(HUES)]
-            colors = torch.tensor([to_rgba(ELSEWHERE, PALER), to_rgba(hue, PALE), to_rgba(hue)], device="cpu")
-            right, top, bottom = x + 1 - MARGIN, y + NUMBER, y + NUMBER + (1 - 2 * MARGIN) * view.height
-            image = colors[view.pixels(held)].numpy()
-            self.axes.imshow(image, extent=(x + MARGIN, right, bottom, top), interpolation="nearest")
-            sides = right - x - MARGIN, bottom - top
-            self.axes.add_patch(Rectangle((x + MARGIN, top), *sides, fill=False, edgecolor=LINES, linewidth=0.5))
-        for line in range(grid.lines if len(grid.sizes) > 1 else 0):
-            self._text(self.left - 0.1, self.top + (line + 0.5) * self.cell, grid.label(line), ha="right")
-        self._text(self.left + grid.columns / 2, self.top + grid.lines * self.cell + 0.25, f"{[*grid.sizes][-1]} →")
-
-    def _text(self, x: float, y: float, text: str, ha: str = "center", color: str = TEXT, **more: object) -> None:
-        size = more.pop("size", 8)
-        self.axes.text(x, y, text, ha=ha, va="center", color=color, fontsize=size, **more)
+def _text(axes: Axes, x: float, y: float, text: str, ha: str = "center", size: int = 8, **more: object) -> None:
+    axes.text(x, y, text, ha=ha, va="center", color=TEXT, fontsize=size, **more)
 
 
 def _legend(rows: Sequence[Row]) -> list[object]:

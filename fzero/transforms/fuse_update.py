@@ -63,8 +63,7 @@ def fuse_update(step: S, norm: str = "auto") -> S:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
             "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; or, of one "
-            "that treats each leaf by itself, fz.whole(optimizer), as in "
-            "fz.whole(fz.from_torch(torch.optim.NAdam, 1e-3)). Or leave fuse_update out."
+            "that treats each leaf by itself, fz.whole(optimizer). Or leave fuse_update out."
         )
     if norm == "twice" and step.optimizer.needs == "all":
         raise ValueError(

@@ -66,14 +66,14 @@ def test_a_cache_in_front(tmp_path: Path) -> None:
     "extra", [collections.Counter("aab"), collections.OrderedDict(a=1), {"a": [collections.Counter()]}]
 )
 def test_dicts_that_json_would_make_plain(tmp_path: Path, extra: Any) -> None:
-    with pytest.raises(TypeError, match=r"got (Counter|OrderedDict)"):
+    with pytest.raises(TypeError, match=r"Counter.*which JSON gives back as|OrderedDict.*which JSON gives back as"):
         fz.save(tmp_path / "it", state_of(), extra=extra)
 
 
 def test_an_extra_that_holds_itself(tmp_path: Path) -> None:
     extra: dict[str, Any] = {}
     extra["it"] = extra
-    with pytest.raises(ValueError, match="holds itself"):
+    with pytest.raises(ValueError, match="Circular reference"):
         fz.save(tmp_path / "it", state_of(), extra=extra)
 
 

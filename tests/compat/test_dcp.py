@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from nightly import in_turns
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -188,7 +190,12 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no name begins with 'optim.state.'"):
         load()
     assert load(optim=None).step == 0
+    with pytest.raises(FileExistsError, match=r"has a checkpoint of torch.distributed.checkpoint.*a new folder"):
+        fz.compat.save_dcp(tmp_path, state)
+    assert load(optim=None).step == 0
+    os.remove(tmp_path / ".metadata")
     fz.compat.save_dcp(tmp_path, state)
+    assert len(os.listdir(tmp_path)) == 2
     assert_trees_equal(values(load()), values(state))
     with pytest.raises(ValueError, match="moments of another optimizer"):
         fz.compat.load_dcp(tmp_path, fz.train_step(lambda p, x: x, fz.lion(0.1)))
@@ -246,6 +253,26 @@ class Evil:
         return os.system, ("touch /tmp/fzero-was-here",)
 
 
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is told why, and nothing is there."""
+    real = FileSystem.create_stream
+
+    @contextlib.contextmanager
+    def full(own: Any, path: Any, mode: str) -> Any:
+        with real(own, path, mode), open("/dev/full", mode, buffering=0) as stream:
+            yield stream
+
+    def rank_main(rank: int) -> None:
+        state = (step := fz.shard_zero3(leaf_step())).init(PARAMS)
+        with pytest.raises(OSError, match="No space left on device"):
+            fz.compat.save_dcp(tmp_path, state)
+        with pytest.raises(FileNotFoundError, match="no checkpoint of torch"):
+            fz.compat.load_dcp(tmp_path, step)
+
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    run_ranks(rank_main, 2)
+
+
 def test_every_rank_is_told(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         step = fz.shard_zero3(leaf_step())
@@ -256,7 +283,7 @@ def test_every_rank_is_told(tmp_path: Path) -> None:
             fz.compat.save_dcp(__file__, state)
         fz.compat.save_dcp(tmp_path, state)
         if rank == 0:
-            os.remove(next(tmp_path.glob("__1_*.distcp")))
+            os.remove(next(tmp_path.glob("*.distcp")))
         with pytest.raises(fz.DamagedCheckpoint, match="cannot be read"):
             fz.compat.load_dcp(tmp_path, step)
 

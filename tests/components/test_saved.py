@@ -100,7 +100,7 @@ def test_refusals(tmp_path: Path) -> None:
     state = pipe.init(params())
     with pytest.raises(FileNotFoundError, match="got no checkpoint of a pipeline"):
         fz.load(tmp_path, pipe)
-    with pytest.raises(TypeError, match="extra: got a tensor"):
+    with pytest.raises(TypeError, match=r"extra: got tensor.*not JSON serializable"):
         fz.save(tmp_path, state, torch.ones(()))
     fz.save(tmp_path, state)
     two = fz.pipeline(pipe.steps[1:], fz.schedules.gpipe(2, 2))

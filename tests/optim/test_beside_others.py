@@ -36,7 +36,6 @@ MEMBERS: dict[str, Any] = {
 EIGHT_BITS = ("adamw", "amsgrad", "sgd", "lion")
 OTHERS: dict[str, Any] = {
     "lamb": lambda: fz.lamb(0.01),
-    "nadam": lambda: fz.from_torch(torch.optim.NAdam, 0.01),
     "own": lambda: fz.GradientTransformation(
         lambda params: params.map(torch.zeros_like),
         lambda u, state, params: (u.map(lambda x: -0.1 * x), u),
@@ -139,11 +138,11 @@ def goes_on(config: Drawn, world: int, folder: Path, rank: int) -> Any:
 
 CONFIGS = [
     Drawn(("muon", "lamb", "beside", "float64", 3, False)),
-    Drawn(("muon", "nadam", "in front", "exact", 1, False)),
+    Drawn(("muon", "lamb", "in front", "exact", 1, False)),
     Drawn(("muon", "own", "behind", "bf16 states", 2, True)),
     Drawn(("adamw", "lamb", "beside", "8-bit", 3, True)),
     Drawn(("adamw", "own", "in front", "moments in bf16", 1, False)),
-    Drawn(("sgd", "nadam", "behind", "exact", 2, False)),
+    Drawn(("sgd", "lamb", "behind", "exact", 2, False)),
     Drawn(("amsgrad", "lamb", "in front", "bf16 states", 3, False)),
     Drawn(("lion", "own", "beside", "8-bit", 0, False)),
 ]

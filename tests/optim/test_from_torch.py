@@ -169,11 +169,11 @@ def test_a_param_that_is_not_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nadam", "rmsprop", "adafactor"])
-def test_in_a_fused_update_as_whole_leaves(name: str) -> None:
+def test_in_a_fused_update(name: str) -> None:
     kind, options = OPTIMIZERS[name]
 
     def on(rank: int) -> Any:
-        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, fz.whole(fz.from_torch(kind, 0.01, **options)))))
+        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, fz.from_torch(kind, 0.01, **options))))
         state = step.init(params())
         for x in data():
             state, _ = step(state, x)
@@ -181,12 +181,6 @@ def test_in_a_fused_update_as_whole_leaves(name: str) -> None:
 
     for got in run_ranks(on, 2):
         assert_trees_close(got, by_torch(name), rtol=1e-10, atol=1e-12)
-
-
-def test_elements_alone_are_no_fused_update_and_it_says_what_is() -> None:
-    step = fz.train_step(loss, fz.from_torch(torch.optim.NAdam, 0.01))
-    with pytest.raises(ValueError, match=re.escape("fz.whole(fz.from_torch(torch.optim.NAdam, 1e-3))")):
-        fz.fuse_update(step)
 
 
 def test_a_schedule() -> None:
@@ -336,7 +330,7 @@ def test_those_that_draw_are_the_same_on_any_ranks() -> None:
         (CountsItself, "changes its attribute 'seen' in a step"),
         (Warms, "changes its attribute 'begun' in a step"),
         (KeepsForAll, r"changes optimizer.state\['all'\] in a step"),
-        (Late, "has 'others.slow', which it had not"),
+        (Late, "has 'kept.slow', which it had not"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

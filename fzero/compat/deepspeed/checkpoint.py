@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_str
-from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed, filled
 from fzero.compat.names import Names, by_path, need_names, paths_of
-from fzero.compat.partitions import Saved, Spread, saved
+from fzero.compat.partitions import Spread, saved
 from fzero.compat.pickles import verify
-from fzero.compat.trees import WholeLeaves, kinds_of, one_count, word_of
-from fzero.formats.formats import Format, Plain
-from fzero.state.items import Item
-from fzero.state.origin import TREES, Origin
-from fzero.state.source import Source
+from fzero.compat.trees import Others, loaded, one_count
 from fzero.state.train_state import TrainState
-from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
 
 _WHO = "fz.compat.load_deepspeed"
@@ -95,24 +86,7 @@ def load_deepspeed(
         folder = folder_of(path, "compat.load_deepspeed")
         return Wanted(_WHO, folder, like, pattern, lossy, lenient), need_int(seed, _WHO, "seed")
 
-    wanted, seed = agreed(step.axis(), asked)
-    given = wanted.place
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = step.axis().of_component(step.name)
-        found = agreed(axis, lambda: saved(_tagged(given, tag)))
-        said = [f"{os.path.basename(file)} {text}" for file, text in found.files.items()]
-        axis.check_same(f"{given} {said} seed {seed}", "The checkpoints", "Give every rank the same path.")
-        origin = _Reading(given, found)
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
-        count = agreed(axis, lambda: origin.count(choice.with_moments) if optim else None)
-        with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
-            files = [*found.files][Everyone(axis).number :: Everyone(axis).count]
-            verified = beside.submit(lambda: [verify(file) for file in files])
-            state = filled(origin, choice, wanted, step, axis, seed, count)
-            agreed(axis, verified.result)
-        if Everyone(axis).leads:
-            choice.warn(wanted, 2)
-        return state
+    return loaded(step, asked, lambda wanted, axis: _Reading(wanted.place, tag, like, names), optim)
 
 
 def _tagged(folder: str, tag: str | None) -> str:
@@ -130,45 +104,42 @@ def _tagged(folder: str, tag: str | None) -> str:
         ) from None
 
 
-class _Reading(Origin):
+class _Reading(Others[Spread]):
     """A checkpoint of DeepSpeed as the origin of a state."""
 
-    call, anew = f"{_WHO}(path, step, lossy=True)", f"{_WHO}(path, step, optim=False)"
-    device = torch.device("cpu")
-    extras = ()
+    call, anew, without = f"{_WHO}(path, step, lossy=True)", f"{_WHO}(path, step, optim=False)", "optim=False"
 
-    def __init__(self, place: str, found: Saved) -> None:
-        self.place, self._saved = place, found
-        self.kinds: dict[str, str] = {"params": "params"}
-        self._names: dict[str, str] = {}  # of leaves, by path
-
-    def leaves(self, like: object, names: Names | None) -> list[Leaf]:
-        """What there is, by the paths that the names stand for."""
-        shapes = self._saved.shapes
+    def __init__(self, place: str, tag: str | None, like: object, names: Names | None) -> None:
+        self.place, self.kinds, self._saved = place, {"params": "params"}, saved(_tagged(place, tag))
+        own = self._saved
+        self.said = "\n".join([place, *[f"{os.path.basename(file)} {text}" for file, text in own.files.items()]])
         if like is None:
-            paths = pytree.named_leaves(dict.fromkeys(shapes, 0))[0]
-            self._names = {path: path for path in paths}
+            self._names = {path: path for path in pytree.named_leaves(dict.fromkeys(own.params, 0))[0]}
         else:
             asked = paths_of(_WHO, like, names)
-            ties = {other: name for other, name in self._saved.shared.items() if other in asked and name in shapes}
-            kept = [name for name in shapes if name in asked or name not in ties.values()]
+            ties = {other: name for other, name in own.shared.items() if other in asked and name in own.params}
+            kept = [name for name in own.params if name in asked or name not in ties.values()]
             self._names = by_path(asked, kept)
-            self._names |= {asked[other]: name for other, name in ties.items() if other not in shapes}
-        params = self._saved.params
-        return [(path, shapes[name], params[name].parts[0].dtype) for path, name in self._names.items()]
+            self._names |= {asked[other]: name for other, name in ties.items() if other not in own.params}
+        self.params = {path: own.params[name] for path, name in self._names.items()}
+        self.moments = {
+            word: {path: found[name] for path, name in self._names.items() if name in found}
+            for word, found in own.moments.items()
+        }
 
-    def structure(self) -> pytree.Spec:
-        return pytree.flatten(dict.fromkeys(self._names, 0))[1]
+    def form(self, tensor: Spread) -> tuple[tuple[int, ...], torch.dtype]:
+        return tensor.shape, tensor.parts[0].dtype
 
-    def meet(self, moments: Sequence[Item]) -> None:
-        words = self._saved.moments.keys()
-        if not words and any(item.kind in TREES for item in moments):
-            why = "" if self._saved.masters else " of ZeRO stage 0, where they have no names"
-            raise ValueError(
-                f"{self.place}: got a checkpoint{why} without moments, expected some. Say optim=False to begin them "
-                "anew."
-            )
-        self.kinds.update(kinds_of(moments, words))
+    def fill(self, tensor: Spread, start: int, stop: int, out: torch.Tensor) -> None:
+        tensor.read(start, stop, out)
+
+    def check(self, number: int, count: int) -> None:
+        for file in [*self._saved.files][number::count]:
+            verify(file)
+
+    def lacks(self) -> str:
+        why = "" if self._saved.masters else " of ZeRO stage 0, where they have no names"
+        return f"got a checkpoint{why} without moments, expected some. Say optim=False to begin them anew."
 
     def count(self, paths: Sequence[str]) -> int:
         """How many updates the moments have seen; where they do not count, how many there were."""
@@ -179,30 +150,3 @@ class _Reading(Origin):
 
     def value(self, name: str) -> object:
         return self._count if name.rpartition(".")[2] == "count" else None
-
-    def tree(self, name: str) -> Source:
-        spreads = self._saved.params if name == "params" else self._saved.moments[word_of(name)]
-        return _Tree(self.place, name, {path: spreads.get(own) for path, own in self._names.items()})
-
-
-class _Tree(WholeLeaves):
-    """One of its trees."""
-
-    def __init__(self, place: str, name: str, spreads: Mapping[str, Spread | None]) -> None:
-        self._place, self._name, self._spreads = place, name, spreads
-
-    def format(self, path: str) -> Format | None:
-        spread = self._spreads.get(path)
-        if spread is None:
-            if self._name == "params":
-                return None
-            raise ValueError(
-                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
-                "that the step trains needs it. Freeze the leaf, or say optim=False to begin the moments anew."
-            )
-        return Plain(spread.parts[0].dtype)
-
-    def fill(self, path: str, start: int, stop: int, out: torch.Tensor) -> None:
-        spread = self._spreads[path]
-        assert spread is not None
-        spread.read(start, stop, out)
