@@ -42,7 +42,8 @@ from fzero.parallel.types import (
     type_of,
 )
 from fzero.state.sharded import Sharded
-from fzero.table.placements import checks
+from fzero.table.module_params import hints_of
+from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 
@@ -322,7 +323,7 @@ def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
 # ---- the check that runs by itself, before a step's function runs for the first time under a signature
 
 
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | None:
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
     It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
@@ -331,9 +332,8 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         inputs: of one microbatch.
 
     Returns:
-        Whether it reads a tensor's value, on which may depend what it does. None if it cannot be checked, as it reads
-        what is computed of params, communicates by itself, or is refused for another reason: it is to be followed in
-        its run, which also shows what is wrong with it.
+        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
+        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
 
     Raises:
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
@@ -371,8 +371,10 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
             return forms.reads
         except AxisTypeError:
             raise
-        except Exception:
-            return None
+        except Exception as error:
+            of_modules, rows = hints_of(params.structure), params.layout.rows
+            cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
+            return Unchecked(cut, f"{place_of(error)} ({first_words(error)})")
 
 
 def _none(inputs: object) -> dict[int, int]:

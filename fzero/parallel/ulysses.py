@@ -41,7 +41,8 @@ def ulysses(
             for a sequence that is cut over `other` first, and then over `ax`. Your own function takes q [b, heads, t,
             d], k and v [b, kv_heads, t, d] and keywords; every rank calls it, with one head of zeros if it has none.
         ax: an axis, from `fz.parallel.axis`.
-        chunks: number of parts in which heads are sent, one after the other. More parts need less memory.
+        chunks: number of parts in which heads are sent, one after the other. More parts need less memory, and the
+            pullback computes each again.
         options: defaults for the calls: keywords of `attention`, such as `is_causal`, `scale`, `window` and
             `documents` (of the whole sequence). Your own function gets all keywords of a call, and so does
             `F.scaled_dot_product_attention`: an `attn_mask` is of the whole sequence, and the same for all heads.

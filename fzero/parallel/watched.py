@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.comm.axis import Axis
+from fzero.engine.alike import need_invariant
 from fzero.parallel.acting import Acting, Copy, running_mode, unseen
 from fzero.parallel.rules import PARTIAL
 from fzero.parallel.types import running
 from fzero.parallel.varying import Varying
 from fzero.table.handle import Function
-from fzero.table.placements import Cut, Following, Mark, Notes, Straight, notes, noting
+from fzero.table.placements import Cut, Mark, Notes, Straight, notes, noting
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
@@ -32,12 +33,12 @@ def watcher() -> Varying | None:
     return mode if isinstance(mode, Varying) else None
 
 
-def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
+def watching(run: Function, axis: Axis, copy: Copy, module: tuple[object, str]) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
         copy: `piece.as_own`.
-        module: what it is known by in later runs.
+        module: what it is known by in later runs, and the path of the unit; "" of the whole module.
     """
 
     @functools.wraps(run)
@@ -55,13 +56,21 @@ def watching(run: Function, axis: Axis, copy: Copy, module: object) -> Function:
         if known is None or known.axis != axis:
             known = Notes(axis)
         mode = Varying(known, copy)
-        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
-        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
+        with during(running_mode, mode), during(notes, known), mode:
             out = run(*args, **kwargs)
+        if known.first.blind and not module[1]:
+            need_invariant(out, known)
         known.first.note(module, (args, kwargs), mode.actions)
         return out
 
     return call
+
+
+def note_leaves(numbers: Sequence[int]) -> None:
+    """Notes the leaves of the running step that a module is given, as `origins_of` tells them."""
+    known = noting()
+    if known is not None:
+        known.of_modules.update([abs(number) - 1 for number in numbers if number])
 
 
 def around(call: Callable[..., object], *given: object) -> object:
@@ -165,6 +174,12 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
         return out
     after = known.of(x)
     if _covers(ax, known.axis):
+        if known.first.blind and watcher() is None and name in ("copy", GATHER_OWN):
+            raise ValueError(
+                f"parallel.{name}: got a call outside of modules in a function that reads a tensor's value, or whose "
+                "operators do not run on shapes alone, and nobody can check whether what it computes of the copy is "
+                "put together again. Call it in a module, or compute without the value: torch.where, a mask."
+            )
         cut = cut if ax.members == known.axis.members else None
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
     known.forget(out) if after is None else known.note(out, after)
