@@ -174,12 +174,7 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
         return out
     after = known.of(x)
     if _covers(ax, known.axis):
-        if known.first.blind and watcher() is None and name in ("copy", GATHER_OWN):
-            raise ValueError(
-                f"parallel.{name}: got a call outside of modules in a function that reads a tensor's value, or whose "
-                "operators do not run on shapes alone, and nobody can check whether what it computes of the copy is "
-                "put together again. Call it in a module, or compute without the value: torch.where, a mask."
-            )
+        known.copies = name if watcher() is None and name in ("copy", GATHER_OWN) else known.copies
         cut = cut if ax.members == known.axis.members else None
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
     known.forget(out) if after is None else known.note(out, after)

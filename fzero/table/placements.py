@@ -148,9 +148,11 @@ class Notes:
         first: what the run shows, for later ones.
         unchecked: what is not known of it.
         of_modules: the leaves that modules were given, by their numbers.
+        copies: the name of a map that has made a copy outside of modules.
     """
 
     unchecked: Unchecked | None = None
+    copies = ""
 
     def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
         self.of_modules: set[int] = set()
@@ -253,6 +255,12 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
             "reads a tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that "
             "needs no value (torch.where, a mask in place of an index); or write what reads it as a module for "
             "fz.functional, whose own run is looked at."
+        )
+    if known.first.blind and known.copies:
+        raise ValueError(
+            f"parallel.{known.copies}: got a call outside of modules in a function that does not run on shapes alone, "
+            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, or "
+            "compute without a tensor's value: torch.where, a mask in place of an index."
         )
     form = form_of(given)
     known.first.unsure = known.first.unsure or form is None

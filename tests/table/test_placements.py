@@ -271,7 +271,7 @@ def test_copies_of_a_module_that_reads_values(copied: str) -> None:
         for found in run_ranks(rank_main, 2):
             assert_trees_close(found, Reads.forward(_whole(params), X).square().mean().detach().expand(2))
         return
-    words = {"inside": "each rank's own copy and varies", "outside": "call outside of modules in a function that reads"}
+    words = {"inside": "each rank's own copy and varies", "outside": "call outside of modules in a function that does"}
     with pytest.raises(RankError, match=words[copied]):
         run_ranks(rank_main, 2)
 
