@@ -174,11 +174,17 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
         return out
     after = known.of(x)
     if _covers(ax, known.axis):
-        known.copies = name if watcher() is None and name in ("copy", GATHER_OWN) else known.copies
         cut = cut if ax.members == known.axis.members else None
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
     known.forget(out) if after is None else known.note(out, after)
     return out
+
+
+def note_copy(name: str, ax: Axis) -> None:
+    """Notes that a user's function copies what ranks have alike, outside of modules."""
+    known = noting()
+    if known is not None and watcher() is None and _covers(ax, known.axis):
+        known.copies = name
 
 
 def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
@@ -187,8 +193,8 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
     Args:
         dim: along which the map joins what ranks have, where it does.
     """
-    known = noting()
-    if running.get() is not None and watcher() is None:
+    known, mode = noting(), watcher()
+    if running.get() is not None and mode is None:
         return  # its types say it, and the line
     mark = None if known is None else known.of(x)
     if known is None or mark is None or not _covers(ax, known.axis):
@@ -200,7 +206,6 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
             "that is the same on all, as its cotangents are put together. Leave the map out, or put the ranks' tensors "
             "together first (fz.parallel.sum, gather)."
         )
-    mode = watcher()
     if mode is not None and mark.cut is not None:
         summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
         elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim
