@@ -350,7 +350,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         private.under_function_modes(()),
         torch.enable_grad(),
         seeded(0),
-        during(own_copies, {}),
+        _apart(values=True),  # of some inputs
     ):
         with thread_state.without_values():
             whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]

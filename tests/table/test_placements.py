@@ -280,3 +280,29 @@ def _whole(params: Any) -> Reads:
     module = Reads(False).to(F64)
     module.load_state_dict(dict(params))
     return module
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_pieces_of_uneven_sizes_are_checked(right: bool) -> None:
+    """Both ranks have as many elements of "a" as of another leaf: only in the run they are told how many there are."""
+    sizes = {"a": 5, "b": 6, "c": 4}
+    params = {name: torch.linspace(0, 1, size, dtype=F64) for name, size in sizes.items()}
+
+    def loss(p: Any, gather: Any, total: Any) -> torch.Tensor:
+        of_each = [(gather(p[name] * 2) * torch.arange(float(size))).sum() for name, size in sizes.items()]
+        return torch.stack(of_each).prod() + total(p["a"].sum())
+
+    def rank_main(rank: int) -> Any:
+        ax = fz.parallel.axis(None, "tp")
+        total = (lambda y: fz.parallel.sum(y, ax)) if right else lambda y: y
+        fn = lambda p: loss(p, lambda y: fz.parallel.gather(y, ax, 0), total)
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"*": 0})
+        return fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0])
+
+    if not right:
+        with pytest.raises(RankError, match=r"of 'p\.a'\)\. A conversion is missing"):
+            run_ranks(rank_main, 2)
+        return
+    want = torch.func.grad(lambda p: loss(p, lambda y: y, lambda y: y))(params)
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want)
