@@ -259,8 +259,9 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
     if known.first.blind and known.copies:
         raise ValueError(
             f"parallel.{known.copies}: got a call outside of modules in a function that does not run on shapes alone, "
-            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, or "
-            "compute without a tensor's value: torch.where, a mask in place of an index."
+            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, "
+            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
+            "that join pieces of uneven sizes."
         )
     form = form_of(given)
     known.first.unsure = known.first.unsure or form is None
