@@ -24,7 +24,7 @@ def need_invariant(outputs: object, known: Notes) -> None:
     """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up.
 
     Args:
-        outputs: of a function that is differentiated.
+        outputs: of a module that is differentiated, where nothing is known of what is computed with them.
 
     Raises:
         ValueError: on all ranks, as all run the same function.

@@ -58,7 +58,6 @@ class CalledOp(Op):
             tensors = [alike(x, cast(torch.Tensor, y)) for x, y in zip(tensors, outer, strict=True)]
         if known_marks is not None:
             hand_on(known_marks, self._noted, tensors)
-            known_marks.note_cut(leaves, traversal.layout.rows)
         for place, index in signature.handles:
             filled[place] = x = leaves[index]
             numbers[id(x)], present[traversal, index] = index, x

@@ -17,11 +17,9 @@ from fzero.base.rebound import rebound, tensors_held, tensors_reached
 from fzero.base.refusals import heard, place_of, refuse_outside
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
-from fzero.engine.alike import need_invariant
 from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.hints import add_hint
 from fzero.engine.masking import masked_call, noting
-from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
@@ -38,7 +36,7 @@ from fzero.table.counting import Mask
 from fzero.table.handle import Handle, StandIn, protecting, storage_of
 from fzero.table.layout import Key
 from fzero.table.names import need_given
-from fzero.table.placements import followed, has_run, notes
+from fzero.table.placements import has_run, noted, notes
 from fzero.table.spec import Spec
 
 
@@ -254,7 +252,7 @@ def call_function(
     given = inputs, traversal.table.sequence
     derived = over is not None and any(map(private.is_differentiated, primals.values() if primals else leaves))
     checked = (step, state.params, inputs) if derived else None
-    known, follow = followed(over, leaves, layout.rows, before, given, checked)
+    known = noted(over, before, given, checked)
     with (
         unwritten(state, "The step's function"),
         autocast(traversal.device, traversal.table.outside),
@@ -270,7 +268,6 @@ def call_function(
             with (
                 heard(),
                 during(notes, known),
-                follow,
                 _hidden(traversal, primals, inputs, fn),
                 collecting.run() as traversal.collected,
             ):
@@ -285,8 +282,6 @@ def call_function(
         out = noting(traversal.mask, out) if traversal.guards else out
         if not traversal.schedule.ran_before:
             _need_names(traversal)
-        if known:
-            need_invariant(split_result(step, out)[0], known)
         has_run(known, before, given)
     for (_, group), version, now in zip(full, entered, [private.version(leaf) for leaf, _ in full], strict=True):
         if now != version:

@@ -32,7 +32,7 @@ from fzero.graph.trace import Traced, is_real, trace
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
-from fzero.table.placements import FirstRun, followed, marks_of, notes, noting
+from fzero.table.placements import FirstRun, marks_of, noted, notes, noting
 from fzero.table.placements import form_of as form_given
 from fzero.table.spec import Spec
 
@@ -273,13 +273,12 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         leaves = tracer.leaves({})
         tree = pytree.unflatten(params.structure, leaves)
         about = inputs, tracer.table.sequence
-        known, follow = followed(tracer.tensor, leaves, tracer.layout.rows, tracer.first_runs(step, about), about, None)
+        known = noted(tracer.tensor, tracer.first_runs(step, about), about, None)
         with (
             autocast(tracer.device, tracer.table.outside),
             tracer.running(),
             during(proves, False),
             during(notes, known),
-            follow,
             collecting.run() as collected,
         ):
             out = step.fn(tree, *inputs)

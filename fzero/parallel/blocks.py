@@ -83,10 +83,7 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
         seen: what the tokens of q see.
     """
     parts = seen.regions(q, v, scale)
-    if parts is None:
-        _attend_to_tiles(state, q, k, v, seen, scale)
-        return
-    for rows, columns, causal in parts if len(q) else ():
+    for rows, columns, causal in parts if parts and len(q) else ():
         keys, values = k[:, None, columns], v[:, None, columns]
         out, logarithms = flash.attention(q[:, :, rows], keys, values, causal, scale)
         total, weight, top = state.of(rows.start, rows.stop)
@@ -95,10 +92,7 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
         total.mul_(shrink).addcmul_(out.to(total.dtype), grow)
         weight.mul_(shrink).add_(grow)
         top.copy_(best)
-
-
-def _attend_to_tiles(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> None:
-    for heads, rows, columns in _tiles(q, k, seen):
+    for heads, rows, columns in _tiles(q, k, seen) if parts is None else ():
         shape = (heads.stop - heads.start, q.shape[1], rows.stop - rows.start)
         queries = _rows(q[heads, :, rows], state.total.dtype).mul(scale)
         total, weight, top = [_rows(each[heads, :, rows], each.dtype) for each in state]
@@ -153,30 +147,14 @@ def pull(
         cotangent: [b * kv_heads, group, t, d].
     """
     parts = seen.regions(q, v, scale)
-    if parts is None:
-        _pull_from_tiles(grads, q, k, v, out, logarithms, cotangent, seen, scale)
-        return
-    for rows, columns, causal in parts if len(q) else ():
+    for rows, columns, causal in parts if parts and len(q) else ():
         own = cotangent[:, :, rows], q[:, :, rows], k[:, None, columns], v[:, None, columns]
         pulled = flash.pullback(*own, out[:, :, rows], logarithms[:, :, rows], causal, scale)
         totals = grads.q[:, :, rows], grads.k[:, None, columns], grads.v[:, None, columns]
         for total, x in zip(totals, pulled, strict=True):
             total.add_(x)
-
-
-def _pull_from_tiles(
-    grads: Grads,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logarithms: torch.Tensor,
-    cotangent: torch.Tensor,
-    seen: Seen,
-    scale: float,
-) -> None:
     dtype = grads.q.dtype
-    for heads, rows, columns in _tiles(q, k, seen):
+    for heads, rows, columns in _tiles(q, k, seen) if parts is None else ():
         shape = (heads.stop - heads.start, q.shape[1], rows.stop - rows.start)
         queries = _rows(q[heads, :, rows], dtype).mul(scale)
         outs, cotangents = [_rows(each[heads, :, rows], dtype) for each in (out, cotangent)]

@@ -32,7 +32,6 @@ from fzero.parallel.types import (
     WHO,
     Axes,
     AxisTypeError,
-    Place,
     Type,
     Watch,
     place_of,
@@ -42,7 +41,8 @@ from fzero.parallel.types import (
     type_of,
 )
 from fzero.state.sharded import Sharded
-from fzero.table.placements import checks
+from fzero.table.module_params import hints_of
+from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 
@@ -73,7 +73,10 @@ class Report(NamedTuple):
             f"messages {each.sent:12,} bytes  {each.place}"
             for each in self.conversions
         ]
-        ends = [f"{path or 'the output'}: {_words(axes)}" for path, axes in self.outputs.items()]
+        ends = [
+            f"{path or 'the output'}: {'varies on ' + ', '.join(axes) if axes else 'invariant'}"
+            for path, axes in self.outputs.items()
+        ]
         same = [f"played on the {size} ranks of {axis}: one process's values" for axis, size in self.played.items()]
         return "\n".join([*rows, *ends, *same])
 
@@ -173,8 +176,8 @@ def check(
                 found = _outputs(out, declared, run.ignored)
                 _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
-            if type(error).__name__ in _READS or texts.says(error, texts.NO_NUMPY):
-                raise ReadsValues(place_of(error)) from error
+            if _reads(error):
+                raise TypeError(_NO_VALUES.format(place_of(error))) from error
             if texts.says(error, *texts.FAKE_DEVICES):
                 raise TypeError(_MISMATCH.format(first_words(error))) from error
             explained = any(note.startswith("fzero:") for note in getattr(error, "__notes__", ()))
@@ -198,38 +201,25 @@ def sent_by(step: Spec, params: object, batch: Sequence[object]) -> Report:
     """The report of a step of which only params are differentiated by."""
     refuse_carry(step, "plan(inputs=...)")
     real = [path for path, leaf in paths_of(step.fn, (None, *batch)) if is_differentiable(leaf)]
-    try:
-        return check(step, params, *batch, constants="|".join(real))
-    except ReadsValues as error:
-        raise TypeError(
-            f"plan: {error.place}: with inputs=, the function is run on shapes alone, and it reads a tensor's value "
-            "there (.item(), bool(x), x.numpy()), or makes a tensor whose shape depends on values. Let it take "
-            f"{_INSTEAD}; or leave inputs= out, and what it sends and what its units keep is not counted."
-        ) from error
+    return check(step, params, *batch, constants="|".join(real))
 
 
 _MISMATCH = (
     WHO + ": torch does not run the function on shapes alone ({}), as it does not with forward mode (jvp, hessian) "
     "under torch.vmap. If a step runs it, take fz.parallel.check(..., values=True), or leave inputs= of fz.plan out."
 )
-_READS = ("DataDependentOutputException", "DynamicOutputShapeException")
-_INSTEAD = "an operator that needs none (torch.where, a mask in place of an index)"
+_NO_VALUES = (
+    WHO + ": {}: the function reads a tensor's value (.item(), bool(x), x.numpy()), or makes a tensor whose shape "
+    "depends on values, and a dry run on shapes alone has none. Take fz.parallel.check(..., values=True) and inputs "
+    "with values of this rank, or an operator that needs none (torch.where, a mask in place of an index); or leave "
+    "inputs= of fz.plan out, and what is sent and what units keep is not counted."
+)
 
 
-class ReadsValues(TypeError):
-    """A function reads a tensor's value, or makes a tensor whose shape depends on values, where there are shapes alone.
-
-    Attributes:
-        place: the line.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        super().__init__(
-            f"{WHO}: {place}: the function reads a tensor's value, or makes a tensor whose shape depends on values, "
-            "and a dry run has none. Take fz.parallel.check(..., values=True) and inputs with values of this rank, or "
-            f"{_INSTEAD}."
-        )
+def _reads(error: Exception) -> bool:
+    """Tells whether a function has read a tensor's value where there are shapes alone."""
+    reading = ("DataDependentOutputException", "DynamicOutputShapeException")
+    return type(error).__name__ in reading or texts.says(error, texts.NO_NUMPY)
 
 
 @contextlib.contextmanager
@@ -295,10 +285,6 @@ def _ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run
         return fn(*given), forms
 
 
-def _words(axes: Sequence[str]) -> str:
-    return f"varies on {', '.join(axes)}" if axes else "invariant"
-
-
 def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
     """The pullback, whose cotangents must have the types of the inputs."""
     given = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
@@ -322,7 +308,7 @@ def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
 # ---- the check that runs by itself, before a step's function runs for the first time under a signature
 
 
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | None:
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
     It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
@@ -331,53 +317,62 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         inputs: of one microbatch.
 
     Returns:
-        Whether it reads a tensor's value, on which may depend what it does. None if it cannot be checked, as it reads
-        what is computed of params, communicates by itself, or is refused for another reason: it is to be followed in
-        its run, which also shows what is wrong with it.
+        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
+        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
 
     Raises:
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
+    guesses: list[int] | None = []
+    for _ in range(32):  # guesses of sizes that ranks tell each other
+        run = DryRun(frozenset(), check_first_run.__code__, params.axis.tensor, guesses or ())
+        try:
+            return _first_run(step, params, inputs, run)
+        except AxisTypeError:
+            raise
+        except Exception as failed:
+            error, known = failed, _reads(failed) or isinstance(failed, NotImplementedError) or not run.guessed
+        if known or (guesses := run.other_guesses()) is None:
+            break
+    of_modules, rows = hints_of(params.structure), params.layout.rows
+    cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
+    # what is guessed may be wrong on one rank alone
+    return Unchecked(cut if known else {}, f"{place_of(error)} ({first_words(error)})")
+
+
+def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRun) -> bool:
+    """Tells whether the function reads a tensor's value."""
     flat = pytree.flatten(tuple(inputs))[0]
     differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
-    fakes = thread_state.without_values()
     with (
         private.below_transforms(),
         thread_state.without_dispatch_modes(),
         private.under_function_modes(()),
         torch.enable_grad(),
         seeded(0),
-        during(own_copies, {}),
+        _apart(values=True),  # of some inputs
     ):
-        try:
-            with fakes:
-                whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
+        with thread_state.without_values():
+            whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
             tree = pytree.unflatten(params.structure, whole)
             planned = Planned(step, tree, params.axis)
             over = planned.over
             assert over is not None
-            run = DryRun(frozenset(), check_first_run.__code__, over)
+            for given in planned.given:
+                if given.slices is not None:
+                    run.note_sizes(over, given.slices.sizes(over.size))
             leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
-            for i, dim in getattr(step.fn, "cut_inputs", _none)(inputs).items():
+            cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
+            for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
                 i += len(planned.given)
                 leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
-            with fakes:
-                given = leaves.typed()
-            with _watched(run), divergence.silent():
-                out, forms = _ran(step.fn, leaves, given, run)
-                outputs = planned.outputs(out)
-                _need_invariant(outputs, over)
-                _pull_back(outputs, leaves, run)
-            return forms.reads
-        except AxisTypeError:
-            raise
-        except Exception:
-            return None
-
-
-def _none(inputs: object) -> dict[int, int]:
-    """The inputs of most functions are the same on all ranks of the tensor axis."""
-    return {}
+            typed = leaves.typed()
+        with _watched(run), divergence.silent():
+            out, forms = _ran(step.fn, leaves, typed, run)
+            outputs = planned.outputs(out)
+            _need_invariant(outputs, over)
+            _pull_back(outputs, leaves, run)
+        return forms.reads
 
 
 def _need_invariant(outputs: object, over: Axis) -> None:

@@ -27,7 +27,7 @@ from fzero.engine.compiled import leave_out
 from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
 from fzero.parallel.types import running
-from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable
+from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable, note_copy
 from fzero.table.placements import Cut
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -57,6 +57,7 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     # a tensor of its own, as derivatives would not see writes to one that shares its memory
     if is_averaged(ax):
         return x.clone()
+    note_copy("copy", ax)
     return _map("copy", x, ax, _cloned if running.get() is None else _same, functools.partial(_total, ax))
 
 
@@ -116,6 +117,8 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
         >>> fz.testing.run_ranks(rank_main, 2)
         [[0, 1, 1], [0, 1, 1]]
     """
+    if own:
+        note_copy("gather", need_axis(ax, "gather"))
     return gathered(x, ax, dim, sizes, own, _held)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +41,8 @@ def ulysses(
             for a sequence that is cut over `other` first, and then over `ax`. Your own function takes q [b, heads, t,
             d], k and v [b, kv_heads, t, d] and keywords; every rank calls it, with one head of zeros if it has none.
         ax: an axis, from `fz.parallel.axis`.
-        chunks: number of parts in which heads are sent, one after the other. More parts need less memory.
+        chunks: number of parts in which heads are sent, one after the other. More parts need less memory, and the
+            pullback computes each again.
         options: defaults for the calls: keywords of `attention`, such as `is_causal`, `scale`, `window` and
             `documents` (of the whole sequence). Your own function gets all keywords of a call, and so does
             `F.scaled_dot_product_attention`: an `attn_mask` is of the whole sequence, and the same for all heads.
@@ -77,14 +78,21 @@ def ulysses(
 
 
 class Part(NamedTuple):
-    """The heads that one rank has of one chunk, and the KV heads that these need."""
+    """The heads that one rank has of one chunk, and the KV heads that these need, which `group` heads share."""
 
     heads: Range
     kv_heads: Range
+    group: int
 
-    def shared(self, group: int) -> list[int] | None:
+    @property
+    def of_tensors(self) -> tuple[Range, Range, Range]:
+        """The heads of q, k and v."""
+        return self.heads, self.kv_heads, self.kv_heads
+
+    @property
+    def shared(self) -> list[int] | None:
         """The KV head of each head, by their places in this part; None where groups of one size follow one another."""
-        mine = [head // group - self.kv_heads[0] for head in range(*self.heads)]
+        mine = [head // self.group - self.kv_heads[0] for head in range(*self.heads)]
         count = self.kv_heads[1] - self.kv_heads[0]
         if count == 0 or (len(mine) % count == 0 and mine == [i // (len(mine) // count) for i in range(len(mine))]):
             return None
@@ -116,7 +124,7 @@ class Deal:
         for chunk in range(self.chunks):
             ranges = [self.ranges(rank)[chunk] for rank in range(self.ranks)]
             if any(first < last for first, last in ranges):
-                out.append([Part(own, self._needed(own)) for own in ranges])
+                out.append([Part(own, self._needed(own), self.group) for own in ranges])
         return out
 
     def ranges(self, rank: int) -> list[Range]:
@@ -166,34 +174,15 @@ class UlyssesPlan:
     inner: Plan
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.deal.chunks > 1:  # what is exchanged goes again, and comes once more for the pullback
+        if self.deal.chunks > 1:  # of which nothing is kept: the pullback runs each again
             return attended(self, q, k, v)
         return composed(self.ax, self.lengths, self.deal, self.inner.attend, q, k, v)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        logarithms = []
-        for shared, chunks in self._chunks():
-            keys, values = self._to_heads((k, v), [(own, own) for own in shared])
-            for parts in chunks:
-                own = parts[self.ax.rank]
-                # apart, as what is sent takes memory, too
-                (queries,) = self._to_heads((q,), [(p.heads,) for p in parts])
-                if own.heads[0] < own.heads[1]:
-                    result, logarithm = self.inner.run(queries, *_repeated(own.shared(self.deal.group), keys, values))
-                    logarithms.append(logarithm)
-                else:
-                    result = queries.new_empty((*queries.shape[:3], v.shape[3]))
-                del queries
-                buffer = packed([result])
-                del result
-                back = self._to_tokens(buffer, [[p.heads] for p in parts], [v.shape[3]])
-                for part, (piece,) in zip(parts, back, strict=True):
-                    out[:, slice(*part.heads)] = piece
-                del buffer, back, piece  # before the next chunk's come
-            del keys, values
-        empty = q.new_empty((q.shape[0], 0, sum(self.lengths)), dtype=blocks.wide(q.dtype))
-        return out, torch.cat([*logarithms, empty], 1)
+        out = q.new_zeros((*q.shape[:3], v.shape[3]))
+        for parts in self.deal.parts():
+            self._return(parts, [_shared(self.inner.attend, parts[self.ax.rank], self._heads(parts, q, k, v))], [out])
+        return out, q.new_empty(0)
 
     def pull(
         self,
@@ -204,74 +193,37 @@ class UlyssesPlan:
         logarithms: torch.Tensor,
         cotangent: torch.Tensor,
     ) -> Three:
-        dtype = blocks.wide(q.dtype)
-        by_q, by_k, by_v = q.new_empty(q.shape), *[x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
-        done = 0
-        for shared, chunks in self._chunks():
-            keys, values = self._to_heads((k, v), [(own, own) for own in shared])
-            sums: list[torch.Tensor] = []
-            for parts in chunks:
-                own, kinds = parts[self.ax.rank], [(p.heads, p.heads, p.heads) for p in parts]
-                queries, outs, cotangents = self._to_heads((q, out, cotangent), kinds)
-                if own.heads[0] < own.heads[1]:
-                    places, count = own.shared(self.deal.group), own.heads[1] - own.heads[0]
-                    each, kept = _repeated(places, keys, values), logarithms[:, done : done + count]
-                    pulled, *others = self.inner.pull(queries, *each, outs, kept, cotangents)
-                    others = _summed(places, others, keys.shape[1])
-                    sums = [a.to(dtype).add_(b) for a, b in zip(sums, others, strict=True)] if sums else others
-                    done += count
-                    del each, others
-                else:
-                    pulled, sums = queries, [keys, values]
-                del queries, outs, cotangents
-                buffer = packed([pulled])
-                del pulled
-                back = self._to_tokens(buffer, [[p.heads] for p in parts], [q.shape[3]])
-                for part, (x,) in zip(parts, back, strict=True):
-                    by_q[:, slice(*part.heads)] = x
-                del buffer, back, x
-            del keys, values
-            buffer = packed([x.to(k.dtype) for x in sums])
-            del sums
-            back = self._to_tokens(buffer, [(own, own) for own in shared], [k.shape[3], v.shape[3]])
-            for heads, (x, y) in zip(shared, back, strict=True):
-                by_k[:, slice(*heads)] += x
-                by_v[:, slice(*heads)] += y
-            del buffer, back, x, y
-        return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
+        grads = [torch.zeros_like(x, dtype=blocks.wide(x.dtype)) for x in (q, k, v)]
+        for parts in self.deal.parts():
+            self._return(parts, self._pulled(parts, q, k, v, cotangent), grads)
+        by_q, by_k, by_v = [total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)]
+        return by_q, by_k, by_v
 
-    def _chunks(self) -> Iterator[tuple[list[Range], Iterator[list[Part]]]]:
-        """For every rank the KV heads of some chunks that have the same, which come once for these, and the chunks."""
-        return itertools.groupby(self.deal.parts(), lambda parts: [p.kv_heads for p in parts])
+    def _pulled(self, parts: Sequence[Part], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The cotangents of this rank's heads of one chunk, by running it again."""
+        own = [x.requires_grad_() for x in self._heads(parts, *tensors[:3])]
+        with torch.enable_grad():
+            out = _shared(self.inner.attend, parts[self.ax.rank], own)
+        return torch.autograd.grad(out, own, self._heads(parts, tensors[3]))
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
 
-    def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]]) -> list[torch.Tensor]:
-        own = [[x[:, slice(*each)] for x, each in zip(tensors, ranges, strict=True)] for ranges in heads]
+    def _heads(self, parts: Sequence[Part], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's heads of one chunk, for all tokens."""
+        own = [[x[:, slice(*heads)] for x, heads in zip(tensors, part.of_tensors, strict=False)] for part in parts]
         return to_heads(self.ax, self.lengths, own, "parallel.ulysses")
 
-    def _to_tokens(
-        self, buffer: torch.Tensor, heads: Sequence[Sequence[Range]], sizes: Sequence[int]
-    ) -> list[list[torch.Tensor]]:
-        kinds = [[(stop - start, d) for (start, stop), d in zip(each, sizes, strict=True)] for each in heads]
-        return to_tokens(self.ax, self.lengths, buffer, kinds, "parallel.ulysses back")
-
-
-def _repeated(shared: Sequence[int] | None, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV heads, once for each head where some share more than others."""
-    return (k, v) if shared is None else (k[:, shared], v[:, shared])
-
-
-def _summed(shared: Sequence[int] | None, tensors: Sequence[torch.Tensor], kv_heads: int) -> list[torch.Tensor]:
-    """The transpose of `_repeated`."""
-    if shared is None:
-        return list(tensors)
-    out = [x.new_zeros((x.shape[0], kv_heads, *x.shape[2:])) for x in tensors]
-    for total, x in zip(out, tensors, strict=True):
-        for place, head in enumerate(shared):
-            total[:, head] += x[:, place]
-    return out
+    def _return(self, parts: Sequence[Part], tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> None:
+        """The way back, where they are added up."""
+        sizes = [x.shape[3] for x in tensors]
+        kinds = [[(b - a, d) for (a, b), d in zip(part.of_tensors, sizes, strict=False)] for part in parts]
+        buffer = packed(tensors)
+        del tensors  # which nobody else has: what is sent takes memory, too
+        back = to_tokens(self.ax, self.lengths, buffer, kinds, "parallel.ulysses back")
+        for part, came in zip(parts, back, strict=True):
+            for total, heads, x in zip(totals, part.of_tensors, came, strict=False):
+                total[:, slice(*heads)] += x
 
 
 class Composed:
@@ -327,17 +279,21 @@ def composed(
     """
     outs: list[list[torch.Tensor]] = [[] for _ in range(deal.ranks)]
     for parts in deal.parts():
-        kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
+        kinds = [p.of_tensors for p in parts]
         sizes = [[stop - start for start, stop in each] for each in kinds]
         chosen = [_chosen(x, ranges) for x, ranges in zip((q, k, v), zip(*kinds, strict=True), strict=True)]
-        received = heads_of(chosen, ax, lengths, sizes)
-        shared = parts[ax.rank].shared(deal.group)
-        out = attend(received[0], *_repeated(shared, received[1], received[2]))
+        out = _shared(attend, parts[ax.rank], heads_of(chosen, ax, lengths, sizes))
         back = tokens_of(out, ax, lengths, [own for own, *_ in sizes])
         for own, piece in zip(outs, back.split([own for own, *_ in sizes], 1), strict=True):
             own.append(piece)
     pieces_of = list(itertools.chain.from_iterable(outs))
     return pieces_of[0] if len(pieces_of) == 1 else torch.cat(pieces_of, 1)
+
+
+def _shared(attend: Attend, part: Part, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Attention to KV heads, once for each head where some share more than others."""
+    (q, k, v), shared = tensors, part.shared
+    return attend(q, k, v) if shared is None else attend(q, k[:, shared], v[:, shared])
 
 
 def _chosen(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:

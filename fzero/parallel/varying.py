@@ -15,7 +15,6 @@ inside of a module must not be a slice.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -33,13 +32,13 @@ from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
 from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, StandIn, name_of, named, writes
-from fzero.table.placements import Action, Actions, Cut, Mark, Notes, notes, reads
+from fzero.table.placements import Action, Actions, Cut, Mark, Notes, reads
 
 # of the object, not of its values
 _OF_THE_OBJECT = {
     *(getattr(torch.Tensor, name).__get__ for name in "grad_fn is_leaf _version grad".split()),
     *named("is_contiguous data_ptr storage_offset get_device retain_grad __repr__ __format__ is_inference", *BOTH),
-    *named("register_hook is_signed is_conj is_neg is_pinned is_shared untyped_storage __hash__", torch.Tensor),
+    *named("is_signed is_conj is_neg is_pinned is_shared untyped_storage __hash__", torch.Tensor),
 }
 _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
@@ -106,9 +105,6 @@ class Varying(TorchFunctionMode):
         if func in _DIFFERENTIATES:
             source = next((mark.source for mark in marks if mark and mark.source), "a copy")
             raise self.refused(func, Mark(source))
-        if func == torch.Tensor.register_hook and marks[0]:
-            self.known.first.unsure = True  # what it does is followed in each pullback
-            return func(args[0], functools.partial(self._hooked, args[1], marks[0]))
         into = writes(func, kwargs)
         if into:
             self._refuse_write(func, flat, marks)
@@ -129,14 +125,6 @@ class Varying(TorchFunctionMode):
             if isinstance(x, torch.Tensor):
                 self.note(x, own)
         return out
-
-    def _hooked(self, hook: object, mark: Mark, cotangent: torch.Tensor) -> object:
-        """What a hook makes of the cotangent of a tensor, which is cut as that is."""
-        mode = Varying(Notes(self.axis), self._copy)
-        mode.note(cotangent, mark)
-        with during(running_mode, mode), during(notes, mode.known), mode:
-            assert callable(hook)
-            return hook(cotangent)
 
     def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
         """What can be read of a tensor without its values."""

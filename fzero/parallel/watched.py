@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.comm.axis import Axis
+from fzero.engine.alike import need_invariant
 from fzero.parallel.acting import Acting, Copy, running_mode, unseen
 from fzero.parallel.rules import PARTIAL
 from fzero.parallel.types import running
 from fzero.parallel.varying import Varying
 from fzero.table.handle import Function
-from fzero.table.placements import Cut, Following, Mark, Notes, Straight, notes, noting
+from fzero.table.placements import Cut, Mark, Notes, Straight, notes, noting
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
@@ -32,12 +33,14 @@ def watcher() -> Varying | None:
     return mode if isinstance(mode, Varying) else None
 
 
-def watching(run: Function, axis: Axis, copy: Copy, module: object, code: Function | None = None) -> Function:
+def watching(
+    run: Function, axis: Axis, copy: Copy, module: tuple[object, str], code: Function | None = None
+) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
         copy: `piece.as_own`.
-        module: what it is known by in later runs.
+        module: what it is known by in later runs, and the path of the unit; "" of the whole module.
         code: what runs then in its place, where it needs nothing.
     """
 
@@ -56,13 +59,21 @@ def watching(run: Function, axis: Axis, copy: Copy, module: object, code: Functi
         if known is None or known.axis != axis:
             known = Notes(axis)
         mode = Varying(known, copy)
-        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
-        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
+        with during(running_mode, mode), during(notes, known), mode:
             out = run(*args, **kwargs)
+        if known.first.blind and not module[1]:
+            need_invariant(out, known)
         known.first.note(module, (args, kwargs), mode.actions)
         return out
 
     return call
+
+
+def note_leaves(numbers: Sequence[int]) -> None:
+    """Notes the leaves of the running step that a module is given, as `origins_of` tells them."""
+    known = noting()
+    if known is not None:
+        known.of_modules.update([abs(number) - 1 for number in numbers if number])
 
 
 def around(call: Callable[..., object], *given: object) -> object:
@@ -172,14 +183,21 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
     return out
 
 
+def note_copy(name: str, ax: Axis) -> None:
+    """Notes that a user's function copies what ranks have alike, outside of modules."""
+    known = noting()
+    if known is not None and watcher() is None and _covers(ax, known.axis):
+        known.copies = name
+
+
 def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
     """Refuses a map of what varies, or is cut, otherwise than the map takes it.
 
     Args:
         dim: along which the map joins what ranks have, where it does.
     """
-    known = noting()
-    if running.get() is not None and watcher() is None:
+    known, mode = noting(), watcher()
+    if running.get() is not None and mode is None:
         return  # its types say it, and the line
     mark = None if known is None else known.of(x)
     if known is None or mark is None or not _covers(ax, known.axis):
@@ -191,7 +209,6 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
             "that is the same on all, as its cotangents are put together. Leave the map out, or put the ranks' tensors "
             "together first (fz.parallel.sum, gather)."
         )
-    mode = watcher()
     if mode is not None and mark.cut is not None:
         summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
         elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim

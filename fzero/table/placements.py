@@ -1,28 +1,24 @@
 """What is known of tensors that vary between the ranks of a tensor axis, in the first run of a function.
 
 The function is checked before that on shapes alone (`checks`). In the run, what a map of `fz.parallel` or a module that
-is cut gives is noted, for the modules that take it. A note goes with a tensor into units and out of them. Where the
-check could not be done, a note also goes on to what is computed of a tensor (`Following`). Later runs under the same
-signature (the function, its layout, the structure, shapes and dtypes of its inputs) repeat what the first one showed
-that modules need (`FirstRun`).
+is cut gives is noted, for the modules that take it. A note goes with a tensor into units and out of them. Later runs
+under the same signature (the function, its layout, the structure, shapes and dtypes of its inputs) repeat what the
+first one showed that modules need (`FirstRun`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
 from fzero.comm.axis import Axis
-from fzero.table.handle import BOTH, READABLE, Function, Handle, Named, Operands, named, writes
-from fzero.table.rows import Row
+from fzero.table.handle import BOTH, Function, Operands, named
 
 
 class Cut(NamedTuple):
@@ -93,13 +89,15 @@ class FirstRun:
     """What a function's first run under a signature showed, and what later runs do because of it.
 
     Attributes:
-        unsure: whether later runs are followed too, as they may do other things: this one read a tensor's value, say.
+        unsure: whether later runs are looked at too, as they may do other things: this one read a tensor's value, say.
+        checked_again: so are all of the function by `checks`, as what they saw depends on a value.
+        blind: nothing is known of the function outside of modules.
         actions: (module, form of its arguments) -> what is done in it.
         floats: among the inputs, in runs that showed this. Where modules are cut, a run with others is looked at too.
     """
 
     def __init__(self) -> None:
-        self.unsure = False
+        self.unsure = self.checked_again = self.blind = False
         self.actions: dict[object, Actions] = {}
         self.acting: set[object] = set()  # the modules among them
         self.floats: set[object] = set()
@@ -148,12 +146,16 @@ class Notes:
 
     Attributes:
         first: what the run shows, for later ones.
-        follows: whether notes go on to what is computed.
+        unchecked: what is not known of it.
+        of_modules: the leaves that modules were given, by their numbers.
+        copies: the name of a map that has made a copy outside of modules.
     """
 
-    follows = False
+    unchecked: Unchecked | None = None
+    copies = ""
 
     def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
+        self.of_modules: set[int] = set()
         self.axis, self._level, self.first = axis, private.level(), first or FirstRun()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
@@ -171,22 +173,6 @@ class Notes:
         if not isinstance(x, torch.Tensor) or not private.is_wrapper(x) or 0 < private.level_of(x) <= self._level:
             return None
         return self.of(private.inner(x))  # of a level that began in the function, or did and has ended
-
-    def note_cut(self, leaves: Mapping[int, torch.Tensor], rows: Sequence[Row]) -> None:
-        """Notes the leaves of a step that are cut, where they are followed: index of a leaf -> its tensor."""
-        for index, leaf in leaves.items() if self.follows else ():
-            if rows[index].slices is not None and not isinstance(leaf, Handle):
-                self.note(leaf, Mark(rows[index].path))
-
-    def among(self, values: Sequence[object]) -> list[Mark]:
-        """How those vary that are among some values, or in containers of them."""
-        found = []
-        for x in values:
-            own = [self.of(x)] if isinstance(x, torch.Tensor) else []
-            if isinstance(x, (tuple, list, dict)):
-                own = map(self.of, pytree.leaves(x))
-            found += [mark for mark in own if mark is not None]
-        return found
 
     def forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(id(tensor), None)
@@ -215,20 +201,26 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
-# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; None if it cannot
-# be checked
-checks: list[Callable[..., bool | None]] = []
+class Unchecked(NamedTuple):
+    """What is known of a function that does not run on shapes alone.
+
+    Attributes:
+        leaves: index -> path of those that are cut, but for those of modules, whose own runs show what they do.
+        why: in words.
+    """
+
+    leaves: dict[int, str]
+    why: str
 
 
-def followed(
-    axis: Axis | None,
-    leaves: Sequence[torch.Tensor],
-    rows: Sequence[Row],
-    before: MutableMapping[object, FirstRun],
-    given: object,
-    checked: Sequence[object] | None,
-) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
-    """The notes of a function of these leaves, and what follows them in it; None where no leaf is cut.
+# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value
+checks: list[Callable[..., bool | Unchecked]] = []
+
+
+def noted(
+    axis: Axis | None, before: MutableMapping[object, FirstRun], given: object, checked: Sequence[object] | None
+) -> Notes | None:
+    """The notes of a function that is about to run; None where no leaf is cut.
 
     Args:
         axis: that leaves are cut over.
@@ -237,25 +229,40 @@ def followed(
         checked: what `checks` take, before it runs for the first time; None of what is not differentiated.
     """
     if axis is None or axis.size == 1:
-        return None, contextlib.nullcontext()
-    first = before.get(form_of(given))
+        return None
+    form = form_of(given)
+    first = before.get(form)
     if first is not None and first.shows(given):
-        return Straight(axis, first), contextlib.nullcontext()
+        return Straight(axis, first)
     known = Notes(axis, first)
-    if first is None and checked is not None:
-        reads = [check(*checked) for check in checks]
-        if reads and None not in reads:
-            known.first.unsure = any(reads)
-            return known, contextlib.nullcontext()
-    known.follows = True
-    known.note_cut(dict(enumerate(leaves)), rows)
-    return known, Following(known)
+    if checked is not None and (first is None or first.checked_again or form is None):
+        for check in checks:
+            found = check(*checked)
+            known.unchecked = found if isinstance(found, Unchecked) else None
+            known.first.checked_again, known.first.blind = found is True, known.unchecked is not None
+        known.first.unsure = known.first.unsure or known.first.checked_again or known.first.blind
+    return known
 
 
 def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given: object) -> None:
-    """Notes that a function has run to its end and was not refused."""
+    """Notes that a function has run to its end; refuses one that could not be checked."""
     if known is None or isinstance(known, Straight):
         return
+    if known.unchecked is not None and (own := known.unchecked.leaves.keys() - known.of_modules):
+        raise TypeError(
+            f"step: what the function does with its slice of leaf {known.unchecked.leaves[min(own)]!r} cannot be "
+            f"checked, as it does not run on shapes alone: {known.unchecked.why}. Expected a function that neither "
+            "reads a tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that "
+            "needs no value (torch.where, a mask in place of an index); or write what reads it as a module for "
+            "fz.functional, whose own run is looked at."
+        )
+    if known.first.blind and known.copies:
+        raise ValueError(
+            f"parallel.{known.copies}: got a call outside of modules in a function that does not run on shapes alone, "
+            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, "
+            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
+            "that join pieces of uneven sizes."
+        )
     form = form_of(given)
     known.first.unsure = known.first.unsure or form is None
     for old in list(before)[: 1 - FORMS]:
@@ -292,98 +299,3 @@ def reads(func: Function, args: Operands) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
     return func in _READS
-
-
-_LIKE = {
-    *named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", torch),
-    *named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor),
-}
-# whose further operands say a dtype or a shape
-_FIRST = set(named("to type_as expand_as view_as reshape_as", torch.Tensor))
-
-
-class Following(TorchFunctionMode):
-    """Inside, what is computed of tensors that vary is known to vary, on whichever dims.
-
-    What torch.func maps (vmap) along another dim than the first is not followed out of the map.
-    """
-
-    of_slices = True
-
-    def __init__(self, known: Notes) -> None:
-        super().__init__()
-        self._known = known
-
-    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if func == torch.Tensor.__iter__:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
-        if reads(func, args):
-            self._known.first.unsure = True
-        out = func(*args, **(kwargs or {}))
-        if not self._known or func in READABLE or func in _LIKE:
-            return out
-        given = args[:1] if func in _FIRST else (*args, *kwargs.values()) if kwargs else args
-        found = self._known.among(given)
-        if found:
-            self._follow(func, given, kwargs, out, Mark(max(mark.source for mark in found)))
-        return out
-
-    def _follow(self, func: Function, given: Operands, kwargs: Named, out: object, mark: Mark) -> None:
-        known, into = self._known, _written(func, given, kwargs)
-        by_place = _by_place(func, given, kwargs, out)
-        if by_place is not None:
-            for x, operands in by_place:
-                own = known.among(operands)
-                if own and isinstance(x, torch.Tensor):
-                    known.note(x, Mark(max(each.source for each in own)))
-            return
-        results = [out] if isinstance(out, torch.Tensor) else pytree.leaves(out)
-        for x in results:
-            if isinstance(x, torch.Tensor) and (x is into or not any(x is each for each in given)):
-                known.note(x, mark)
-        if into is not None:
-            others = [x for x in given if x is not into]
-            if _is_overwritten(func, others) and not known.among(others):
-                known.forget(into)
-                return
-            known.note(into, mark)
-            if into._is_view() and into._base is not None:
-                known.note(into._base, mark)
-
-
-def _written(func: Function, given: Operands, kwargs: Named) -> torch.Tensor | None:
-    """The tensor that a function writes to."""
-    if not writes(func, kwargs):
-        return None
-    into = (kwargs or {}).get("out")
-    into = given[0] if into is None and given else into
-    return into if isinstance(into, torch.Tensor) else None
-
-
-def _is_overwritten(func: Function, others: Sequence[object]) -> bool:
-    """Tells whether nothing stays of what was in a tensor."""
-    name = getattr(func, "__name__", "")
-    if func == torch.Tensor.__setitem__:
-        index = others[0] if isinstance(others[0], tuple) else (others[0],)
-        return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in index)
-    return name in ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_")
-
-
-def _by_place(
-    func: Function, given: Operands, kwargs: Named, out: object
-) -> list[tuple[object, tuple[object, ...]]] | None:
-    """Results of a function of several tensors one by one, each with the operands that it comes of; None of others."""
-    name = getattr(func, "__name__", "")
-    if not isinstance(out, (tuple, list)):
-        return None
-    if func is torch.autograd.grad:  # those by what is the same on all ranks are so, too
-        inputs = (kwargs or {}).get("inputs", given[1] if len(given) > 1 else ())
-        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        return [(x, (y,)) for x, y in zip(out, inputs, strict=True)]
-    if name.startswith("_foreach_"):
-        lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
-        return [(x, tuple(own)) for x, *own in zip(out, *lists, strict=True)]
-    if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
-        tensors = given[0] if isinstance(given[0], (tuple, list)) else [x for x in given if isinstance(x, torch.Tensor)]
-        return [(x, (y,)) for x, y in zip(out, tensors, strict=True)]
-    return None

@@ -112,7 +112,6 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one slope": lambda h, x: F.prelu(h, x.mean().view(1)),
     "einsum with dots": lambda h, x: torch.einsum("...f,...f->...f", h, h.sin()),
     "one by one": lambda h, x: torch.stack([row * 2 for row in h]),
-    "a hook": lambda h, x: hooked(h, lambda g: g * 2),
     "a shape like another": lambda h, x: h if h.shape == h.sin().shape else -h,
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
     "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
@@ -194,7 +193,7 @@ def into_a_constant(h: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "softmax": lambda h, x: h.softmax(-1),
-    "a hook by the norm": lambda h, x: hooked(h, lambda g: g / (g.norm() + 1)),
+    "a hook": lambda h, x: hooked(h, lambda g: g / (g.norm() + 1)),
     "if it is as wide": lambda h, x: h if h.shape == x.shape else -h,
     "if it can be divided": lambda h, x: h * (1 if h.shape[-1] % 12 == 0 else 2),
     "what a map of functions gives": lambda h, x: torch.vmap(lambda row: row * 2)(h).softmax(-1),

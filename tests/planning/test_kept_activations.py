@@ -140,7 +140,7 @@ def test_a_function_that_reads_values_is_refused_in_words_of_plan(reads: Any, de
 
     step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
     params = {"blocks": [{"w": torch.eye(3, device=device)}]}
-    with pytest.raises(TypeError, match=r"^plan: .*test_kept_activations.py:\d+, in .*shapes alone.*torch.where"):
+    with pytest.raises(TypeError, match=r"^parallel.check: .*test_kept_activations.py:\d+, in .*shapes alone.*where"):
         fz.plan(step, params, world_size=2, inputs=(torch.ones(2, 3),))
     assert fz.plan(step, params, world_size=2).params
 
