@@ -6,7 +6,6 @@ NCCL's own collectives are right as they are.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import uuid
 import weakref
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from fzero.comm import transport
-from fzero.comm.hazards import arriving, in_flight
+from fzero.comm.hazards import in_flight
 
 Group = dist.ProcessGroup
 Mesh = dist.DeviceMesh
@@ -286,40 +285,6 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
         for work in works:
             work.wait()
         works.clear()
-
-    return wait
-
-
-Sent = Callable[..., bool]
-
-
-def start_send(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Sent:
-    """Starts to send to a rank of the group; only messages of one tag meet, in order.
-
-    Returns:
-        `wait()`, which waits, `wait(seconds)` so long at most; `wait(0)` only tells whether it is done. The tensor must
-        live until then.
-    """
-    work = group.send([tensor], rank, tag)
-
-    def wait(seconds: float | None = None) -> bool:
-        if seconds == 0:
-            return work.is_completed()
-        return bool(work.wait() if seconds is None else work.wait(datetime.timedelta(seconds=seconds)))
-
-    return wait
-
-
-def start_receive(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Wait:
-    """Starts to receive from a rank of the group, into a tensor that is read by nobody until it was waited for."""
-    return arriving(tensor, lambda tensor: _received(tensor, rank, group, tag))
-
-
-def _received(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Wait:
-    work = group.recv([tensor], rank, tag)
-
-    def wait() -> None:
-        work.wait()
 
     return wait
 

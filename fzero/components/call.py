@@ -27,7 +27,6 @@ from fzero.state.train_state import TrainState
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
-AHEAD = 4  # messages that are received before their turn
 Pieces = Callable[[int], object]
 T = TypeVar("T")
 
@@ -127,10 +126,6 @@ class Call:
         if self.line is not None:
             self.line.begin_call(verb)
         for place, task in enumerate(tasks):
-            if self.line is not None and self._error is None:
-                for other in tasks[place + AHEAD - 1 if place else 0 : place + AHEAD]:  # the others have been
-                    if other.kind is Kind.RECEIVE:
-                        self.line.begin(other)
             self._go_on(self._room(task))
             leaves = place + 1 < len(tasks) and tasks[place + 1].kind is Kind.SEND
             begun = time.monotonic()

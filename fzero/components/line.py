@@ -16,7 +16,6 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
 from fzero.components.messages import Lost, MessageId, Messages
-from fzero.components.packing import Packed
 from fzero.components.remote.digests import Digest, digest_of, is_close
 from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
 from fzero.components.routes import Route, Seat, cut, joined, routes
@@ -63,15 +62,12 @@ class Line:
         """The most pullbacks that the schedule has alive at once at one place."""
         return max(alive(tasks) for tasks in self._schedule.places)
 
-    def _packed(self, content: object) -> Packed:
-        return Packed((self._identity, self.count, self._verb, content))
-
     def _told(self, error: BaseException) -> Failure:
         return failure_of(error, "pipeline", self.rank)
 
-    def _send(self, rank: int, ident: MessageId, packed: Packed) -> None:
+    def _send(self, rank: int, ident: MessageId, content: object) -> None:
+        self._messages.send(rank, ident, (self._identity, self.count, self._verb, content))
         self._gone.add((rank, ident))
-        self._messages.send(rank, ident, packed)
 
     def _received(self, rank: int, ident: MessageId) -> Any:
         message: Any = self._messages.receive(rank, ident)
@@ -79,8 +75,7 @@ class Line:
         if (identity, count, verb) != (self._identity, self.count, self._verb):
             for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
                 if other != self.rank and (other, ALL) not in self._gone:
-                    self._send(other, ALL, self._packed(None))
-            self._messages.hurry(1.0)
+                    self._send(other, ALL, None)
             raise Lost(
                 f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self.count}, of "
                 f"{self._verb}, and rank {rank} call {count}, of {verb}, of pipeline [{identity[:4]}]; expected the "
@@ -118,8 +113,7 @@ class Line:
             self._noted.append((f"{what} in microbatch {task.microbatch}", own))
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
-                own = [cut(value, route, what, rows) for value in values]
-                self._send(route.target, ident, self._packed(own))
+                self._send(route.target, ident, [cut(value, route, what, rows) for value in values])
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
@@ -127,7 +121,7 @@ class Line:
         ident = self._ident(task)
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank and (route.target, ident) not in self._gone:
-                self._send(route.target, ident, self._packed(self._told(error)))
+                self._send(route.target, ident, self._told(error))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -160,13 +154,6 @@ class Line:
         found = {seat.data: rank for rank, seat in enumerate(self.seats) if seat.place == place and not seat.copy}
         return said[found[own.data % len(found)]]
 
-    def begin(self, task: Task) -> None:
-        """Starts to receive what a task will wait for."""
-        assert task.peer is not None
-        for route in self.routes(task.peer, task.stage):
-            if route.target == self.rank:
-                self._messages.begin(route.source, self._ident(task))
-
     def receive(self, task: Task) -> Sequence[object]:
         """The values that another stage gives to this one; raises `Failed` if that could not make them."""
         assert task.peer is not None
@@ -187,22 +174,18 @@ class Line:
             own: a small tree.
         """
         failed = self._told(error) if error is not None else None
-        try:
-            packed = self._packed((failed, own, self._noted))
-        except Exception as caught:  # of what cannot be sent
-            error, own = error or caught, None
-            failed = self._told(error)
-            packed = self._packed((failed, None, []))
         ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         try:
             for rank in others:
-                self._send(rank, ALL, packed)
-            for rank in others:
-                self._messages.begin(rank, ALL)
+                try:
+                    self._send(rank, ALL, (failed, own, self._noted))
+                except TypeError as caught:  # of what cannot be sent
+                    error = error or caught
+                    failed, own = self._told(error), None
+                    self._send(rank, ALL, (failed, None, self._noted))
             said = {rank: self._received(rank, ALL) for rank in others}
             said[self.rank] = failed, own, self._noted
-            self._messages.end_call()
         except Lost as lost:
             if error is None or isinstance(error, Failed):
                 raise

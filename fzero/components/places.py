@@ -168,14 +168,14 @@ def _need_same_shares(shares: set[int]) -> None:
 
 
 def _need_messages(group: backend.Group) -> None:
-    """Refuses a process group that has no messages of bytes by tags."""
+    """Refuses a process group whose ranks are threads, or have values on GPUs."""
     kind = backend.kind_of(group)
     if kind != "gloo":
         raise ValueError(
-            f"pipeline: got groups over a process group of backend {kind!r}, expected 'gloo', whose messages have "
-            "tags. Start that: on real processes, torch.distributed.init_process_group('gloo') under torchrun or "
-            "fz.testing.run_ranks(..., backend='processes'); stages on threads are components: fz.remote(..., "
-            "on='threads')."
+            f"pipeline: got groups over a process group of backend {kind!r}, expected 'gloo', whose ranks are "
+            "processes that compute on CPUs. Start that: on real processes, "
+            "torch.distributed.init_process_group('gloo') under torchrun or fz.testing.run_ranks(..., "
+            "backend='processes'); stages on threads are components: fz.remote(..., on='threads')."
         )
 
 
