@@ -15,14 +15,14 @@ from fzero.base.context import during, over_means
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
-from fzero.components.messages import Lost, MessageId, Messages
+from fzero.components.messages import Ident, Lost, Messages
 from fzero.components.remote.digests import Digest, digest_of, is_close
 from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.check import alive
-from fzero.schedules.task import Schedule, Task
+from fzero.schedules.task import Kind, Schedule, Task
 
-ALL = MessageId("all", 0, 0)  # what a rank says to all others at the end of a call
+ALL: Ident = ("all",)  # what a rank says to all others at the end of a call
 Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 
@@ -48,7 +48,7 @@ class Line:
         self.place, self.places = seats[self.rank].place, len(schedule.places)
         self._messages, self._schedule = Messages(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
-        self._gone: set[tuple[int, MessageId]] = set()  # what was sent in this call
+        self._gone: set[tuple[int, Ident]] = set()  # what was sent in this call
         self._noted: Noted = []  # of values that go to places with other numbers of copies
         self.count, self._verb, self._identity = 0, "", identity
         self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
@@ -65,11 +65,11 @@ class Line:
     def _told(self, error: BaseException) -> Failure:
         return failure_of(error, "pipeline", self.rank)
 
-    def _send(self, rank: int, ident: MessageId, content: object) -> None:
+    def _send(self, rank: int, ident: Ident, content: object) -> None:
         self._messages.send(rank, ident, (self._identity, self.count, self._verb, content))
         self._gone.add((rank, ident))
 
-    def _received(self, rank: int, ident: MessageId) -> Any:
+    def _received(self, rank: int, ident: Ident) -> Any:
         message: Any = self._messages.receive(rank, ident)
         identity, count, verb, content = message
         if (identity, count, verb) != (self._identity, self.count, self._verb):
@@ -90,14 +90,10 @@ class Line:
             self._routes[pair] = routes(self.seats, *pair)
         return self._routes[pair]
 
-    def _ident(self, task: Task) -> MessageId:
-        """What a message is known by, seen from the stage that gives it."""
-        assert task.peer is not None
-        sends = task.kind.value == "S"
-        source, target = (task.stage, task.peer) if sends else (task.peer, task.stage)
-        stages, count = self._schedule.stages, self._schedule.microbatches
-        number = (source * stages + target) * count + task.microbatch
-        return MessageId((source, target), task.microbatch, 1 + number)
+    def _ident(self, task: Task) -> Ident:
+        """What a message is known by: the stage that gives it, the one that takes it, and the microbatch."""
+        stages = (task.stage, task.peer) if task.kind is Kind.SEND else (task.peer, task.stage)
+        return (*stages, task.microbatch)
 
     def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
         """Sends values to every rank that takes some of them.

@@ -10,8 +10,8 @@ import pickle
 import secrets
 import socket
 import weakref
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -20,18 +20,7 @@ from fzero.channels.address import machine
 from fzero.comm import backend
 from fzero.comm.backend import Group
 
-
-class MessageId(NamedTuple):
-    """What a message is known by on both ends.
-
-    Attributes:
-        channel, number: in words: whose it is, and which of these.
-        tag: a number that no other message under way between these two ranks has.
-    """
-
-    channel: Hashable
-    number: int
-    tag: int
+Ident = tuple[object, ...]  # what a message is known by on both ends, which no other one under way there has
 
 
 class Lost(RuntimeError):
@@ -55,10 +44,10 @@ class Messages:
             for _ in range(rank):
                 connection = listener.accept(self._timeout)
                 self._connections[int(connection.peer.removeprefix("rank "))] = connection
-        self._came: dict[tuple[int, int], collections.deque[Any]] = {}
+        self._came: dict[tuple[int, Ident], collections.deque[Any]] = {}
         weakref.finalize(self, _close, self._connections)
 
-    def send(self, rank: int, ident: MessageId, tree: object) -> None:
+    def send(self, rank: int, ident: Ident, tree: object) -> None:
         """Sends a tree, whose tensors are copied.
 
         It is pickled: it goes between ranks of one program, which run the same code.
@@ -75,25 +64,25 @@ class Messages:
                 "numbers, texts and what else can be pickled, in containers that can."
             ) from None
         try:
-            self._connections[rank].send((ident.tag, out.getvalue(), pickler.tensors), self._timeout)
+            self._connections[rank].send((ident, out.getvalue(), pickler.tensors), self._timeout)
         except OSError as error:
             raise self._lost(rank, ident, error) from error
 
-    def receive(self, rank: int, ident: MessageId) -> Any:
+    def receive(self, rank: int, ident: Ident) -> Any:
         """Waits for a tree."""
-        key = rank, ident.tag
+        key = rank, ident
         while not self._came.get(key):
             try:
-                tag, *content = self._connections[rank].receive(self._timeout)  # type: ignore[misc]
+                other, *content = self._connections[rank].receive(self._timeout)  # type: ignore[misc]
             except OSError as error:
                 raise self._lost(rank, ident, error) from error
-            self._came.setdefault((rank, tag), collections.deque()).append(content)
+            self._came.setdefault((rank, other), collections.deque()).append(content)
         return _Unpickler(*self._came[key].popleft()).load()
 
-    def _lost(self, rank: int, ident: MessageId, error: OSError) -> Lost:
+    def _lost(self, rank: int, ident: Ident, error: OSError) -> Lost:
         own, other = (backend.members(self.group)[place] for place in (backend.rank_in(self.group), rank))
         return Lost(
-            f"pipeline: the message {ident.channel}, {ident.number} between rank {own} and rank {other} did "
+            f"pipeline: the message {ident} between rank {own} and rank {other} did "
             f"not come through: {error} Has that rank ended, or left out a call that this one made? All ranks of "
             "a pipeline make the same calls, in the same order."
         )
