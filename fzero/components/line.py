@@ -46,7 +46,7 @@ class Line:
     def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat], identity: str) -> None:
         self.rank, self.seats = backend.rank_in(group), seats
         self.place, self.places = seats[self.rank].place, len(schedule.places)
-        self._messages, self._schedule = Messages(group), schedule
+        self._messages, self._schedule = Messages.of(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
         self._gone: set[tuple[int, Ident]] = set()  # what was sent in this call
         self._noted: Noted = []  # of values that go to places with other numbers of copies

@@ -30,9 +30,17 @@ class Lost(RuntimeError):
 class Messages:
     """Sends and receives trees, over a connection to each other rank. All ranks make it at the same time."""
 
+    @staticmethod
+    def of(group: Group) -> Messages:
+        """Those of a group, which all pipelines over it share: so ranks that call another one are told."""
+        if group not in _made:
+            _made[group] = Messages(group)
+        return _made[group]
+
     def __init__(self, group: Group) -> None:
-        self.group, self._timeout = group, backend.timeout_of(group)
-        rank, machines = backend.rank_in(group), {*backend.gather_strings(machine(), group)}
+        self._members, self._timeout = backend.members(group), backend.timeout_of(group)
+        self._rank = rank = backend.rank_in(group)
+        machines = {*backend.gather_strings(machine(), group)}
         alone = len(machines) == 1 and "" not in machines  # on this machine
         with Listener(token := secrets.token_bytes(32), None if alone else _own_host()) as listener:
             said = backend.gather_strings(json.dumps([token.hex(), *listener.address]), group)
@@ -80,12 +88,15 @@ class Messages:
         return _Unpickler(*self._came[key].popleft()).load()
 
     def _lost(self, rank: int, ident: Ident, error: OSError) -> Lost:
-        own, other = (backend.members(self.group)[place] for place in (backend.rank_in(self.group), rank))
+        own, other = self._members[self._rank], self._members[rank]
         return Lost(
             f"pipeline: the message {ident} between rank {own} and rank {other} did "
             f"not come through: {error} Has that rank ended, or left out a call that this one made? All ranks of "
             "a pipeline make the same calls, in the same order."
         )
+
+
+_made: weakref.WeakKeyDictionary[Group, Messages] = weakref.WeakKeyDictionary()
 
 
 def _own_host() -> str:
