@@ -29,8 +29,8 @@ Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sen
 class Line:
     """One rank of a pipeline over ranks.
 
-    After an error a rank goes on with its messages, in which it says so, until all have been sent and received: so
-    nobody waits for what does not come, and every rank raises.
+    What a rank says at the end of a call comes at once after an error: who waits for anything else of it sees that, and
+    ends the call in the same way. So nobody waits for what does not come, and every rank raises.
 
     Args:
         group: of all ranks of the pipeline.
@@ -48,7 +48,6 @@ class Line:
         self.place, self.places = seats[self.rank].place, len(schedule.places)
         self._messages, self._schedule = Messages.of(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
-        self._gone: set[tuple[int, Ident]] = set()  # what was sent in this call
         self._noted: Noted = []  # of values that go to places with other numbers of copies
         self.count, self._verb, self._identity = 0, "", identity
         self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
@@ -67,20 +66,17 @@ class Line:
 
     def _send(self, rank: int, ident: Ident, content: object) -> None:
         self._messages.send(rank, ident, (self._identity, self.count, self._verb, content))
-        self._gone.add((rank, ident))
 
     def _received(self, rank: int, ident: Ident) -> Any:
-        message: Any = self._messages.receive(rank, ident)
-        identity, count, verb, content = message
+        ours, (identity, count, verb, content) = self._messages.receive(rank, ident, ALL)
         if (identity, count, verb) != (self._identity, self.count, self._verb):
-            for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
-                if other != self.rank and (other, ALL) not in self._gone:
-                    self._send(other, ALL, None)
             raise Lost(
                 f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self.count}, of "
                 f"{self._verb}, and rank {rank} call {count}, of {verb}, of pipeline [{identity[:4]}]; expected the "
                 "same calls in the same order on all ranks. Start the ranks anew: messages of both calls are under way."
             )
+        if not ours:
+            raise Failed(content[0])
         return content
 
     def routes(self, source: int, target: int) -> list[Route]:
@@ -110,14 +106,6 @@ class Line:
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 self._send(route.target, ident, [cut(value, route, what, rows) for value in values])
-
-    def fail(self, task: Task, error: BaseException) -> None:
-        """Sends a failure in the place of what a task would have sent, or of what it could not send."""
-        assert task.peer is not None
-        ident = self._ident(task)
-        for route in self.routes(task.stage, task.peer):
-            if route.source == self.rank and (route.target, ident) not in self._gone:
-                self._send(route.target, ident, self._told(error))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -151,15 +139,12 @@ class Line:
         return said[found[own.data % len(found)]]
 
     def receive(self, task: Task) -> Sequence[object]:
-        """The values that another stage gives to this one; raises `Failed` if that could not make them."""
+        """The values that another stage gives to this one; raises `Failed` if a rank of it has failed."""
         assert task.peer is not None
         ident, parts = self._ident(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
             if route.target == self.rank:
                 parts.append(self._received(route.source, ident))
-        failed = next((part for part in parts if isinstance(part, Failure)), None)
-        if failed is not None:
-            raise Failed(failed)
         what = f"what stage {task.peer} gives to stage {task.stage}"
         return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
@@ -172,22 +157,25 @@ class Line:
         failed = self._told(error) if error is not None else None
         ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
-        try:
-            for rank in others:
+        for rank in others:
+            with contextlib.suppress(Lost):  # which shows below
                 try:
                     self._send(rank, ALL, (failed, own, self._noted))
                 except TypeError as caught:  # of what cannot be sent
                     error = error or caught
                     failed, own = self._told(error), None
                     self._send(rank, ALL, (failed, None, self._noted))
-            said = {rank: self._received(rank, ALL) for rank in others}
-            said[self.rank] = failed, own, self._noted
+        if isinstance(error, Lost):  # all are told, and some may say nothing more
+            raise error
+        said = {self.rank: (failed, own, self._noted)}
+        try:
+            said |= {rank: self._received(rank, ALL) for rank in others}
         except Lost as lost:
             if error is None or isinstance(error, Failed):
                 raise
             error.add_note(f"The other ranks could not be told: {lost}")
             raise error from lost
-        self._gone.clear()
+        self._messages.clear()
         if error is not None and not isinstance(error, Failed):
             raise error
         first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import json
 import os
@@ -52,7 +51,7 @@ class Messages:
             for _ in range(rank):
                 connection = listener.accept(self._timeout)
                 self._connections[int(connection.peer.removeprefix("rank "))] = connection
-        self._came: dict[tuple[int, Ident], collections.deque[Any]] = {}
+        self._came: dict[tuple[int, Ident], Any] = {}
         weakref.finalize(self, _close, self._connections)
 
     def send(self, rank: int, ident: Ident, tree: object) -> None:
@@ -76,16 +75,22 @@ class Messages:
         except OSError as error:
             raise self._lost(rank, ident, error) from error
 
-    def receive(self, rank: int, ident: Ident) -> Any:
-        """Waits for a tree."""
-        key = rank, ident
-        while not self._came.get(key):
+    def receive(self, rank: int, ident: Ident, last: Ident) -> tuple[bool, Any]:
+        """Waits for a tree, or for the last one of that rank, if that comes first: whether it is the one, and it.
+
+        What is last stays until all is cleared.
+        """
+        while not (ours := (rank, ident) in self._came) and (rank, last) not in self._came:
             try:
                 other, *content = self._connections[rank].receive(self._timeout)  # type: ignore[misc]
             except OSError as error:
                 raise self._lost(rank, ident, error) from error
-            self._came.setdefault((rank, other), collections.deque()).append(content)
-        return _Unpickler(*self._came[key].popleft()).load()
+            self._came[rank, other] = content
+        return ours, _Unpickler(*self._came[rank, ident if ours else last]).load()
+
+    def clear(self) -> None:
+        """Forgets what has come, once the last message of a call has from every rank."""
+        self._came.clear()
 
     def _lost(self, rank: int, ident: Ident, error: OSError) -> Lost:
         own, other = self._members[self._rank], self._members[rank]
