@@ -18,7 +18,7 @@ from fzero.components.joint import updated
 from fzero.components.line import Line
 from fzero.components.losses import Losses
 from fzero.components.parts import PerStage, PipelineState
-from fzero.components.places import AllPlaces, line_over, need_groups
+from fzero.components.places import ALL_KNOW, AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
@@ -218,12 +218,7 @@ class Pipeline:
                 return state, grads, norm
             return tuple(constants("pipeline.update", state=state, grads=grads, grad_norm=norm))
 
-        try:
-            own = checked()
-        except Exception as error:
-            self._places.all_well(error)  # the others are told
-            raise
-        return self._updated(*own)
+        return self._updated(*told(self._line, ALL_KNOW, checked))
 
     def add_grads(self, state: PipelineState, grads: PerStage) -> PipelineState:
         """Adds grads to those that the state keeps for the next update."""
