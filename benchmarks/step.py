@@ -12,8 +12,7 @@
 A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes `--steps` steps one after
 the other, until all that it has started has arrived, and then the next one takes as many, in an order drawn anew for
 each round, so that a machine whose speed drifts slows all of them alike. (Single steps in turn would let a contender
-leave work under way for the next one to wait for; and gloo's threads have the class that fzero gives them in
-its turns only.) Memory: each contender runs alone in fresh processes.
+leave work under way for the next one to wait for.) Memory: each contender runs alone in fresh processes.
 
 One line per contender:
 
@@ -55,7 +54,6 @@ import torch.multiprocessing as mp
 from contenders import ALL, ALONE, CONTENDERS, Run, Setup, Training, is_here, start
 
 import fzero as fz
-from fzero.comm import transport
 
 MB = 2**20
 Series = dict[str, list[float]]  # by contender, one of each round or step
@@ -129,7 +127,6 @@ def in_turns(
             synchronize(args.device)
             dist.barrier()
             run = runs[name]
-            schedule(isinstance(run, Training))
             begin = time.perf_counter()
             found = [run(x, y) for x, y in steps]
             if isinstance(run, Training):
@@ -140,14 +137,6 @@ def in_turns(
             losses[name] += [loss.item() for loss in found]
     turn()
     return times, losses
-
-
-def schedule(yields: bool) -> None:
-    """Gives gloo's threads the class that fzero gives them, which holds for all of a process, or that of any thread."""
-    for thread in transport.threads():
-        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-    if yields:
-        transport.make_way()
 
 
 def resident(field: str) -> int:

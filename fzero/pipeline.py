@@ -18,7 +18,7 @@ from fzero.components.joint import updated
 from fzero.components.line import Line
 from fzero.components.losses import Losses
 from fzero.components.parts import PerStage, PipelineState
-from fzero.components.places import AllPlaces, line_over, need_groups
+from fzero.components.places import ALL_KNOW, AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
@@ -149,7 +149,7 @@ class Pipeline:
                 need_one_place(self._wires, self.schedule, own, wanted)
             return self._call(state, own, wanted, rng), own
 
-        call, given = told(self._plan, "vjp", goes_forward, begun)
+        call, given = told(self._line, "vjp", begun)
         with as_found():
             call.run("vjp", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
@@ -165,7 +165,7 @@ class Pipeline:
             own, given = constants_of(self._own, self._line is None, "pipeline.forward", state, known)
             return self._call(own, given, None, rng)
 
-        call = told(self._plan, "forward", goes_forward, begun)
+        call = told(self._line, "forward", begun)
         mode = contextlib.nullcontext() if is_transformed() else torch.no_grad()  # a stage's own runs say it too
         with as_found(), private.outside_inference(), mode:
             call.run("forward", goes_forward, lambda _: None)
@@ -218,12 +218,7 @@ class Pipeline:
                 return state, grads, norm
             return tuple(constants("pipeline.update", state=state, grads=grads, grad_norm=norm))
 
-        try:
-            own = checked()
-        except Exception as error:
-            self._places.all_well(error)  # the others are told
-            raise
-        return self._updated(*own)
+        return self._updated(*told(self._line, ALL_KNOW, checked))
 
     def add_grads(self, state: PipelineState, grads: PerStage) -> PipelineState:
         """Adds grads to those that the state keeps for the next update."""
@@ -319,9 +314,8 @@ class Pipeline:
             losses.begin(call.shares, call.counts)
             return call, losses
 
-        every = lambda _: True
-        call, losses = told(self._plan, "the pipeline's step", every, begun)
-        call.run("the pipeline's step", every, losses.piece)
+        call, losses = told(self._line, "the pipeline's step", begun)
+        call.run("the pipeline's step", lambda _: True, losses.piece)
         last = self._stages[self._last]
         axis = state[self._last].params.axis if call.has_last and not last.distant else None
         return call, call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))

@@ -18,7 +18,7 @@ import fzero as fz
 ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
-    *("base", "comm", "channels", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
+    *("base", "channels", "comm", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
     *("purity", "engine", "graph", "parallel", "modules", "update", "checkpoint", "compat", "components", "loops"),
     *("explaining", "planning"),
 )

@@ -184,9 +184,9 @@ class Connection:
         """In a forked child, where no thread reads: the connection is the parent's."""
         self._sending, self._ending = threading.Lock(), threading.Lock()
         self._end, self._closed_here = (Closed, "it belongs to the process that this one was forked from"), True
-        with contextlib.suppress(OSError):
-            os.close(self._sock.detach())
-            os.close(self._out.detach())
+        for sock in (self._sock, self._out):
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
 
     def _need_open(self) -> None:
         if self._end is not None:

@@ -14,6 +14,7 @@ import weakref
 
 import torch
 
+from fzero.base import private, thread_state
 from fzero.channels.errors import BadMessage
 from fzero.channels.tensors import Row, shaped
 
@@ -32,12 +33,17 @@ class Segment:
     Args:
         descriptor: of its file, which may be closed afterwards.
         number: by which both sides know it.
+
+    Attributes:
+        address: of the data.
     """
 
     def __init__(self, descriptor: int, number: int) -> None:
         size = os.fstat(descriptor).st_size
         path = f"/proc/self/fd/{descriptor}"
-        self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu").numpy()
+        with thread_state.without_dispatch_modes(), private.under_function_modes(()):
+            self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu").numpy()
+        self.address: int = self._memory.ctypes.data + PAGE
         self.number, self.capacity, self.used = number, size - PAGE, time.monotonic()
         self._user: weakref.ref[object] | None = None
 

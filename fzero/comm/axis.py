@@ -48,7 +48,6 @@ class Axis:
         self.ranks, self.data_rank = self._size * copies, backend.rank_in(replicas) * self._size + self._rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = backend.members(group), backend.members(replicas)
-        backend.prepare(group, replicas)
         self.component, self.identity = "", ""
         self.tensor: Axis | None = None
         self.further: dict[tuple[int, ...], Axis] = {}  # further ones that functions of this component have maps over

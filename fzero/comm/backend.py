@@ -1,13 +1,14 @@
 """The one place that calls torch.distributed: what a group is, and moving bytes in it by the quickest way it has.
 
 On gloo, point to point beats its collectives twice over, and a message has a tag, which carries the unit's identity;
-NCCL's own collectives are right as they are.
+where all ranks are processes of one machine, they share memory instead. NCCL's own collectives are right as they are.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ import torch.distributed as dist
 # then outlives destroy_process_group, and its threads now and then abort the process as it ends.
 import torch.distributed.nn.functional
 
-from fzero.comm import transport
-from fzero.comm.hazards import arriving, in_flight
+from fzero.comm import same_host
+from fzero.comm.hazards import in_flight
 
 Group = dist.ProcessGroup
 Mesh = dist.DeviceMesh
@@ -35,17 +36,6 @@ def initialized() -> bool:
 
 def world() -> Group | None:
     return dist.group.WORLD
-
-
-_prepared: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-def prepare(*groups: Group | None) -> None:
-    """What is done once for each process group, before anything is sent."""
-    new = [group for group in groups if group is not None and group not in _prepared]
-    _prepared.update(new)
-    if any(kind_of(group) == "gloo" for group in new):
-        transport.make_way()
 
 
 def kind_of(group: Group) -> str:
@@ -141,6 +131,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Wait = Callable[[], None]
 CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
+_IN_ORDER = 1 << 31  # above the numbers of messages: of what all ranks call in one order
 
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
@@ -225,6 +216,15 @@ def done() -> None:
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
+    count = size_of(group)
+    if (count == 2 or tensor.numel() < CHUNK) and (near := _near(group, tensor)) is not None:
+        own = rank_in(group)
+        terms = [tensor.clone() if rank == own else torch.empty_like(tensor) for rank in range(count)]
+        near.exchange([tensor] * count, terms, _IN_ORDER)()
+        tensor.copy_(terms[0])
+        for term in terms[1:]:
+            torch.maximum(tensor, term, out=tensor) if op == "max" else tensor.add_(term)
+        return
     dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
     _settle(group)
 
@@ -273,9 +273,40 @@ def broadcast(tensor: torch.Tensor, group: Group) -> None:
         tensor.copy_(own)
 
 
+_neighbours: weakref.WeakKeyDictionary[Group, same_host.Neighbours | None] = weakref.WeakKeyDictionary()
+_meeting: weakref.WeakKeyDictionary[Group, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+def _near(group: Group, tensor: torch.Tensor) -> same_host.Neighbours | None:
+    """The other ranks, where all are of this machine, as the tensor is: they find out before their first exchange."""
+    if kind_of(group) != "gloo" or tensor.device.type != "cpu":
+        return None
+    if group not in _neighbours:
+        with _meeting.setdefault(group, threading.Lock()):
+            if group not in _neighbours:
+                tell = functools.partial(_told_by_all, group)
+                own = same_host.meet(rank_in(group), size_of(group), tell, timeout_of(group))
+                if own is not None:
+                    weakref.finalize(group, own.close)
+                _neighbours[group] = own
+    return _neighbours[group]
+
+
+def _told_by_all(group: Group, text: str) -> list[str]:
+    """The texts of all ranks, through the store: messages of the group may be under way in any order."""
+    name, rank = f"fzero/told/{name_of(group)}", rank_in(group)
+    number = store().add(f"{name}/{rank}", 1)  # a later group may have the same name
+    keys = [f"{name}/{other}/{number}" for other in range(size_of(group))]
+    store().set(keys[rank], text)
+    store().wait(keys, datetime.timedelta(seconds=timeout_of(group)))
+    return [store().get(key).decode() for key in keys]
+
+
 def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Group, number: int) -> Wait:
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     own = rank_in(group)
+    if (near := _near(group, send[own])) is not None:
+        return near.exchange(send, receive, number)
     peers = [rank for rank in range(len(send)) if rank != own]
     # what dist.irecv and dist.isend come down to, which look the group up ten times a message; sent first, as who
     # comes last finds the others ready to receive, and their bytes go out before it asks for its own
@@ -286,40 +317,6 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
         for work in works:
             work.wait()
         works.clear()
-
-    return wait
-
-
-Sent = Callable[..., bool]
-
-
-def start_send(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Sent:
-    """Starts to send to a rank of the group; only messages of one tag meet, in order.
-
-    Returns:
-        `wait()`, which waits, `wait(seconds)` so long at most; `wait(0)` only tells whether it is done. The tensor must
-        live until then.
-    """
-    work = group.send([tensor], rank, tag)
-
-    def wait(seconds: float | None = None) -> bool:
-        if seconds == 0:
-            return work.is_completed()
-        return bool(work.wait() if seconds is None else work.wait(datetime.timedelta(seconds=seconds)))
-
-    return wait
-
-
-def start_receive(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Wait:
-    """Starts to receive from a rank of the group, into a tensor that is read by nobody until it was waited for."""
-    return arriving(tensor, lambda tensor: _received(tensor, rank, group, tag))
-
-
-def _received(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Wait:
-    work = group.recv([tensor], rank, tag)
-
-    def wait() -> None:
-        work.wait()
 
     return wait
 

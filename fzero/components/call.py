@@ -12,7 +12,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
 from fzero.components.line import Line, refusing_cut_sequences, shapes_of
-from fzero.components.messages import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
@@ -27,7 +26,6 @@ from fzero.state.train_state import TrainState
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches
 
-AHEAD = 4  # messages that are received before their turn
 Pieces = Callable[[int], object]
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ def goes_forward(task: Task) -> bool:
 
 
 class Plan(NamedTuple):
-    """What all calls of a pipeline have, and what it takes to tell other places that there is none.
+    """What all calls of a pipeline have.
 
     Attributes:
         tasks: of this place, in order; messages too where there are other places.
@@ -60,7 +58,6 @@ class Call:
         inputs: of the pipeline.
         records: whether to note when each task began and ended, in `spans`.
         last: the state of the last stage, where that runs here.
-        error: with which it begins: nothing is run, and the others are told.
 
     Attributes:
         counts: what microbatches count, once they run.
@@ -75,10 +72,9 @@ class Call:
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
         last: TrainState | None = None,
-        error: BaseException | None = None,
     ) -> None:
-        self.plan, (wires, micro, self._tasks, places) = plan, plan
-        self._error = error
+        wires, micro, self._tasks, places = plan
+        self._error: BaseException | None = None
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
         self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
@@ -94,7 +90,7 @@ class Call:
         except Exception as caught:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
-            self._error = error or caught
+            self._error = caught
         self.flow, self._parts, self._last = Flow(wires, passes, parts, wanted, keep), parts, last
         for own in passes.values():
             own.counts = self.counts
@@ -127,17 +123,15 @@ class Call:
         if self.line is not None:
             self.line.begin_call(verb)
         for place, task in enumerate(tasks):
-            if self.line is not None and self._error is None:
-                for other in tasks[place + AHEAD - 1 if place else 0 : place + AHEAD]:  # the others have been
-                    if other.kind is Kind.RECEIVE:
-                        self.line.begin(other)
+            if self._error is not None:
+                break
             self._go_on(self._room(task))
             leaves = place + 1 < len(tasks) and tasks[place + 1].kind is Kind.SEND
             begun = time.monotonic()
             if self.line is None:
                 self._do(task, pieces, retain_graph, False)
             else:
-                self._do_or_say(task, pieces, retain_graph, self.line, leaves)
+                self._do_or_note(task, pieces, retain_graph, self.line, leaves)
             if self._records:
                 self.spans.append((task, begun, time.monotonic()))
             self._alive += begun_by(task)
@@ -153,7 +147,7 @@ class Call:
 
     def _weigh(self, verb: str, line: Line) -> None:
         """Notes what microbatches count; where they have no weights on one rank, all are told why."""
-        line.begin_call(f"the weights of {verb}")
+        line.begin_call(verb)
         own: list[float] | None = None
         try:
             own = own_weights(self.micro, self._parts) if self._error is None else None
@@ -192,24 +186,18 @@ class Call:
             if self._records:
                 self.spans.append((task, begun, time.monotonic()))
 
-    def _do_or_say(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line, leaves: bool) -> None:
-        """Does a task; after an error only messages, which say so."""
+    def _do_or_note(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line, leaves: bool) -> None:
+        """Does a task, or sends or receives a message; an error is told to all at the end of the call."""
         try:
             if task.kind is Kind.RECEIVE:
-                arrived = line.receive(task)
-                if self._error is None:
-                    self._arrived(task, arrived, line)
-            elif self._error is None and task.kind is Kind.SEND:
+                self._arrived(task, line.receive(task), line)
+            elif task.kind is Kind.SEND:
                 rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
                 line.send(task, self._leaving(task), rows)
-            elif self._error is None:
+            else:
                 self._do(task, pieces, retain_graph, leaves)
-        except Lost:
-            raise
         except Exception as error:
-            self._error = self._error or error
-        if self._error is not None and task.kind is Kind.SEND:
-            line.fail(task, self._error)
+            self._error = error
 
     def _do(self, task: Task, pieces: Pieces, retain_graph: bool, leaves: bool) -> None:
         """Does a task.
@@ -305,20 +293,19 @@ class Call:
         return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 
-def told(plan: Plan, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
+def told(line: Line | None, verb: str, check: Callable[[], T]) -> T:
     """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all.
 
     Args:
-        verb, chosen: the call that the others make.
+        verb: the call that the others make.
     """
     try:
         return check()
     except Exception as error:
-        if plan.places.line is not None:
+        if line is not None:
             with private.below_transforms(), torch.no_grad():  # which may be what is wrong
-                call = Call(plan, {}, (), None, error=error)
-                call.run(verb, chosen, lambda _: None)
-                call.agreed(None)
+                line.begin_call(verb)
+                line.exchange(None, error)
         raise
 
 

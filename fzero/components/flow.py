@@ -151,7 +151,9 @@ class Flow:
         rests: list[Callable[[], None]] = []
 
         def pull(component: int, own: object) -> tuple[object, ...]:
-            out, rest = self.passes[component].early(microbatch, own)
+            passes = self.passes[component]
+            assert isinstance(passes, Passes), "a component on ranks of its own sends cotangents itself"
+            out, rest = passes.early(microbatch, own)
             rests.append(rest)
             return out
 

@@ -15,23 +15,22 @@ from fzero.base.context import during, over_means
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Group
-from fzero.components.messages import Lost, MessageId, Messages
-from fzero.components.packing import Packed
+from fzero.components.messages import Ident, Lost, Messages
 from fzero.components.remote.digests import Digest, digest_of, is_close
 from fzero.components.remote.failure import Failed, Failure, error_of, failure_of
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.check import alive
-from fzero.schedules.task import Schedule, Task
+from fzero.schedules.task import Kind, Schedule, Task
 
-ALL = MessageId("all", 0, 0)  # what a rank says to all others at the end of a call
+ALL: Ident = ("all",)  # what a rank says to all others at the end of a call
 Noted = list[tuple[str, list[tuple[torch.Size, Digest]]]]  # what a rank has sent, in words, and of each of its tensors
 
 
 class Line:
     """One rank of a pipeline over ranks.
 
-    After an error a rank goes on with its messages, in which it says so, until all have been sent and received: so
-    nobody waits for what does not come, and every rank raises.
+    What a rank says at the end of a call comes at once after an error: who waits for anything else of it sees that, and
+    ends the call in the same way. So nobody waits for what does not come, and every rank raises.
 
     Args:
         group: of all ranks of the pipeline.
@@ -47,9 +46,8 @@ class Line:
     def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat], identity: str) -> None:
         self.rank, self.seats = backend.rank_in(group), seats
         self.place, self.places = seats[self.rank].place, len(schedule.places)
-        self._messages, self._schedule = Messages(group), schedule
+        self._messages, self._schedule = Messages.of(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
-        self._gone: set[tuple[int, MessageId]] = set()  # what was sent in this call
         self._noted: Noted = []  # of values that go to places with other numbers of copies
         self.count, self._verb, self._identity = 0, "", identity
         self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
@@ -63,29 +61,22 @@ class Line:
         """The most pullbacks that the schedule has alive at once at one place."""
         return max(alive(tasks) for tasks in self._schedule.places)
 
-    def _packed(self, content: object) -> Packed:
-        return Packed((self._identity, self.count, self._verb, content))
-
     def _told(self, error: BaseException) -> Failure:
         return failure_of(error, "pipeline", self.rank)
 
-    def _send(self, rank: int, ident: MessageId, packed: Packed) -> None:
-        self._gone.add((rank, ident))
-        self._messages.send(rank, ident, packed)
+    def _send(self, rank: int, ident: Ident, content: object) -> None:
+        self._messages.send(rank, ident, (self._identity, self.count, self._verb, content))
 
-    def _received(self, rank: int, ident: MessageId) -> Any:
-        message: Any = self._messages.receive(rank, ident)
-        identity, count, verb, content = message
+    def _received(self, rank: int, ident: Ident) -> Any:
+        ours, (identity, count, verb, content) = self._messages.receive(rank, ident, ALL)
         if (identity, count, verb) != (self._identity, self.count, self._verb):
-            for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
-                if other != self.rank and (other, ALL) not in self._gone:
-                    self._send(other, ALL, self._packed(None))
-            self._messages.hurry(1.0)
             raise Lost(
                 f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self.count}, of "
                 f"{self._verb}, and rank {rank} call {count}, of {verb}, of pipeline [{identity[:4]}]; expected the "
                 "same calls in the same order on all ranks. Start the ranks anew: messages of both calls are under way."
             )
+        if not ours:
+            raise Failed(content[0])
         return content
 
     def routes(self, source: int, target: int) -> list[Route]:
@@ -95,14 +86,10 @@ class Line:
             self._routes[pair] = routes(self.seats, *pair)
         return self._routes[pair]
 
-    def _ident(self, task: Task) -> MessageId:
-        """What a message is known by, seen from the stage that gives it."""
-        assert task.peer is not None
-        sends = task.kind.value == "S"
-        source, target = (task.stage, task.peer) if sends else (task.peer, task.stage)
-        stages, count = self._schedule.stages, self._schedule.microbatches
-        number = (source * stages + target) * count + task.microbatch
-        return MessageId((source, target), task.microbatch, 1 + number)
+    def _ident(self, task: Task) -> Ident:
+        """What a message is known by: the stage that gives it, the one that takes it, and the microbatch."""
+        stages = (task.stage, task.peer) if task.kind is Kind.SEND else (task.peer, task.stage)
+        return (*stages, task.microbatch)
 
     def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
         """Sends values to every rank that takes some of them.
@@ -118,16 +105,7 @@ class Line:
             self._noted.append((f"{what} in microbatch {task.microbatch}", own))
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
-                own = [cut(value, route, what, rows) for value in values]
-                self._send(route.target, ident, self._packed(own))
-
-    def fail(self, task: Task, error: BaseException) -> None:
-        """Sends a failure in the place of what a task would have sent, or of what it could not send."""
-        assert task.peer is not None
-        ident = self._ident(task)
-        for route in self.routes(task.stage, task.peer):
-            if route.source == self.rank and (route.target, ident) not in self._gone:
-                self._send(route.target, ident, self._packed(self._told(error)))
+                self._send(route.target, ident, [cut(value, route, what, rows) for value in values])
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -160,23 +138,13 @@ class Line:
         found = {seat.data: rank for rank, seat in enumerate(self.seats) if seat.place == place and not seat.copy}
         return said[found[own.data % len(found)]]
 
-    def begin(self, task: Task) -> None:
-        """Starts to receive what a task will wait for."""
-        assert task.peer is not None
-        for route in self.routes(task.peer, task.stage):
-            if route.target == self.rank:
-                self._messages.begin(route.source, self._ident(task))
-
     def receive(self, task: Task) -> Sequence[object]:
-        """The values that another stage gives to this one; raises `Failed` if that could not make them."""
+        """The values that another stage gives to this one; raises `Failed` if a rank of it has failed."""
         assert task.peer is not None
         ident, parts = self._ident(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
             if route.target == self.rank:
                 parts.append(self._received(route.source, ident))
-        failed = next((part for part in parts if isinstance(part, Failure)), None)
-        if failed is not None:
-            raise Failed(failed)
         what = f"what stage {task.peer} gives to stage {task.stage}"
         return tuple(joined(own, what) for own in zip(*parts, strict=True))
 
@@ -187,28 +155,27 @@ class Line:
             own: a small tree.
         """
         failed = self._told(error) if error is not None else None
-        try:
-            packed = self._packed((failed, own, self._noted))
-        except Exception as caught:  # of what cannot be sent
-            error, own = error or caught, None
-            failed = self._told(error)
-            packed = self._packed((failed, None, []))
         ranks = len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
+        for rank in others:
+            with contextlib.suppress(Lost):  # which shows below
+                try:
+                    self._send(rank, ALL, (failed, own, self._noted))
+                except TypeError as caught:  # of what cannot be sent
+                    error = error or caught
+                    failed, own = self._told(error), None
+                    self._send(rank, ALL, (failed, None, self._noted))
+        if isinstance(error, Lost):  # all are told, and some may say nothing more
+            raise error
+        said = {self.rank: (failed, own, self._noted)}
         try:
-            for rank in others:
-                self._send(rank, ALL, packed)
-            for rank in others:
-                self._messages.begin(rank, ALL)
-            said = {rank: self._received(rank, ALL) for rank in others}
-            said[self.rank] = failed, own, self._noted
-            self._messages.end_call()
+            said |= {rank: self._received(rank, ALL) for rank in others}
         except Lost as lost:
             if error is None or isinstance(error, Failed):
                 raise
             error.add_note(f"The other ranks could not be told: {lost}")
             raise error from lost
-        self._gone.clear()
+        self._messages.clear()
         if error is not None and not isinstance(error, Failed):
             raise error
         first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)

@@ -1,33 +1,25 @@
-"""Messages: packed trees between ranks of one process group, received in whatever order they are asked for."""
+"""Messages: trees between ranks of one process group, received in whatever order they are asked for."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Hashable
-from typing import NamedTuple
+import io
+import json
+import os
+import pickle
+import secrets
+import socket
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from fzero.channels import Connection, Listener, connect
+from fzero.channels.address import machine
 from fzero.comm import backend
-from fzero.comm.backend import Group, Sent, Wait
-from fzero.components.packing import ALIGN, Packed, opened, total_of
+from fzero.comm.backend import Group
 
-SMALLEST = 4096  # bytes of a message whose size nobody knows yet
-TAGS = 1 << 28  # above the numbers of collectives, should there be some in the same group
-
-
-class MessageId(NamedTuple):
-    """What a message is known by on both ends.
-
-    Attributes:
-        channel: of whose messages sizes are alike, mostly.
-        number: which of that channel's, counted from 0 in each call.
-        tag: a number that no other message under way between these two ranks has.
-    """
-
-    channel: Hashable
-    number: int
-    tag: int
+Ident = tuple[object, ...]  # what a message is known by on both ends, which no other one under way there has
 
 
 class Lost(RuntimeError):
@@ -35,86 +27,119 @@ class Lost(RuntimeError):
 
 
 class Messages:
-    """Sends and receives packed trees.
+    """Sends and receives trees, over a connection to each other rank. All ranks make it at the same time."""
 
-    The receiver of a message must know its size. Both ends take the greatest that went through its channel in the last
-    call; what does not fit follows in a second message. So one message is enough as long as shapes do not grow.
-    """
+    @staticmethod
+    def of(group: Group) -> Messages:
+        """Those of a group, which all pipelines over it share: so ranks that call another one are told."""
+        if group not in _made:
+            _made[group] = Messages(group)
+        return _made[group]
 
     def __init__(self, group: Group) -> None:
-        self.group = group
-        self._sizes: dict[Hashable, int] = {}  # (rank, channel, whether it is sent) -> bytes, of this call
-        self._seen: dict[Hashable, int] = {}  # of the next one
-        self._sent: list[tuple[Sent, torch.Tensor, int, MessageId]] = []
-        self._begun: dict[tuple[int, int], tuple[torch.Tensor, Wait]] = {}
-        backend.prepare(group)
+        self._members, self._timeout = backend.members(group), backend.timeout_of(group)
+        self._rank = rank = backend.rank_in(group)
+        machines = {*backend.gather_strings(machine(), group)}
+        alone = len(machines) == 1 and "" not in machines  # on this machine
+        with Listener(token := secrets.token_bytes(32), None if alone else _own_host()) as listener:
+            said = backend.gather_strings(json.dumps([token.hex(), *listener.address]), group)
+            heard = [json.loads(text) for text in said]
+            self._connections: dict[int, Connection] = {}
+            for other in range(rank + 1, len(heard)):
+                own, *address = heard[other]
+                self._connections[other] = connect(tuple(address), bytes.fromhex(own), self._timeout, f"rank {rank}")
+            for _ in range(rank):
+                connection = listener.accept(self._timeout)
+                self._connections[int(connection.peer.removeprefix("rank "))] = connection
+        self._came: dict[tuple[int, Ident], Any] = {}
+        weakref.finalize(self, _close, self._connections)
 
-    def _size(self, key: Hashable) -> int:
-        return self._sizes.get(key, SMALLEST)
+    def send(self, rank: int, ident: Ident, tree: object) -> None:
+        """Sends a tree, whose tensors are copied.
 
-    def _note(self, key: Hashable, total: int) -> None:
-        self._seen[key] = max(self._seen.get(key, SMALLEST), -(-total // ALIGN) * ALIGN)
+        It is pickled: it goes between ranks of one program, which run the same code.
 
-    def send(self, rank: int, ident: MessageId, packed: Packed) -> None:
-        """Starts to send a tree, whose tensors are copied."""
-        key = (rank, ident.channel, True)
-        size = self._size(key)
-        self._note(key, packed.total)
-        buffer = torch.empty(max(size, packed.total), dtype=torch.uint8, device="cpu")
-        packed.write(buffer)
-        self._sent = [entry for entry in self._sent if not entry[0](0)]
-        for number, part in enumerate((buffer[:size], buffer[size : packed.total])):
-            if part.numel():
-                sent = backend.start_send(part, rank, self.group, _tag(ident, number))
-                self._sent.append((sent, buffer, rank, ident))
-
-    def begin(self, rank: int, ident: MessageId) -> None:
-        """Starts to receive, if that has not begun."""
-        if (rank, ident.tag) not in self._begun:
-            buffer = torch.empty(self._size((rank, ident.channel, False)), dtype=torch.uint8, device="cpu")
-            wait = backend.start_receive(buffer, rank, self.group, _tag(ident, 0))
-            self._begun[rank, ident.tag] = buffer, wait
-
-    def receive(self, rank: int, ident: MessageId) -> object:
-        """Waits for a tree."""
-        self.begin(rank, ident)
-        buffer, wait = self._begun.pop((rank, ident.tag))
-        self._wait(wait, rank, ident)
-        size, total = buffer.numel(), total_of(buffer)
-        self._note((rank, ident.channel, False), total)
-        if total > size:
-            whole = torch.empty(total, dtype=torch.uint8, device="cpu")
-            whole[:size] = buffer
-            self._wait(backend.start_receive(whole[size:], rank, self.group, _tag(ident, 1)), rank, ident)
-            buffer = whole
-        return opened(buffer)
-
-    def hurry(self, seconds: float) -> None:
-        """Waits so long at most until everything has been sent."""
-        for wait, *_ in self._sent:
-            with contextlib.suppress(RuntimeError):
-                wait(seconds)
-
-    def _wait(self, wait: Sent | Wait, rank: int, ident: MessageId) -> None:
+        Raises:
+            TypeError: there is something in it that cannot be sent.
+        """
+        pickler = _Pickler(out := io.BytesIO())
         try:
-            wait()
-        except RuntimeError as error:
-            self._begun.clear()
-            self._sent.clear()
-            own, other = (backend.members(self.group)[place] for place in (backend.rank_in(self.group), rank))
-            raise Lost(
-                f"pipeline: the message {ident.channel}, {ident.number} between rank {own} and rank {other} did "
-                f"not come through: {error}. Has that rank ended, or left out a call that this one made? All ranks of "
-                "a pipeline make the same calls, in the same order."
-            ) from error
+            pickler.dump(tree)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"pipeline: got a value that cannot be sent to another place ({error}), expected dense tensors, "
+                "numbers, texts and what else can be pickled, in containers that can."
+            ) from None
+        try:
+            self._connections[rank].send((ident, out.getvalue(), pickler.tensors), self._timeout)
+        except OSError as error:
+            raise self._lost(rank, ident, error) from error
 
-    def end_call(self) -> None:
-        """Waits until everything has been sent; sizes are known anew."""
-        sent, self._sent = self._sent, []
-        for wait, _, rank, ident in sent:
-            self._wait(wait, rank, ident)
-        self._sizes, self._seen = self._seen, {}
+    def receive(self, rank: int, ident: Ident, last: Ident) -> tuple[bool, Any]:
+        """Waits for a tree, or for the last one of that rank, if that comes first: whether it is the one, and it.
+
+        What is last stays until all is cleared.
+        """
+        while not (ours := (rank, ident) in self._came) and (rank, last) not in self._came:
+            try:
+                other, *content = self._connections[rank].receive(self._timeout)  # type: ignore[misc]
+            except OSError as error:
+                raise self._lost(rank, ident, error) from error
+            self._came[rank, other] = content
+        return ours, _Unpickler(*self._came[rank, ident if ours else last]).load()
+
+    def clear(self) -> None:
+        """Forgets what has come, once the last message of a call has from every rank."""
+        self._came.clear()
+
+    def _lost(self, rank: int, ident: Ident, error: OSError) -> Lost:
+        own, other = self._members[self._rank], self._members[rank]
+        return Lost(
+            f"pipeline: the message {ident} between rank {own} and rank {other} did "
+            f"not come through: {error} Has that rank ended, or left out a call that this one made? All ranks of "
+            "a pipeline make the same calls, in the same order."
+        )
 
 
-def _tag(ident: MessageId, part: int) -> int:
-    return TAGS + 2 * ident.tag + part
+_made: weakref.WeakKeyDictionary[Group, Messages] = weakref.WeakKeyDictionary()
+
+
+def _own_host() -> str:
+    """The address of this machine by which it reaches that of the first rank, and is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:  # nothing is sent
+        sock.connect((os.environ.get("MASTER_ADDR", socket.gethostname()), 9))
+        return sock.getsockname()[0]
+
+
+def _close(connections: Mapping[int, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree, and lists its tensors."""
+
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: object) -> tuple[int, tuple[int, ...]] | None:
+        if not isinstance(obj, torch.Tensor) or obj.device.type == "meta":
+            return None
+        if obj.layout != torch.strided:
+            raise TypeError(f"a tensor of layout {obj.layout} and shape {tuple(obj.shape)}: say .to_dense()")
+        # in the order in which it lies in memory: sums over it are then formed in the same order there
+        order = tuple(sorted(range(obj.ndim), key=lambda dim: -obj.stride(dim)))
+        order = order if obj.permute(order).is_contiguous() else tuple(range(obj.ndim))
+        self.tensors.append(obj.detach().permute(order))
+        return len(self.tensors) - 1, order
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: tuple[int, tuple[int, ...]]) -> torch.Tensor:
+        number, order = pid
+        return self._tensors[number].permute(sorted(range(len(order)), key=order.__getitem__))

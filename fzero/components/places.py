@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from fzero.schedules.task import Schedule
 from fzero.table.spec import Spec
 
 T = TypeVar("T")
+ALL_KNOW = "what all places know"  # a call in which they say it
 
 
 def tried(make: Callable[[], T]) -> tuple[T | Any, Exception | None]:
@@ -63,7 +65,7 @@ class AllPlaces:
             if error is not None:
                 raise error
             return dict(own or {})
-        self.line.begin_call("what all places know")
+        self.line.begin_call(ALL_KNOW)
         said = self.line.exchange(dict(own or {}), error)
         return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
 
@@ -120,7 +122,6 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
                 "place."
             )
     _need_messages(group)
-    identity = _agreed(group, schedule, wires)
     own = backend.members(group)[backend.rank_in(group)]
     place = next(place for place, ranks in enumerate(by_place) if own in ranks)
 
@@ -135,7 +136,7 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         first = next(iter(here.values()))
         return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
 
-    seats = [Seat(*map(int, text.split())) for text in _heard(group, seat)]
+    identity, seats = _heard(group, seat, schedule, wires)
     if wires.shared and len({seat.datas for seat in seats}) > 1:
         raise ValueError(
             f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
@@ -144,18 +145,27 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
     return Line(group, schedule, seats, identity)
 
 
-def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
-    """What each rank says, in rank order; where one cannot, all raise."""
-    said, error = tried(say)
-    own = f".{said}"
-    if error is not None:
-        own = f"!rank {backend.rank_in(group)} failed: {type(error).__name__}: {error}"
-    heard = backend.gather_strings(own, group)
+def _heard(
+    group: backend.Group, seat: Callable[[], str], schedule: Schedule, wires: Wiring
+) -> tuple[str, list[Seat]]:
+    """An identity that all ranks have, and their seats; where one has none, or another schedule or wires, all raise."""
+    said, error = tried(seat)
+    failed = "" if error is None else f"rank {backend.rank_in(group)} failed: {type(error).__name__}: {error}"
+    does = hashlib.sha256(repr((schedule, wires)).encode()).hexdigest()
+    own = json.dumps((uuid.uuid4().hex, does, said, failed))
+    heard = [json.loads(text) for text in backend.gather_strings(own, group)]
     if error is not None:
         raise error
-    if failed := next((text for text in heard if text.startswith("!")), ""):
-        raise ValueError(f"pipeline: {failed[1:]}")
-    return [text[1:] for text in heard]
+    if failed := next((text for *_, text in heard if text), ""):
+        raise ValueError(f"pipeline: {failed}")
+    other = next((rank for rank, (_, text, *_) in enumerate(heard) if text != does), None)
+    if other is not None:
+        raise ValueError(
+            f"pipeline: rank {other} of the pipeline has another schedule, or other inputs, skips or shared "
+            f"components, than rank {backend.rank_in(group)}, {schedule.name!r} of {schedule.stages} stages and "
+            f"{schedule.microbatches} microbatches; expected the same on all."
+        )
+    return heard[0][0], [Seat(*map(int, text.split())) for _, _, text, _ in heard]
 
 
 def _need_same_shares(shares: set[int]) -> None:
@@ -168,14 +178,14 @@ def _need_same_shares(shares: set[int]) -> None:
 
 
 def _need_messages(group: backend.Group) -> None:
-    """Refuses a process group that has no messages of bytes by tags."""
+    """Refuses a process group whose ranks are threads, or have values on GPUs."""
     kind = backend.kind_of(group)
     if kind != "gloo":
         raise ValueError(
-            f"pipeline: got groups over a process group of backend {kind!r}, expected 'gloo', whose messages have "
-            "tags. Start that: on real processes, torch.distributed.init_process_group('gloo') under torchrun or "
-            "fz.testing.run_ranks(..., backend='processes'); stages on threads are components: fz.remote(..., "
-            "on='threads')."
+            f"pipeline: got groups over a process group of backend {kind!r}, expected 'gloo', whose ranks are "
+            "processes that compute on CPUs. Start that: on real processes, "
+            "torch.distributed.init_process_group('gloo') under torchrun or fz.testing.run_ranks(..., "
+            "backend='processes'); stages on threads are components: fz.remote(..., on='threads')."
         )
 
 
@@ -189,20 +199,6 @@ def _need_all_ranks(axes: Mapping[int, Axis], count: int) -> None:
                 "of them, or copies of its params would drift apart. Say fz.shard_zero1, 2 or 3 with a mesh of these "
                 "ranks, and axis= of all its axes beside that of the places."
             )
-
-
-def _agreed(group: backend.Group, schedule: Schedule, wires: Wiring) -> str:
-    """An identity that all ranks have; refuses those that have another schedule, or other wires, than this one."""
-    said = hashlib.sha256(repr((schedule, wires)).encode()).hexdigest()
-    heard = [text.split() for text in backend.gather_strings(f"{said} {uuid.uuid4().hex}", group)]
-    other = next((rank for rank, (text, _) in enumerate(heard) if text != said), None)
-    if other is not None:
-        raise ValueError(
-            f"pipeline: rank {other} of the pipeline has another schedule, or other inputs, skips or shared "
-            f"components, than rank {backend.rank_in(group)}, {schedule.name!r} of {schedule.stages} stages and "
-            f"{schedule.microbatches} microbatches; expected the same on all."
-        )
-    return heard[0][1]
 
 
 def _need_apart(axes: Mapping[int, Axis], place: int, own: set[int], every: set[int]) -> None:

@@ -24,7 +24,7 @@ class PipelinePullback:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
         self._number = call.line.count if call.line is not None else 0
-        self._plan = call.plan
+        self._line = call.line
         found = call.flow.outputs
         self._counts = call.counts
         self._parts = [known_parts(found[i]) for i in sorted(found)]
@@ -48,7 +48,7 @@ class PipelinePullback:
         """
         verb = f"the pullback of call {self._number}"
         checked = lambda: self._checked(cotangent, retain_graph, create_graph)
-        call, cotangent = told(self._plan, verb, _goes_back, checked)
+        call, cotangent = told(self._line, verb, checked)
         self._call = None
         pieces: list[object] = []
         times = [1.0]

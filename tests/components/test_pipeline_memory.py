@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from channel_peers import pair
 from drawn_pipelines import Copied
 from nightly import in_turns
 
 import fzero as fz
-from fzero.components.packing import Packed, opened
+from fzero.components.messages import _Pickler, _Unpickler
 from fzero.testing import run_ranks
 
 Stages = tuple[Callable[..., Any], ...]
@@ -130,10 +132,11 @@ def test_each_tensor_that_is_sent_begins_its_storage() -> None:
 def test_tensors_of_a_message_have_storages_of_their_own() -> None:
     whole = torch.arange(12.0).view(3, 4)
     tree = {"a": whole[1:], "b": torch.ones(3, dtype=torch.bfloat16), "c": whole[:, 0], "d": whole[:0], "e": None}
-    packed = Packed(tree)
-    buffer = torch.empty(packed.total + 64, dtype=torch.uint8)
-    packed.write(buffer)
-    got = opened(buffer)
+    pickler = _Pickler(out := io.BytesIO())
+    pickler.dump(tree)
+    with pair("shared") as (here, there):
+        here.send([out.getvalue(), pickler.tensors])
+        got = _Unpickler(*there.receive(5.0)).load()  # type: ignore[misc]
     torch.testing.assert_close(got, tree)
     assert got["b"].untyped_storage().nbytes() == 6
     before = got["b"]._version

@@ -172,14 +172,14 @@ class RemoteComponent:
         kind_of = self._kinds.get(about)
         if kind_of is None:
             kind_of = next(self._count), []
-            self._kinds.put(about, kind_of)
+            self._kinds[about] = kind_of
         key, known = kind_of
         made = self.made(verb, {"objects": objects, "options": options}, given, key)
         if not known:
             try:
                 known.append(self.group.trees(made.call, first=True))
             except BaseException:
-                self._kinds.drop(about)
+                self._kinds.pop(about, None)
                 raise
         return made, known[0]
 

@@ -333,7 +333,7 @@ class Host:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
         known = None if key is None else self._trees.get(key)
         if key is not None and known is None:
-            self._trees.put(key, trees)
+            self._trees[key] = trees
         elif key is not None and known != trees:
             raise ValueError(
                 f"component {self.component!r}: the function returned another structure than in an earlier call with "

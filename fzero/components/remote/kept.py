@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
-MOST = 1024
 
 
-class Kept(Generic[K, V]):
-    """Values by name, of the names that were asked for last.
+class Kept(OrderedDict[K, V]):
+    """Values of the `most` names that were set, or got by `get`, last."""
 
-    Args:
-        most: how many.
-    """
+    most = 1024
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
+    def get(self, name: K, default: Any = None) -> V | Any:
+        if name in self:
+            self.move_to_end(name)
+        return super().get(name, default)
 
-    def get(self, name: K) -> V | None:
-        value = self._values.get(name)
-        if value is not None:
-            self._values.move_to_end(name)
-        return value
-
-    def put(self, name: K, value: V) -> None:
-        self._values[name] = value
-        while len(self._values) > self._most:
-            self._values.popitem(last=False)
-
-    def drop(self, name: K) -> None:
-        self._values.pop(name, None)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    def __setitem__(self, name: K, value: V) -> None:
+        super().__setitem__(name, value)
+        while len(self) > self.most:
+            self.popitem(last=False)

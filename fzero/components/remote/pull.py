@@ -67,7 +67,7 @@ class Puller:
         """Lets go of a component that has ended: of its ranks in this process, and of connections to others."""
         table = self.tables.pop(component, None)
         if table is not None:
-            self._ended.put(component, table.name)
+            self._ended[component] = table.name
             for source in table.sources:
                 source.left()
 
@@ -80,7 +80,7 @@ class Puller:
         try:
             return self.tables[component]
         except KeyError:
-            raise lost(component, self._ended.get(component) or component, 0, "has ended") from None
+            raise lost(component, self._ended.get(component, component), 0, "has ended") from None
 
     def layouts(self, component: str, names: Sequence[Name]) -> list[Layout]:
         """The layouts of a component's values, once these are there."""

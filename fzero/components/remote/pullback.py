@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fzero.base import pytree
@@ -122,10 +122,6 @@ class RemotePasses:
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
         return self._pull(microbatch, cotangent, retain_graph, "both")
-
-    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[Any, ...], Callable[[], None]]:
-        """The same, of which nothing is left to do here."""
-        return self.backward(microbatch, cotangent), lambda: None
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of `backward`."""

@@ -83,16 +83,17 @@ def test_kinds_of_calls_are_forgotten() -> None:
         return fz.train_step(of_a_number, fz.sgd(0.1)), {"w": builds.ONES}
 
     with fz.remote(build, 1, "threads", timeout=20) as own:
-        own._kinds = Kept(4)
+        own._kinds.most = 4
         host: Any = own.group.links[0].host  # type: ignore[attr-defined]
-        host._trees = Kept(4)
+        host._trees.most = 4
         state = own.init()
         for turn in [*range(20), *range(20)]:
             out = own.forward(state, X, turn / 2)
             out = out[0] if turn == 7 else out
             assert fz.fetch(out).equal(X * turn / 2)
             assert len(own._kinds) <= 4 and len(host._trees) <= 4
-    kept = Kept[str, int](2)
+    kept = Kept[str, int]()
+    kept.most = 2
     for name in ("a", "b", "a", "c"):
-        kept.put(name, 1) if kept.get(name) is None else None
+        kept[name] = kept.get(name, 1)
     assert (kept.get("a"), kept.get("b"), kept.get("c"), len(kept)) == (1, None, 1, 2)

@@ -1,0 +1,207 @@
+"""Messages through memory that processes share: each comes whole, once, in order, however waits are ordered."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fzero.comm import backend, same_host
+from fzero.testing import run_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+def together(size: int, run: Callable[[int, same_host.Neighbours | None], Any], timeout: float = 30.0) -> list[Any]:
+    """What `run(rank, neighbours)` gives on threads that have met."""
+    barrier, said = threading.Barrier(size), [""] * size
+
+    def gather(rank: int, text: str) -> list[str]:
+        said[rank] = text
+        barrier.wait()
+        out = [*said]
+        barrier.wait()
+        return out
+
+    def main(rank: int) -> Any:
+        own = same_host.meet(rank, size, lambda text: gather(rank, text), timeout)
+        try:
+            return run(rank, own)
+        finally:
+            barrier.wait()
+            if own is not None:
+                own.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return [each.result() for each in [pool.submit(main, rank) for rank in range(size)]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 2**32 - 1), st.booleans())
+def test_exchanges_in_any_order(size: int, seed: int, shared: bool) -> None:
+    """`shared`: each rank sends one tensor to all others."""
+    draws = random.Random(seed)
+    lengths = [0, 1, 7, 500, 3000, 40_000]
+    plan = []
+    for number in range(draws.randint(1, 12)):
+        dtype = draws.choice(DTYPES)
+        counts = [[draws.choice(lengths) for _ in range(size)] for _ in range(size)]
+        counts = [[row[0]] * size for row in counts] if shared else counts
+        plan.append((draws.choice([number, 3]), dtype, counts))
+
+    def content(i: int, source: int, target: int) -> torch.Tensor:
+        _, dtype, counts = plan[i]
+        target = 0 if shared else target
+        return (torch.arange(counts[source][target]) + 100 * i + 10 * source + target).remainder(251).to(dtype)
+
+    def run(rank: int, own: same_host.Neighbours | None) -> bool:
+        assert own is not None
+        order, waits = random.Random(seed + rank), []
+        for i, (number, dtype, counts) in enumerate(plan):
+            send = [content(i, rank, to) for to in range(size)]
+            send = [send[0]] * size if shared else send
+            receive = [torch.empty(counts[source][0 if shared else rank], dtype=dtype) for source in range(size)]
+            waits.append((i, receive, own.exchange(send, receive, number)))
+            for x in send:
+                x.zero_()  # it has left
+            if order.random() < 0.3:
+                order.shuffle(waits)
+                waits[-1][2]()
+        for _, _, wait in waits:
+            wait()
+            wait()
+        return all(
+            torch.equal(x, content(i, source, rank))
+            for i, receive, _ in waits
+            for source, x in enumerate(receive)
+            if source != rank
+        )
+
+    assert all(together(size, run))
+
+
+def test_segments_are_used_again() -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> tuple[int, int]:
+        assert own is not None
+        for number in range(60):
+            x = torch.full((10_000 + number,), float(rank))
+            out = [torch.empty_like(x) for _ in range(2)]
+            own.exchange([x, x], out, number)()
+            assert torch.equal(out[1 - rank], torch.full_like(x, 1.0 - rank))
+        return len(own._peers[0]._lender._by_capacity), len(own._peers[0]._segments)
+
+    for written, read in together(2, run):
+        assert written <= 3 and read <= 3
+
+
+def moved_elsewhere(rank: int) -> tuple[bool, list[float]]:
+    group, here = backend.world(), same_host.AVAILABLE
+    assert group is not None
+    same_host.AVAILABLE = here and rank != 1
+    full = torch.empty(6000)
+    backend.start_all_gather(full, torch.full((2000,), float(rank)), group, 1)()
+    same_host.AVAILABLE = here
+    return backend._neighbours[group] is None, full[::2000].tolist()
+
+
+def test_one_of_another_machine() -> None:
+    """All ranks are told, and stay with gloo."""
+    assert run_ranks(moved_elsewhere, 3, backend="processes") == [(True, [0.0, 1.0, 2.0])] * 3
+
+
+def moved(rank: int) -> tuple[bool, list[float], list[float]]:
+    group = backend.world()
+    assert group is not None
+    full, total = torch.empty(6000), torch.empty(2000)
+    gathered = backend.start_all_gather(full, torch.full((2000,), float(rank)), group, 1)
+    reduced = backend.start_reduce_scatter(torch.arange(6000.0), total, group, 2, 3)
+    reduced()
+    gathered()
+    return backend._neighbours[group] is not None, full[::2000].tolist(), total[:2].tolist()
+
+
+def test_processes_of_one_machine_share_memory() -> None:
+    for rank, (near, full, total) in enumerate(run_ranks(moved, 3, backend="processes")):
+        assert near == same_host.AVAILABLE and full == [0.0, 1.0, 2.0] and total == [2000.0 * rank, 2000.0 * rank + 1]
+
+
+def test_other_sizes_are_refused_on_both_sides() -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> str:
+        assert own is not None
+        x, out = torch.ones(2000 + rank), [torch.empty(2000 + rank) for _ in range(2)]
+        with pytest.raises(RuntimeError) as error:
+            own.exchange([x, x], out, 1)()
+        return str(error.value)
+
+    said = together(2, run)
+    assert any("bytes, expected" in each for each in said)
+    assert all("bytes, expected" in each or "Connection closed by peer, rank" in each for each in said)
+
+
+def test_who_waits_for_a_rank_that_ends() -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> None:
+        assert own is not None
+        x, out = torch.ones(2000), [torch.empty(2000) for _ in range(2)]
+        if rank == 1:
+            time.sleep(0.1)
+            return own.close()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="Connection closed by peer, rank 1 of the group"):
+            own.exchange([x, x], out, 1)()
+        assert time.monotonic() - began < 10
+        with pytest.raises(RuntimeError, match="Connection closed by peer, rank 1 of the group"):
+            own.exchange([x, x], out, 2)()
+        return None
+
+    together(2, run)
+
+
+def test_what_was_sent_before_its_end_arrives() -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> bool:
+        assert own is not None
+        out = [torch.empty(2000) for _ in range(2)]
+        if rank == 1:
+            own.exchange([torch.ones(2000)] * 2, out, 1)
+            own.close()
+            return True
+        time.sleep(0.1)
+        empty = torch.empty(0)
+        own.exchange([empty, empty], out, 1)()
+        return bool(out[1].eq(1).all())
+
+    assert all(together(2, run))
+
+
+def test_who_waits_for_too_long() -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> None:
+        assert own is not None
+        if rank == 0:
+            x, out = torch.ones(2000), [torch.empty(2000) for _ in range(2)]
+            with pytest.raises(RuntimeError, match="Timed out waiting for rank 1 of the group"):
+                own.exchange([x, x], out, 1)()
+
+    together(2, run, timeout=0.2)
+
+
+def test_many_small_messages_that_nobody_reads() -> None:
+    """More than a socket holds: whoever sends reads meanwhile."""
+
+    def run(rank: int, own: same_host.Neighbours | None) -> bool:
+        assert own is not None
+        waits, outs = [], []
+        for number in range(400):
+            outs.append([torch.empty(500) for _ in range(2)])
+            waits.append(own.exchange([torch.full((500,), float(number))] * 2, outs[-1], number))
+        for wait in waits:
+            wait()
+        return all(bool(out[1 - rank].eq(number).all()) for number, out in enumerate(outs))
+
+    assert all(together(2, run))
