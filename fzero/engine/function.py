@@ -22,6 +22,7 @@ from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.hints import add_hint
 from fzero.engine.masking import masked_call, noting
 from fzero.engine.outcome import split_result
+from fzero.engine.schedule import first_runs
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
@@ -231,8 +232,8 @@ def call_function(
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     # what a trace calls says nothing of runs, and other ranks may not trace
-    records = state.params.axis.records if jitting.get() is None else {}
-    traversal.schedule.expect(records, step.fn, form)
+    records, traced = state.params.axis.records, jitting.get() is not None
+    traversal.schedule.expect({} if traced else records, step.fn, form)
     storages = {storage_of(buffer) for _, buffer in stored(state.params)}
     first = not traversal.schedule.ran_before or is_strict()
     leaves, layout = traversal.leaves(primals), traversal.layout
@@ -251,10 +252,11 @@ def call_function(
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     over = None if traversal.table.compiled else traversal.tensor
-    before = {} if is_strict() else traversal.schedule.record.first_runs
     given = inputs, traversal.table.sequence
+    before = {} if is_strict() else traversal.schedule.record.first_runs
+    before = dict(first_runs(records, step.fn, form[1], given)) if traced and over is not None else before
     derived = over is not None and any(map(private.is_differentiated, primals.values() if primals else leaves))
-    checked = (step, state.params, inputs) if derived else None
+    checked = (step, state.params, inputs) if derived and not traced else None
     known, follow = followed(over, leaves, layout.rows, before, given, checked)
     with (
         unwritten(state, "The step's function"),

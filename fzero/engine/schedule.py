@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key
-from fzero.table.placements import FirstRun
+from fzero.table.placements import FirstRun, form_of
 
 Keys = tuple[Key, ...]
 
@@ -37,6 +37,22 @@ class Record:
         self.signatures: dict[int, list[object]] = {}
         self.first_runs: dict[object, FirstRun] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
+
+
+def first_runs(
+    records: Mapping[object, dict[object, Any]], fn: object, derived: bool, given: object
+) -> dict[object, FirstRun]:
+    """What first runs of a function on slices showed, of those that were differentiated as a traced one is.
+
+    Args:
+        given: what it is given, as `followed` takes it.
+    """
+    form: object = form_of(given)
+    found: Mapping[Any, Any] = {}
+    with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
+        found = records.get(fn, {})
+    known = [x.first_runs for key, x in found.items() if isinstance(x, Record) and key[1] == derived]
+    return next((own for own in known if form in own), {})
 
 
 class Running(Protocol):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.context import during, jitting, proves
+from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.bodies import Bodies
@@ -57,7 +58,8 @@ class Function(Programs[Made]):
         kinds = self._kinds.get(self._begun(key, given), {})
         made = self._program(key, given) if kinds else None
         if made is None or not (self._several or made.result.leaves in kinds):
-            out = self.fn(*args, **kwargs)
+            with during(pieces.heard, self._heard):
+                out = self.fn(*args, **kwargs)
             made = self._program(key, given)
             self._several = self._several or any(axis.ranks > 1 for axis in (made.hosts.axes if made else given.axes))
             kinds = self._kinds.setdefault(self._begun(key, given), {})
@@ -109,12 +111,6 @@ class Function(Programs[Made]):
         rest = [None if i in fixed else x for i, x in enumerate(args)]
         given = Opened((rest, dict(kwargs)), numbers=True)
         given.fixed = fixed  # type: ignore[attr-defined]
-        for axis in given.axes:
-            if axis.tensor is not None or axis.further:
-                raise ValueError(
-                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
-                    "Leave jit out."
-                )
         metas = tuple(map(meta_of, given.tensors))
         own = tuple((i, value_of(x)) for i, x in fixed.items())
         return given, (metas, given.form, own, ambient_of("cpu"), closed_over(self.fn))
@@ -130,10 +126,10 @@ class Function(Programs[Made]):
 
         table = of_torch.decompositions(self.backend)
         for inline in (False, True):
-            with tracing(), (mode := of_torch.fake_mode()):
+            with tracing(), during(pieces.heard, self._heard), (mode := of_torch.fake_mode()):
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 bodies = Bodies(mode, table, inline, hosts := Hosts(given.axes))
-                with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
+                with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies), during(pieces.graph, hosts):
                     try:
                         traced = trace(run, own, (), table, level=True)
                     except Inline:

@@ -41,7 +41,6 @@ class Jit(Programs[Program]):
     def __init__(self, backend: str, static: Collection[int], fallback: bool) -> None:
         super().__init__(backend, static, fallback)
         self._begun: set[object] = set()
-        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
     def __reduce__(self) -> tuple[object, ...]:
         return Jit, (self.backend, self.static, self.fallback)

@@ -25,6 +25,7 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
     def or_plain(self, name: str, make: Callable[[], P], ranks: bool = False) -> P | None:
         """What `make` traces; None where it cannot be traced, and need not.
