@@ -112,7 +112,7 @@ def traversal_of(
     traversal.means = step.microbatches.means, derived and step.microbatches.weights is None
     if mask is not None:
         traversal.mask = mask
-        for use in () if mask.counts else uses.values():
+        for use in uses.values() if mask.partial else ():
             use.mask = mask
     if is_transformed() and params.axis.ranks > 1:
         traversal.fn = _alike(step.fn, params.axis)

@@ -99,7 +99,7 @@ class Run(Outcome):
         differentiated = [flat[place] for place in self.wanted]
         # what another graph leads to may be among the inputs, or in what the function closes over
         self.outer = private.transforms() or in_differentiated() or _any_requires_grad(differentiated)
-        traversal.guards = self.outer and not self.mask.counts
+        traversal.guards = self.outer and self.mask.partial
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends = list[Ends]()
