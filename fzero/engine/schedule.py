@@ -40,15 +40,14 @@ class Record:
 
 
 def first_runs(
-    records: Mapping[object, dict[object, Any]], fn: object, derived: bool, given: object
+    records: Mapping[object, dict[Any, Any]], fn: object, derived: bool, given: object
 ) -> dict[object, FirstRun]:
     """What first runs of a function on slices showed, of those that were differentiated as a traced one is.
 
     Args:
         given: what it is given, as `followed` takes it.
     """
-    form: object = form_of(given)
-    found: Mapping[Any, Any] = {}
+    form, found = form_of(given), dict[Any, Any]()
     with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
         found = records.get(fn, {})
     known = [x.first_runs for key, x in found.items() if isinstance(x, Record) and key[1] == derived]

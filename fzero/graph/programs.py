@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from fzero.base import private
 from fzero.base.context import in_differentiated
+from fzero.comm import backend
 
 P = TypeVar("P")
 MANY, KEPT = 10, 64  # traces that are said; programs that are kept
+
+
+def place() -> object:
+    """This rank, where there are others: its messages, and first runs, are its own."""
+    return weakref.ref(world) if (world := backend.world()) is not None else None
 
 
 class Programs(Generic[P]):
