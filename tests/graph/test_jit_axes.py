@@ -226,7 +226,7 @@ def test_one_slice_has_another_static_value() -> None:
 
     def main(rank: int) -> None:
         step, params, batches = sliced(zero=False)
-        fn = lambda state, x, y, flag: step.forward(state, x, y) * (2 if flag else 1)
+        fn: Any = lambda state, x, y, flag: step.forward(state, x, y) * (2 if flag else 1)
         fast, state = fz.jit(fn, backend="graph"), step.init(params)
         for call, batch in enumerate(batches):
             flag = bool(rank) and call > 0
