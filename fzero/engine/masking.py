@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from fzero.base.context import jitting
 from fzero.base.follow import follows, nothing_of
 from fzero.base.rebound import rebound
 from fzero.comm.linear import passed
-from fzero.table.counting import Mask
+from fzero.table.counting import Flag, Mask
 
 Back = Callable[[torch.Tensor], torch.Tensor]
 
@@ -26,7 +25,7 @@ def kept(mask: Mask, cotangent: torch.Tensor) -> torch.Tensor:
     return nothing_of(cotangent) if masked else cotangent
 
 
-def is_given(cotangents: Iterable[torch.Tensor]) -> Any:
+def is_given(cotangents: Iterable[torch.Tensor]) -> Flag:
     """Tells whether cotangents of a run's outputs are not zero, as that of a loss of weight 0 is: a 0-d tensor in a
     function's graph."""
     with private.below_transforms():

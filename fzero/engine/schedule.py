@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -40,17 +40,17 @@ class Record:
 
 
 def first_runs(
-    records: Mapping[object, dict[Any, Any]], fn: object, derived: bool, given: object
+    records: Mapping[object, Mapping[tuple[object, ...], object]], fn: object, derived: bool, given: object
 ) -> dict[object, FirstRun]:
     """What first runs of a function on slices showed, of those that were differentiated as a traced one is.
 
     Args:
         given: what it is given, as `followed` takes it.
     """
-    form, found = form_of(given), dict[Any, Any]()
+    form, known = form_of(given), list[dict[object, FirstRun]]()
     with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
-        found = records.get(fn, {})
-    known = [x.first_runs for key, x in found.items() if isinstance(x, Record) and key[1] == derived]
+        found = records.get(fn, {}).items()
+        known = [x.first_runs for key, x in found if isinstance(x, Record) and key[1] == derived]
     return next((own for own in known if form in own), {})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ def own_stream(ax: Axis) -> Iterator[None]:
 
     def draw() -> seeded:
         with private.below_transforms():
-            drawn: Any = torch.randint(1 << 62, (), device="cpu")
+            drawn = torch.randint(1 << 62, (), device="cpu")
         return seeded(Seeds(drawn if function else int(drawn), ax.rank).next())
 
     function = jitting.get() is not None  # in whose graph what is drawn is a value, also a seed

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import torch
+
+Flag = bool | torch.Tensor
+Number = float | torch.Tensor
 
 
 class Mask:
@@ -24,9 +28,9 @@ class Mask:
         given: whether the cotangents of its outputs are not zero, as that of its own loss is.
     """
 
-    def __init__(self, counts: Any = True, anywhere: Any = True) -> None:
+    def __init__(self, counts: Flag = True, anywhere: Flag = True) -> None:
         self.counts, self._anywhere, self._exchanged = counts, anywhere, False
-        self.given: Any = False
+        self.given: Flag = False
 
     def exchanges(self) -> None:
         """Notes that the function exchanges values between the ranks that its step takes means over."""
@@ -38,7 +42,7 @@ class Mask:
         return self.counts is not True
 
     @property
-    def masked(self) -> Any:
+    def masked(self) -> Flag:
         some = self.counts | self.given | (self._anywhere if self._exchanged else False)
         return not some if isinstance(some, bool) else ~some
 
@@ -56,9 +60,9 @@ class Counts:
     """
 
     sizes: Sequence[int] | None = None
-    factors: Sequence[float] | None = None
-    of_rank: Sequence[float] | None = None
-    anywhere: Sequence[bool] = ()
+    factors: Sequence[Number] | None = None
+    of_rank: Sequence[Number] | None = None
+    anywhere: Sequence[Flag] = ()
 
     def split(self, sizes: Sequence[int] | None) -> None:
         """They have so many examples, and count by them, where ranks count the same."""

@@ -17,6 +17,7 @@ from fzero.base.context import jitting
 from fzero.base.follow import nothing_of
 from fzero.base.ragged import places_in
 from fzero.base.rebound import tensors_inside
+from fzero.table.counting import Number
 
 LARGEST = 1e300  # weight, of which sums are finite
 
@@ -105,7 +106,7 @@ class Microbatches:
         each, more = divmod(total // shares, self.count)
         return [(each + (i < more)) * shares for i in range(self.count)]
 
-    def weights_at(self, parts: Sequence[Sequence[object]]) -> list[Any]:
+    def weights_at(self, parts: Sequence[Sequence[object]]) -> list[Number]:
         """The weights of microbatches, of their inputs: numbers, or 0-d tensors where they are traced."""
         assert self.weights is not None
         return [_weight(self.weights(*part), i) for i, part in enumerate(parts)]
@@ -122,7 +123,7 @@ class Microbatches:
             )
         return rows.split(sizes)
 
-    def merge(self, outputs: Sequence[object], what: str = "outputs", factors: Sequence[float] | None = None) -> Any:
+    def merge(self, outputs: Sequence[object], what: str = "outputs", factors: Sequence[Number] | None = None) -> Any:
         """The outputs of all microbatches as one.
 
         Tensors with dims are concatenated along dim 0. 0-d floating ones and Python floats are averaged, in float32 or
@@ -164,8 +165,8 @@ class Microbatches:
         return [[part._replace(length=rows(part.length, size)) for part in parts] for size in sizes]
 
     def split_cotangent(
-        self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[float] | None = None
-    ) -> tuple[list[object], Any]:
+        self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[Number] | None = None
+    ) -> tuple[list[object], Number]:
         """The transpose of `merge` by `parts_of` every microbatch, and by what to divide what it is pulled back to.
 
         A loss's share is 1 / count, which 16 bits do not hold for every count: then it is a power of two, and what is
@@ -244,7 +245,7 @@ def parts_of(outputs: object) -> list[Part]:
     ]
 
 
-def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> torch.Tensor:
+def mean_of(parts: Sequence[object], factors: Sequence[Number] | None = None) -> torch.Tensor:
     """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is.
 
     Args:
@@ -258,7 +259,7 @@ def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> 
     return torch.stack([_times(x, factor, factor) for x, factor in zip(wide, factors, strict=True)]).sum(0)
 
 
-def _times(x: torch.Tensor, factor: Any, otherwise: Any) -> torch.Tensor:
+def _times(x: torch.Tensor, factor: Number, otherwise: Number) -> torch.Tensor:
     """The product with a factor above 0, else another value: what does not count may be not finite."""
     if isinstance(factor, torch.Tensor):  # of a graph
         return torch.where(factor.to(x.device) > 0, x * factor.to(x), nothing_of(x, otherwise))
@@ -277,7 +278,7 @@ def _is_real(x: object) -> bool:
     return not isinstance(x, numbers.Integral)
 
 
-def _weight(value: object, microbatch: int) -> float | torch.Tensor:
+def _weight(value: object, microbatch: int) -> Number:
     """A weight as a number; in a graph as a tensor, whose value each run checks."""
     is_scalar = isinstance(value, torch.Tensor) and not value.ndim and not value.is_complex()
     if not is_scalar and not isinstance(value, numbers.Real):
@@ -306,7 +307,7 @@ def need_weight(weight: float, microbatch: int) -> float:
     return weight
 
 
-def _merged(name: str, parts: Sequence[object], factors: Sequence[float] | None) -> object:
+def _merged(name: str, parts: Sequence[object], factors: Sequence[Number] | None) -> object:
     """One leaf of all microbatches' outputs."""
     if len(parts) == 1 and (getattr(parts[0], "ndim", 0) or not _is_real(parts[0])):
         return parts[0]
@@ -340,7 +341,7 @@ def _refused(name: str, got: str, expected: str) -> ValueError:
     )
 
 
-def _split(name: str, leaf: object, parts: Sequence[Part], by: int | Sequence[float]) -> Sequence[object]:
+def _split(name: str, leaf: object, parts: Sequence[Part], by: int | Sequence[Number]) -> Sequence[object]:
     """The cotangents of every microbatch's part of one output leaf.
 
     Args:
