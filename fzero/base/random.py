@@ -63,7 +63,7 @@ class Seeds:
         self._calls, self._state = 0, _START
         self._later = numbers if any(isinstance(x, torch.Tensor) for x in numbers) else ()
         for number in numbers if not self._later else ():
-            self._state = _mixed(self._state, number)
+            self._state = _mixed(self._state, int(number))
 
     def next(self) -> int:
         self._calls += 1

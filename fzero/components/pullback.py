@@ -51,7 +51,7 @@ class PipelinePullback:
         call, cotangent = told(self._plan, verb, _goes_back, checked)
         self._call = None
         pieces: list[object] = []
-        times = [1.0]
+        times = list[Any]((1.0,))
 
         def asked(microbatch: int) -> object:
             if not pieces:
