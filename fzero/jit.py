@@ -35,7 +35,8 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
     **A function** may call `train_step`, transforms, `init` and steps, and may be one that `torch.func` made:
     `fz.jit(torch.func.grad(after_training))`, `fz.jit(torch.vmap(step))`. It becomes one graph, in which steps that are
     alike share one region; under `vmap`, `jvp` and second derivatives they are unrolled. Its states may lie on several
-    ranks, which call it together. Its steps draw the random numbers that they draw without `jit`.
+    ranks, also over tensor and sequence axes, which call it together. Its steps draw the random numbers that they draw
+    without `jit`.
 
     - Each set of shapes, dtypes, devices and static values is traced once. `traces` counts them.
     - Numbers of Python among the inputs, rates and counts of updates are inputs of the graph: another value traces
@@ -58,7 +59,7 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
 
     Raises:
         ValueError: an unknown backend; in a call, what a graph does not take, with what to do: `fz.offload`, pipelines,
-            `fz.tape`; in a function tensor axes, and random numbers that are drawn outside of steps.
+            `fz.tape`; in a function random numbers that are drawn outside of steps.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1))

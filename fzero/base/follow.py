@@ -53,7 +53,7 @@ def below_unless(follows: bool) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if follows else private.below_transforms()
 
 
-def nothing_of(x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+def nothing_of(x: torch.Tensor, value: float | torch.Tensor = 0.0) -> torch.Tensor:
     """A constant in the place of a value that may be not finite; it depends on that, with a derivative of zero."""
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), value)
 

@@ -59,11 +59,11 @@ class Later(int):
 class Seeds:
     """63-bit seeds, one after the other, from several numbers (splitmix64 steps, Steele et al. 2014)."""
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, *numbers: int | torch.Tensor) -> None:
         self._calls, self._state = 0, _START
         self._later = numbers if any(isinstance(x, torch.Tensor) for x in numbers) else ()
         for number in numbers if not self._later else ():
-            self._state = _mixed(self._state, number)
+            self._state = _mixed(self._state, int(number))
 
     def next(self) -> int:
         self._calls += 1

@@ -156,7 +156,7 @@ class Call:
         self.agreed(None)
         assert own is not None
         if self._last is not None:
-            share(self.counts, self._last, own)
+            share(self.counts, self._last.params.axis, self._last.params.device, own)
         else:  # where nothing is averaged, and all that matters is which of them count
             self.counts.weigh(own, [1.0] * len(own))
 

@@ -51,7 +51,7 @@ class PipelinePullback:
         call, cotangent = told(self._line, verb, checked)
         self._call = None
         pieces: list[object] = []
-        times = [1.0]
+        times = list[Any]((1.0,))
 
         def asked(microbatch: int) -> object:
             if not pieces:

@@ -20,6 +20,7 @@ from fzero.comm.linear import on_data
 from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.hints import add_hint
 from fzero.engine.masking import masked_call, noting
+from fzero.engine.schedule import first_runs
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
@@ -109,7 +110,7 @@ def traversal_of(
     traversal.means = step.microbatches.means, derived and step.microbatches.weights is None
     if mask is not None:
         traversal.mask = mask
-        for use in () if mask.counts else uses.values():
+        for use in uses.values() if mask.partial else ():
             use.mask = mask
     if is_transformed() and params.axis.ranks > 1:
         traversal.fn = _alike(step.fn, params.axis)
@@ -229,8 +230,8 @@ def call_function(
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     # what a trace calls says nothing of runs, and other ranks may not trace
-    records = state.params.axis.records if jitting.get() is None else {}
-    traversal.schedule.expect(records, step.fn, form)
+    records, traced = state.params.axis.records, jitting.get() is not None
+    traversal.schedule.expect({} if traced else records, step.fn, form)
     storages = {storage_of(buffer) for _, buffer in stored(state.params)}
     first = not traversal.schedule.ran_before or is_strict()
     leaves, layout = traversal.leaves(primals), traversal.layout
@@ -248,10 +249,11 @@ def call_function(
         collectives = traversal.collectives("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     over = traversal.tensor
-    before = {} if is_strict() else traversal.schedule.record.first_runs
     given = inputs, traversal.table.sequence
+    before = {} if is_strict() else traversal.schedule.record.first_runs
+    before = dict(first_runs(records, step.fn, form[1], given)) if traced and over is not None else before
     derived = over is not None and any(map(private.is_differentiated, primals.values() if primals else leaves))
-    checked = (step, state.params, inputs) if derived else None
+    checked = (step, state.params, inputs) if derived and not traced else None
     known = noted(over, before, given, checked)
     with (
         unwritten(state, "The step's function"),

@@ -13,7 +13,7 @@ from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.ragged import places_in
 from fzero.base.rebound import tensors_inside
-from fzero.engine.masking import is_given
+from fzero.engine.masking import is_given, kept
 from fzero.engine.pullback import used_up
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -85,7 +85,7 @@ class Outcome:
     def scaled(self, cotangent: object) -> list[torch.Tensor]:
         """The scaled cotangents of the real outputs."""
         cotangents = self.check(cotangent)
-        if not self.mask.counts:
+        if self.mask.partial:
             self.mask.given = is_given(cotangents)
         return [(c * self.scale).to(c.dtype) for c in cotangents] if self._scales() else cotangents
 
@@ -96,7 +96,7 @@ class Outcome:
         """Cotangents of the flat inputs, None where there is none."""
         out: list[torch.Tensor | None] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
-            own = torch.zeros_like(value) if self.mask.masked else value
+            own = kept(self.mask, value)
             out[place] = (own / self.scale).to(own.dtype) if self._scales() else own
         return out
 

@@ -51,7 +51,7 @@ def evaluated(
     grads = contextlib.nullcontext() if follows else torch.no_grad()
     with failing("a forward"), private.outside_inference(), without_fast_attention(), grads:
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows, mask=mask)
-        traversal.guards = follows and not traversal.mask.counts
+        traversal.guards = follows and traversal.mask.partial
         call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)
         return split_result(step, call() if traversal.fn is None or not private.level() else in_a_level(call))
 

@@ -100,7 +100,7 @@ class Run(Outcome):
         # what another graph leads to may be among the inputs, or in what the function closes over
         leads_on = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
         self.outer = is_transformed() or leads_on
-        traversal.guards = self.outer and not self.mask.counts
+        traversal.guards = self.outer and self.mask.partial
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends = list[Ends]()

@@ -19,7 +19,7 @@ from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key
-from fzero.table.placements import FirstRun
+from fzero.table.placements import FirstRun, form_of
 
 Keys = tuple[Key, ...]
 
@@ -37,6 +37,21 @@ class Record:
         self.signatures: dict[int, list[object]] = {}
         self.first_runs: dict[object, FirstRun] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
+
+
+def first_runs(
+    records: Mapping[object, Mapping[tuple[object, ...], object]], fn: object, derived: bool, given: object
+) -> dict[object, FirstRun]:
+    """What first runs of a function on slices showed, of those that were differentiated as a traced one is.
+
+    Args:
+        given: what it is given, as `followed` takes it.
+    """
+    form, known = form_of(given), list[dict[object, FirstRun]]()
+    with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
+        found = records.get(fn, {}).items()
+        known = [x.first_runs for key, x in found if isinstance(x, Record) and key[1] == derived]
+    return next((own for own in known if form in own), {})
 
 
 class Running(Protocol):

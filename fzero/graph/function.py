@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.context import during, jitting, proves
+from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.bodies import Bodies
@@ -17,7 +18,7 @@ from fzero.graph.hosts import Hosts
 from fzero.graph.nodes import draws
 from fzero.graph.numbers import marked, number_of
 from fzero.graph.opened import Opened, kinds_of, over_axes, value_of
-from fzero.graph.programs import KEPT, Programs
+from fzero.graph.programs import KEPT, Programs, place
 from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
 from fzero.graph.trace import Traced, trace
@@ -42,7 +43,6 @@ class Function(Programs[Made]):
         super().__init__(backend, static, fallback)
         self.fn = fn
         self._kinds: dict[Key, dict[Key, list[type]]] = {}  # of results without a graph, by their form in one
-        self._several = False  # whether its states lie on several ranks
         functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -54,13 +54,17 @@ class Function(Programs[Made]):
         given, key = self._given(args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in given.tensors):
             return self.fn(*args, **kwargs)  # plain autograd goes through it
-        kinds = self._kinds.get(self._begun(key, given), {})
+        # each signature runs without a graph first, whatever its shapes; on several ranks only the first call of all
+        # does, which all make at once: no rank may send what others do not
+        here = place()
+        begun = key[1:] if here is None else (here, given.form[-1])
+        kinds = self._kinds.get(begun, {})
         made = self._program(key, given) if kinds else None
-        if made is None or not (self._several or made.result.leaves in kinds):
-            out = self.fn(*args, **kwargs)
+        if made is None or not (here or made.result.leaves in kinds):
+            with during(pieces.heard, self._heard):
+                out = self.fn(*args, **kwargs)
             made = self._program(key, given)
-            self._several = self._several or any(axis.ranks > 1 for axis in (made.hosts.axes if made else given.axes))
-            kinds = self._kinds.setdefault(self._begun(key, given), {})
+            kinds = self._kinds.setdefault(begun, {})
             types = kinds_of(out)
             if len(self._kinds) > KEPT:
                 del self._kinds[next(iter(self._kinds))]
@@ -77,18 +81,11 @@ class Function(Programs[Made]):
         out = made.result.made(out, values=True, kinds=kinds.get(made.result.leaves, ()))
         return over_axes(out, {old.identity: axis for old, axis in zip(made.hosts.axes, axes, strict=True)})
 
-    def _begun(self, key: Key, given: Opened) -> Key:
-        """What is known of functions that have run without a graph: each signature does first, whatever its shapes.
-
-        On several ranks only the first call of all does, which all make at once: no rank may send what others do not.
-        """
-        return tuple([(axis.ranks, axis.data_rank) for axis in given.axes]) if self._several else key[1:]
-
     def _program(self, key: Key, given: Opened) -> Made | None:
         """The program of a call; None where it cannot be traced, and need not."""
         if self._plain:
             return None
-        others = self._several and bool(self.traces)
+        others = place() is not None and bool(self.traces)
         return self._programs.get(key) or self.or_plain(name_of(self.fn), lambda: self._add(key, given), others)
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
@@ -109,15 +106,9 @@ class Function(Programs[Made]):
         rest = [None if i in fixed else x for i, x in enumerate(args)]
         given = Opened((rest, dict(kwargs)), numbers=True)
         given.fixed = fixed  # type: ignore[attr-defined]
-        for axis in given.axes:
-            if axis.tensor is not None or axis.further:
-                raise ValueError(
-                    "jit: got a function of a state over a tensor or sequence axis, which graphs do not take yet. "
-                    "Leave jit out."
-                )
         metas = tuple(map(meta_of, given.tensors))
         own = tuple((i, value_of(x)) for i, x in fixed.items())
-        return given, (metas, given.form, own, ambient_of("cpu"), closed_over(self.fn))
+        return given, (metas, (given.form, place()), own, ambient_of("cpu"), closed_over(self.fn))
 
     def _add(self, key: Key, given: Opened) -> Made:
         results: list[Opened] = []
@@ -130,10 +121,11 @@ class Function(Programs[Made]):
 
         table = of_torch.decompositions(self.backend)
         for inline in (False, True):
-            with tracing(), (mode := of_torch.fake_mode()):
+            with tracing(), during(pieces.heard, self._heard), (mode := of_torch.fake_mode()):
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 bodies = Bodies(mode, table, inline, hosts := Hosts(given.axes))
-                with during(jitting, bodies), during(proves, False), during(operators.tracing, bodies):
+                parts = during(jitting, bodies), during(operators.tracing, bodies), during(pieces.graph, hosts)
+                with during(proves, False), parts[0], parts[1], parts[2]:
                     try:
                         traced = trace(run, own, (), table, level=True)
                     except Inline:

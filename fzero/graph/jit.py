@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
@@ -10,7 +9,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.context import during
-from fzero.comm import backend, pieces
+from fzero.comm import pieces
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
@@ -19,7 +18,7 @@ from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.errors import one_at_a_time, tracing
 from fzero.graph.numbers import as_number
 from fzero.graph.opened import value_of
-from fzero.graph.programs import Programs
+from fzero.graph.programs import Programs, place
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
@@ -41,7 +40,6 @@ class Jit(Programs[Program]):
     def __init__(self, backend: str, static: Collection[int], fallback: bool) -> None:
         super().__init__(backend, static, fallback)
         self._begun: set[object] = set()
-        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
     def __reduce__(self) -> tuple[object, ...]:
         return Jit, (self.backend, self.static, self.fallback)
@@ -180,11 +178,6 @@ class Jit(Programs[Program]):
         given = self.numbers(step, Carry(step, state).given(next(iter(parts))))
         key = self._key("vjp", step, state, given, ())
         return self._program(key, step, state, given, [], seed_of(state, 0, 0))
-
-
-def place() -> object:
-    """This rank, where there are others: its messages, and first runs, are its own."""
-    return weakref.ref(world) if (world := backend.world()) is not None else None
 
 
 def need_traceable(step: Spec, state: TrainState) -> None:

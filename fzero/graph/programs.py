@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from fzero.base import private
 from fzero.base.context import in_differentiated
+from fzero.comm import backend
 
 P = TypeVar("P")
 MANY, KEPT = 10, 64  # traces that are said; programs that are kept
+
+
+def place() -> object:
+    """This rank, where there are others: its messages, and first runs, are its own."""
+    return weakref.ref(world) if (world := backend.world()) is not None else None
 
 
 class Programs(Generic[P]):
@@ -25,6 +32,7 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
 
     def or_plain(self, name: str, make: Callable[[], P], ranks: bool = False) -> P | None:
         """What `make` traces; None where it cannot be traced, and need not.

@@ -227,7 +227,7 @@ class GraphRun(Outcome):
             for group in self._program.uses:
                 traversal.schedule.note_use((self._program.call.keys[group],))
             own = delivery_of(traversal, params, found, receive, self.unreduced, self._partial)
-            self._calls.delivery, self._calls.masked = own, self.mask.masked
+            self._calls.delivery, self._calls.masked = own, bool(self.mask.masked)
             held = [*self._held, *cotangents]
             if not retain_graph:
                 self._held = None

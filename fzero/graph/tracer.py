@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Leaving, Same, Slot
-from fzero.engine.schedule import Record
+from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
@@ -32,8 +31,7 @@ from fzero.graph.trace import Traced, is_real, trace
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Group, Key
-from fzero.table.placements import FirstRun, marks_of, noted, notes, noting
-from fzero.table.placements import form_of as form_given
+from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
 
 Mode = AbstractContextManager[object]
@@ -96,14 +94,6 @@ class Tracer(Traversal, Regions):
     def _next(self) -> int:
         self.drawn += 1
         return 0
-
-    def first_runs(self, step: Spec, given: object) -> dict[object, FirstRun]:
-        """What first runs of the function on slices showed, of those that were differentiated as this one is."""
-        form, found = form_given(given), dict[Any, Any]()
-        with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly
-            found = self.params.axis.records.get(step.fn, {})
-        known = [x.first_runs for key, x in found.items() if isinstance(x, Record) and key[1] == self.derived]
-        return next((own for own in known if form in own), {})
 
     # ---- what the graph's operators return
 
@@ -273,7 +263,8 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         leaves = tracer.leaves({})
         tree = pytree.unflatten(params.structure, leaves)
         about = inputs, tracer.table.sequence
-        known = noted(tracer.tensor, tracer.first_runs(step, about), about, None)
+        before = first_runs(params.axis.records, step.fn, tracer.derived, about)
+        known = noted(tracer.tensor, before, about, None)
         with (
             autocast(tracer.device, tracer.table.outside),
             tracer.running(),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from fzero.base import private
+from fzero.base.context import jitting
 from fzero.base.random import Seeds, seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
@@ -40,9 +41,10 @@ def own_stream(ax: Axis) -> Iterator[None]:
 
     def draw() -> seeded:
         with private.below_transforms():
-            drawn = int(torch.randint(1 << 62, (), device="cpu"))
-        return seeded(Seeds(drawn, ax.rank).next())
+            drawn = torch.randint(1 << 62, (), device="cpu")
+        return seeded(Seeds(drawn if function else int(drawn), ax.rank).next())
 
-    traced = pieces.graph.get()
+    function = jitting.get() is not None  # in whose graph what is drawn is a value, also a seed
+    traced = None if function else pieces.graph.get()
     with draw() if traced is None else traced.stream(draw):
         yield

@@ -6,12 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+Flag = bool | torch.Tensor
+Number = float | torch.Tensor
+
 
 class Mask:
     """Whether a run adds anything to gradients: one whose weight is 0 does not, be its own not finite.
 
     Where the function exchanges values between ranks of other data, what it adds belongs to their losses, too; and so
     does what it is given a cotangent of, where its outputs go on to others.
+
+    All are bools, and 0-d tensors in a function's graph.
 
     Args:
         counts: whether its weight on this rank is above 0.
@@ -21,16 +28,23 @@ class Mask:
         given: whether the cotangents of its outputs are not zero, as that of its own loss is.
     """
 
-    def __init__(self, counts: bool = True, anywhere: bool = True) -> None:
-        self.counts, self.given, self._anywhere, self._exchanged = counts, False, anywhere, False
+    def __init__(self, counts: Flag = True, anywhere: Flag = True) -> None:
+        self.counts, self._anywhere, self._exchanged = counts, anywhere, False
+        self.given: Flag = False
 
     def exchanges(self) -> None:
         """Notes that the function exchanges values between the ranks that its step takes means over."""
         self._exchanged = True
 
     @property
-    def masked(self) -> bool:
-        return not (self.counts or self.given or (self._anywhere and self._exchanged))
+    def partial(self) -> bool:
+        """Whether it may be masked."""
+        return self.counts is not True
+
+    @property
+    def masked(self) -> Flag:
+        some = self.counts | self.given | (self._anywhere if self._exchanged else False)
+        return not some if isinstance(some, bool) else ~some
 
 
 @dataclass
@@ -42,12 +56,13 @@ class Counts:
         factors: by what its scalar outputs are multiplied, so that the mean over ranks of their sum is the weighted
             mean; NaN where nothing counts. None where all count the same.
         of_rank: the same for the mean over this rank's microbatches alone.
+        anywhere: whether each counts on some rank.
     """
 
     sizes: Sequence[int] | None = None
-    factors: Sequence[float] | None = None
-    of_rank: Sequence[float] | None = None
-    _anywhere: Sequence[bool] = ()
+    factors: Sequence[Number] | None = None
+    of_rank: Sequence[Number] | None = None
+    anywhere: Sequence[Flag] = ()
 
     def split(self, sizes: Sequence[int] | None) -> None:
         """They have so many examples, and count by them, where ranks count the same."""
@@ -60,8 +75,8 @@ class Counts:
         self.factors, self.of_rank = [
             [w / total for w in own] if total > 0 else [math.nan] * len(own) for total in (sum(means), sum(own))
         ]
-        self._anywhere = [mean > 0 for mean in means]
+        self.anywhere = [mean > 0 for mean in means]
 
     def mask(self, microbatch: int) -> Mask | None:
         """Whether a run of one adds anything to gradients; None where all do."""
-        return None if self.factors is None else Mask(self.factors[microbatch] > 0, self._anywhere[microbatch])
+        return None if self.factors is None else Mask(self.factors[microbatch] > 0, self.anywhere[microbatch])

@@ -28,6 +28,7 @@ from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_
 from fzero.state.train_state import TrainState
 from fzero.state.values import holds_values
 from fzero.stores.away import Placed, tensor_of
+from fzero.table.counting import Number
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 from fzero.update.known import is_finite
@@ -39,7 +40,7 @@ _HELD = Companded(signed=True)
 class _Grads:
     """The grads that the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: float) -> None:
+    def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: Number) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares_of: dict[Key, LeafSquares] = {}
 

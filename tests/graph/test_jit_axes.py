@@ -89,7 +89,10 @@ def test_drawn_models_on_slices(blocks: Any, stage: int, sequence: bool, remat: 
     run_ranks(main, 4 if data and stage else 2)
 
 
-def parted(rank: int, backend: str = "graph") -> None:
+Made = tuple[fz.Step, Any, Any]  # params, and batches
+
+
+def sliced(zero: bool = True) -> Made:
     """Megatron's cuts, dropout of slices, and a loss of slices of the vocabulary."""
     mesh = mesh_of(1, 2)
     ax, (apply, params) = fz.parallel.axis(mesh, "tp"), fz.functional(Model(Mlp))
@@ -99,13 +102,15 @@ def parted(rank: int, backend: str = "graph") -> None:
         return fz.parallel.cross_entropy(apply(p, tokens), targets, ax)
 
     step = fz.shard_tensor(fz.train_step(loss, fz.adamw(1e-2)), plan, mesh=mesh)
-    generator = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, V, (3, 2, 2, 6), generator=generator)
-    fast = compare(fz.remat(fz.shard_zero3(step, mesh=mesh)), params, batches, backend)
-    assert fast.traces == 2  # a step, and a forward
+    batches = torch.randint(0, V, (3, 2, 2, 6), generator=torch.Generator().manual_seed(1))
+    return fz.remat(fz.shard_zero3(step, mesh=mesh)) if zero else step, params, batches
 
 
-def along(rank: int, kind: str, remat: bool = False, tokens: int = 9) -> None:
+def parted(rank: int, backend: str = "graph") -> None:
+    assert compare(*sliced(), backend).traces == 2  # a step, and a forward
+
+
+def cut(kind: str, tokens: int = 9) -> Made:
     """Attention over pieces of a sequence, and a mean over the tokens of all ranks."""
     ax = fz.parallel.axis(None, "sp")
     plain = fz.parallel.attention
@@ -126,8 +131,13 @@ def along(rank: int, kind: str, remat: bool = False, tokens: int = 9) -> None:
     for whole in torch.randint(0, V, (3, 2, tokens), generator=torch.Generator().manual_seed(1)):
         own = fz.parallel.shard_sequence({"input_ids": whole, "labels": whole}, ax, order=order)
         batches.append((own["input_ids"], own["shift_labels"]))
+    return step, params, batches
+
+
+def along(rank: int, kind: str, remat: bool = False) -> None:
+    step, *given = cut(kind)
     names = ("qkv",) if kind == "ring" else ()
-    compare(fz.remat(step, save=names) if remat else step, params, batches)
+    compare(fz.remat(step, save=names) if remat else step, *given)
 
 
 @in_turns(4)
@@ -140,10 +150,98 @@ def test_slices() -> None:
     run_ranks(parted, 2)
 
 
+# ---- functions of states
+
+
+def updates(step: fz.Step, state: fz.TrainState, *batch: torch.Tensor) -> Any:
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, *batch)
+        losses.append(metrics["loss"])
+    return losses, state
+
+
+def pulled(step: fz.Step, state: fz.TrainState, *batch: torch.Tensor) -> Any:
+    out, pullback = step.vjp(state, *batch)
+    grads, _ = pullback(torch.ones_like(out))
+    return fz.gather(grads), step.update(state, grads)[0]
+
+
+def scanned(step: fz.Step, state: fz.TrainState, *batch: torch.Tensor) -> Any:
+    state, metrics = fz.scan(step, state, tuple(torch.stack([x, x.flip(0)]) for x in batch))
+    return metrics["loss"], state
+
+
+def by_state(step: fz.Step, state: fz.TrainState, *batch: torch.Tensor) -> Any:
+    after = lambda state: step.forward(step(state, *batch)[0], *batch)
+    return dict(torch.func.grad(after)(state).params), state
+
+
+def evaluation(step: fz.Step, state: fz.TrainState, *batch: torch.Tensor) -> Any:
+    return step.forward(state, *batch), state
+
+
+FUNCTIONS = {"evaluation": evaluation, "updates": updates, "vjp": pulled, "scan": scanned, "gradient": by_state}
+KINDS = ["slices", "slices in zero3", "ring", "zigzag", "ulysses"]
+
+
+def compare_function(rank: int, name: str, kind: str, backend: str = "graph") -> None:
+    step, params, batches = sliced(kind == "slices in zero3") if kind.startswith("slices") else cut(kind)
+    fn = functools.partial(FUNCTIONS[name], step)
+    fast, state = fz.jit(fn, backend=backend), step.init(params)
+    for batch in batches:
+        (got, new), (want, other) = fast(state, *batch), fn(state, *batch)
+        same = name == "evaluation" and backend == "graph"
+        assert_trees_equal(got, want) if same else assert_trees_close(got, want, rtol=1e-10)
+        assert_trees_close(fz.gather(new.params), fz.gather(other.params), rtol=1e-10)
+        state = new
+    assert fast.traces == 1
+
+
+@in_turns(8)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str, kind: str) -> None:
+    run_ranks(functools.partial(compare_function, name=name, kind=kind), 2, timeout=300)
+
+
+def test_a_function_without_a_state() -> None:
+    def main(rank: int) -> None:
+        ax = fz.parallel.axis(None, "sp")
+
+        def total(x: torch.Tensor) -> torch.Tensor:
+            with fz.parallel.own_stream(ax):
+                return fz.parallel.sum(fz.parallel.gather(x, ax, 0, own=True).square().sum() * (1 + ax.rank), ax)
+
+        fast = fz.jit(torch.func.grad(total), backend="graph")
+        for rows in (2 + rank, 2 + rank, 3):
+            x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(rank))
+            assert_trees_equal(fast(x), torch.func.grad(total)(x))
+
+    run_ranks(main, 2)
+
+
+def test_one_slice_has_another_static_value() -> None:
+    """It traces alone, and runs nothing that the other rank does not."""
+
+    def main(rank: int) -> None:
+        step, params, batches = sliced(zero=False)
+        fn: Any = lambda state, x, y, flag: step.forward(state, x, y) * (2 if flag else 1)
+        fast, state = fz.jit(fn, backend="graph"), step.init(params)
+        for call, batch in enumerate(batches):
+            flag = bool(rank) and call > 0
+            assert_trees_equal(fast(state, *batch, flag), fn(state, *batch, flag))
+        assert fast.traces == 1 + rank
+
+    run_ranks(main, 2)
+
+
 def on_processes(rank: int) -> None:
     with fz.testing.hazards(seed=rank):
         parted(rank, "inductor")
         along(rank, "ring")
+        compare_function(rank, "updates", "slices", "inductor")
+        compare_function(rank, "gradient", "ulysses", "inductor")
 
 
 def test_on_processes() -> None:
@@ -154,12 +252,14 @@ def test_sizes_that_change_are_refused_on_every_rank() -> None:
     def main(rank: int) -> None:
         ax = fz.parallel.axis(None, "sp")
         step = fz.train_step(lambda p, x: (fz.parallel.gather(x, ax, 0) * p["w"]).sum(), fz.sgd(0.1))
-        fast = fz.jit(fz.shard_zero2(step, axis="sp"), backend="graph")
-        state = fast.init({"w": torch.ones(2)})
-        for rows in (2 + rank, 2 + rank, 4, 4):  # uneven as in the first run, then even
-            state, _ = fast(state, torch.ones(rows, 2))
-        with pytest.raises(ValueError, match="pieces of other sizes"):
-            fast(state, torch.ones(4 + rank, 2))
+        step = fz.shard_zero2(step, axis="sp")
+        of_function = fz.jit(lambda state, x: step(state, x), backend="graph")
+        for fast in (fz.jit(step, backend="graph"), of_function):
+            state = step.init({"w": torch.ones(2)})
+            for rows in (2 + rank, 2 + rank, 4, 4):  # uneven as in the first run, then even
+                state, _ = fast(state, torch.ones(rows, 2))
+            with pytest.raises(ValueError, match="pieces of other sizes"):
+                fast(state, torch.ones(4 + rank, 2))
 
     run_ranks(main, 2)
 

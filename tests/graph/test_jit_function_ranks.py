@@ -232,15 +232,4 @@ def test_results_of_other_types_for_another_static_value() -> None:
     run_ranks(main, 2)
 
 
-def test_a_tensor_axis_is_refused() -> None:
-    def main(rank: int) -> None:
-        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        plain = fz.train_step(lambda p, x, y: x.sum(), fz.sgd(0.1))
-        step = fz.shard_tensor(plain, {"o": 0}, mesh=mesh, axis="tp")
-        with pytest.raises(ValueError, match="tensor or sequence axis"):
-            fz.jit(step.forward, backend="graph")(step.init(PARAMS), *data(0))
-
-    run_ranks(main, 2)
-
-
 pytestmark = pytest.mark.usefixtures("hazards")
