@@ -36,8 +36,8 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device | str, mapped: bo
             the tensor dies: malloc keeps pieces of what is freed. It begins at a page, and cannot be resized.
     """
     if mapped and numel * dtype.itemsize >= MAPPED and torch.device(device).type == "cpu":
-        return _in_large_pages(torch.ops.fzero.mapped(numel * dtype.itemsize).view(dtype))
-    return _in_large_pages(torch.empty(numel, dtype=dtype, device=device))
+        return in_large_pages(torch.ops.fzero.mapped(numel * dtype.itemsize).view(dtype))
+    return in_large_pages(torch.empty(numel, dtype=dtype, device=device))
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -48,7 +48,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.T
 
 def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A new tensor of one's values, dense, in a dtype."""
-    return _in_large_pages(torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)).copy_(x)
+    return in_large_pages(torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)).copy_(x)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +71,8 @@ _new = functools.partial(torch.empty, dtype=torch.uint8, device="cpu")
 torch.library.register_fake("fzero::mapped", _new, lib=_library)
 
 
-def _in_large_pages(x: torch.Tensor) -> torch.Tensor:
+def in_large_pages(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is new, for which the system is asked for large pages."""
     if x.nbytes >= LEAST and x.device.type == "cpu" and not private.is_fake(x):
         begin = -(-x.data_ptr() // PAGE) * PAGE
         size = (x.data_ptr() + x.nbytes) // PAGE * PAGE - begin

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.comm import hazards
 from fzero.comm.waits import finish_all
 from fzero.engine.use import Use
@@ -206,6 +206,7 @@ class Schedule:
         storage = full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(full.numel() * full.element_size())
+            pages.in_large_pages(full)
         return self._fill(key, full)
 
     @staticmethod
