@@ -143,6 +143,8 @@ class Neighbours:
             if send[peer.rank].numel():
                 peer.send(send[peer.rank], number, until)
         left = [(peer, peer.expect(x, number)) for peer in self._peers if (x := receive[peer.rank]).numel()]
+        for peer, _ in left:
+            peer.progress()  # its segments are free the sooner
         return lambda: self._wait(left)
 
     def _wait(self, left: list[tuple[Peer, list[torch.Tensor]]]) -> None:

@@ -32,6 +32,7 @@ class Hosts(Messages):
         super().__init__()
         self.axes = [*given]
         self._given = len(given)
+        self.streams = 0  # that random numbers are drawn from here, one inside of the other
         self._origins: dict[int, Axis] = {}  # of components that begin in the function
 
     def begun(self, axis: Axis, origin: Axis) -> Axis:
@@ -102,6 +103,7 @@ class Hosts(Messages):
         """Around operators that draw random numbers by a seed."""
         return Drawing(self, seed)
 
+
 # whether an operator runs for the shapes of its results alone, of which the streams around it know nothing
 _looking: contextvars.ContextVar[bool] = variable("looking_at_shapes", False)
 
@@ -117,6 +119,14 @@ class Drawing(TorchDispatchMode):
         super().__init__()
         self._hosts, self._seed = hosts, seed
         self._states: dict[torch.device, torch.Tensor] = {}
+
+    def __enter__(self) -> Drawing:
+        self._hosts.streams += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hosts.streams -= 1
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None

@@ -44,7 +44,8 @@ def own_stream(ax: Axis) -> Iterator[None]:
             drawn = torch.randint(1 << 62, (), device="cpu")
         return seeded(Seeds(drawn if function else int(drawn), ax.rank).next())
 
-    function = jitting.get() is not None  # in whose graph what is drawn is a value, also a seed
+    graph = jitting.get()
+    function = graph is not None and graph.hosts.streams > 0  # in a step that is traced a seed is a value, too
     traced = None if function else pieces.graph.get()
     with draw() if traced is None else traced.stream(draw):
         yield
