@@ -236,16 +236,23 @@ def test_one_slice_has_another_static_value() -> None:
     run_ranks(main, 2)
 
 
-def on_processes(rank: int) -> None:
+ON_PROCESSES: dict[str, Any] = {
+    "step": lambda rank: parted(rank, "inductor"),
+    "step, ring": lambda rank: along(rank, "ring"),
+    "updates": lambda rank: compare_function(rank, "updates", "slices", "graph"),
+    "gradient": lambda rank: compare_function(rank, "gradient", "slices", "inductor"),
+}
+
+
+def on_processes(rank: int, case: str) -> None:
     with fz.testing.hazards(seed=rank):
-        parted(rank, "inductor")
-        along(rank, "ring")
-        compare_function(rank, "updates", "slices", "inductor")
-        compare_function(rank, "gradient", "ulysses", "inductor")
+        ON_PROCESSES[case](rank)
 
 
-def test_on_processes() -> None:
-    run_ranks(on_processes, 2, backend="processes", timeout=240)
+@in_turns(4)
+@pytest.mark.parametrize("case", ON_PROCESSES)
+def test_on_processes(case: str) -> None:
+    run_ranks(functools.partial(on_processes, case=case), 2, backend="processes", timeout=240)
 
 
 def test_sizes_that_change_are_refused_on_every_rank() -> None:
