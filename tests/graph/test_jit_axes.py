@@ -214,7 +214,7 @@ def test_a_function_without_a_state() -> None:
                 return fz.parallel.sum(fz.parallel.gather(x, ax, 0, own=True).square().sum() * (1 + ax.rank), ax)
 
         fast = fz.jit(torch.func.grad(total), backend="graph")
-        for rows in (2 + rank, 2 + rank, 3):
+        for rows in (2 + rank, 2 + rank, 5):
             x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(rank))
             assert_trees_equal(fast(x), torch.func.grad(total)(x))
 
