@@ -80,10 +80,15 @@ class Segment:
 
 
 class Lender:
-    """The sender's segments. Its owner calls it from one thread at a time."""
+    """The sender's segments. Its owner calls it from one thread at a time.
 
-    def __init__(self, limit: int = POOL_BYTES) -> None:
-        self.limit, self.nbytes = limit, 0
+    Args:
+        limit: of their bytes; above it what is free goes.
+        hard: whether none is made above it.
+    """
+
+    def __init__(self, limit: int = POOL_BYTES, hard: bool = True) -> None:
+        self.limit, self._hard, self.nbytes = limit, hard, 0
         self._by_capacity: dict[int, list[Segment]] = {}
         self._next = 0
 
@@ -97,7 +102,7 @@ class Lender:
         if not may_create:
             return None
         self.trim(IDLE_SECONDS if self.nbytes + capacity <= self.limit else 0.0)
-        if self.nbytes + capacity > self.limit:
+        if self._hard and self.nbytes + capacity > self.limit:
             return None
         try:
             segment, descriptor = create(capacity, self._next)

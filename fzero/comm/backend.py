@@ -6,9 +6,9 @@ where all ranks are processes of one machine, they share memory instead. NCCL's 
 
 from __future__ import annotations
 
-import datetime
 import functools
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -219,8 +219,9 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
     count = size_of(group)
     if (count == 2 or tensor.numel() < CHUNK) and (near := _near(group, tensor)) is not None:
         own = rank_in(group)
-        terms = [tensor.clone() if rank == own else torch.empty_like(tensor) for rank in range(count)]
-        near.exchange([tensor] * count, terms, _IN_ORDER)()
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        terms = [plain.clone() if rank == own else torch.empty_like(plain) for rank in range(count)]
+        near.exchange([plain] * count, terms, _IN_ORDER)()
         tensor.copy_(terms[0])
         for term in terms[1:]:
             torch.maximum(tensor, term, out=tensor) if op == "max" else tensor.add_(term)
@@ -298,7 +299,11 @@ def _told_by_all(group: Group, text: str) -> list[str]:
     number = store().add(f"{name}/{rank}", 1)  # a later group may have the same name
     keys = [f"{name}/{other}/{number}" for other in range(size_of(group))]
     store().set(keys[rank], text)
-    store().wait(keys, datetime.timedelta(seconds=timeout_of(group)))
+    until = time.monotonic() + timeout_of(group)
+    while not store().check(keys):  # to wait in it would keep other threads of this process from it
+        if time.monotonic() > until:
+            raise RuntimeError("Timed out waiting for the other ranks of the group.")
+        time.sleep(1e-3)
     return [store().get(key).decode() for key in keys]
 
 
@@ -306,7 +311,7 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     own = rank_in(group)
     if (near := _near(group, send[own])) is not None:
-        return near.exchange(send, receive, number)
+        return near.exchange([x.resolve_conj().resolve_neg() for x in send], receive, number)
     peers = [rank for rank in range(len(send)) if rank != own]
     # what dist.irecv and dist.isend come down to, which look the group up ten times a message; sent first, as who
     # comes last finds the others ready to receive, and their bytes go out before it asks for its own

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import os
 import select
 import socket
 import struct
@@ -22,8 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fzero.channels.segments import AVAILABLE, FREE, RETIRED, Lender, Segment
+from fzero.channels.wire import close_all
 
 SMALL = 4096  # bytes that the socket carries
+KEPT = 256 << 20  # bytes of segments for each rank that it is sent to, above which those that are free go
 _HEAD = struct.Struct("=IiQ")  # the message's number, that of the segment (-1: it follows here), bytes
 _TICK = 5  # milliseconds after which who waits looks whether another thread has brought it
 
@@ -35,7 +36,7 @@ class Peer:
         self.rank, self.sock, self._lock, self._sending = rank, sock, threading.RLock(), threading.Lock()
         sock.setblocking(False)
         self.closed = False
-        self._lender, self._segments = Lender(), dict[int, Segment]()
+        self._lender, self._segments = Lender(KEPT, hard=False), dict[int, Segment]()
         # by the messages' numbers, in order: what has come (the bytes, or where they lie), and what is expected
         self._come: dict[int, collections.deque[bytes | tuple[Segment, int]]] = {}
         self._expected: dict[int, collections.deque[list[torch.Tensor]]] = {}
@@ -46,14 +47,16 @@ class Peer:
         if nbytes <= SMALL:
             return self._put(_HEAD.pack(number, -1, nbytes) + ctypes.string_at(source, nbytes), (), until)
         with self._sending:
-            while (lent := self._lender.lend(nbytes, True)) is None:  # as much as there may be is under way
-                self.need_time(until)
-                time.sleep(_TICK / 1000)
+            lent = self._lender.lend(nbytes, True)
+            if lent is None:
+                self.close()  # it would wait
+                raise RuntimeError(f"There is no shared memory, or no file descriptor, for {nbytes} bytes to be sent.")
             segment, descriptors = lent
-            ctypes.memmove(segment.address, source, nbytes)
-            self._put(_HEAD.pack(number, segment.number, nbytes), descriptors, until)
-            for descriptor in descriptors:
-                os.close(descriptor)
+            try:
+                ctypes.memmove(segment.address, source, nbytes)
+                self._put(_HEAD.pack(number, segment.number, nbytes), descriptors, until)
+            finally:
+                close_all(descriptors)
 
     def _put(self, packet: bytes, descriptors: Sequence[int], until: float) -> None:
         while not self.closed:
@@ -93,10 +96,15 @@ class Peer:
                     self.close()
                     return
                 number, place, nbytes = _HEAD.unpack_from(packet)
-                for descriptor in descriptors:
+                if descriptors:
                     self._segments = {n: own for n, own in self._segments.items() if own.state != RETIRED}
-                    self._segments[place] = Segment(descriptor, place)
-                    os.close(descriptor)
+                    try:
+                        self._segments[place] = Segment(descriptors[0], place)
+                    finally:
+                        close_all(descriptors)
+                if place >= 0 and place not in self._segments:
+                    self.close()
+                    raise RuntimeError(f"A message of rank {self.rank} of the group came without its file descriptor.")
                 come = packet[_HEAD.size :] if place < 0 else (self._segments[place], nbytes)
                 self._come.setdefault(number, collections.deque()).append(come)
                 self._match(number)

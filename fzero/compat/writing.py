@@ -148,6 +148,8 @@ class Writing:
                 stored[name], written[name] = stored[first], dataclasses.replace(written[first], index=index)
             keys = {name: keys for name, (_, _, keys) in self.known.items()}
             writer.finish(Metadata({**stored}, planner_data=keys), [[*written.values()]])
-        except RuntimeError as error:  # behind which torch hides that of a disk
+        except (RuntimeError, OSError) as error:  # torch hides that of a disk behind the one
+            for name in self._folder.glob("*.distcp"):
+                name.unlink()  # or the disk stays as full
             raise OSError(f"{self._folder}: cannot be written: {error.__context__ or error!r}.") from error
         files.sync_folder(self._folder)

@@ -15,6 +15,7 @@ from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.base.random import seeded
+from fzero.base.rebound import rebound, tensors_held
 from fzero.base.refusals import first_words, of_higher_order
 from fzero.comm import divergence
 from fzero.comm.axis import Axis
@@ -344,6 +345,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
     """Tells whether the function reads a tensor's value."""
     flat = pytree.flatten(tuple(inputs))[0]
     differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
+    captured = {id(x) for x in tensors_held(step.fn) if private.is_wrapper(x) and private.is_differentiated(x)}
     with (
         private.below_transforms(),
         thread_state.without_dispatch_modes(),
@@ -352,6 +354,8 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         seeded(0),
         _apart(values=True),  # of some inputs
     ):
+        # by which a gradient is taken
+        fn = rebound(step.fn, lambda x: private.unwrapped(x).detach().requires_grad_() if id(x) in captured else x)
         with thread_state.without_values():
             whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
             tree = pytree.unflatten(params.structure, whole)
@@ -368,7 +372,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
                 leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
             typed = leaves.typed()
         with _watched(run), divergence.silent():
-            out, forms = _ran(step.fn, leaves, typed, run)
+            out, forms = _ran(fn, leaves, typed, run)
             outputs = planned.outputs(out)
             _need_invariant(outputs, over)
             _pull_back(outputs, leaves, run)

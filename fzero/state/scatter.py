@@ -11,7 +11,7 @@ from fzero.base import pages, pytree
 from fzero.base.arguments import named
 from fzero.base.follow import any_follows
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format, Plain, encode
+from fzero.formats.formats import Format, Grouped, Plain, encode
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
 from fzero.state.checks import open_to_transforms
@@ -260,6 +260,15 @@ class _Scatter:
             form = Plain(math_dtype(form.dtype))
         if self._follows and any_follows(leaves.values()):
             return self._followed(like, key, leaves, form)
+        if isinstance(form, Grouped):
+            for slot in like.layout.groups[key].slots:
+                x = leaves[slot.leaf]
+                if not x.isfinite().all() or (not getattr(form, "signed", True) and bool((x < 0).any())):
+                    raise ValueError(
+                        f"{self._who}: got {named(x)} for leaf {slot.path!r}, with a value that {form} codes cannot "
+                        "hold, as it is not finite, or a negative second moment; expected others: its neighbours "
+                        "would change, too."
+                    )
         full, own = cut(like, key, leaves, form.dtype)
         return codes_of(form, own), row.policy.used(encode(form, full)) if key in like.held_entries else full
 

@@ -205,3 +205,72 @@ def test_many_small_messages_that_nobody_reads() -> None:
         return all(bool(out[1 - rank].eq(number).all()) for number, out in enumerate(outs))
 
     assert all(together(2, run))
+
+
+def test_what_is_larger_than_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_host, "KEPT", 10_000)
+
+    def run(rank: int, own: same_host.Neighbours | None) -> bool:
+        assert own is not None
+        waits, outs = [], []
+        for number in range(6):
+            outs.append([torch.empty(20_000) for _ in range(2)])
+            waits.append(own.exchange([torch.full((20_000,), float(number))] * 2, outs[-1], number))
+        for wait in waits:
+            wait()
+        return all(bool(out[1 - rank].eq(number).all()) for number, out in enumerate(outs))
+
+    assert all(together(2, run))
+
+
+def test_no_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int, own: same_host.Neighbours | None) -> str:
+        assert own is not None
+        own._peers[0]._lender.lend = lambda *_: None  # type: ignore[method-assign]
+        out = [torch.empty(2000) for _ in range(2)]
+        with pytest.raises(RuntimeError) as error:
+            own.exchange([torch.ones(2000)] * 2, out, 1)
+        return str(error.value)
+
+    assert all("no shared memory" in said or "Connection closed by peer" in said for said in together(2, run))
+
+
+def views(rank: int) -> list[list[complex]]:
+    """Sums and pieces of what is conjugated, negated or transposed as a view alone."""
+    group = backend.world()
+    assert group is not None
+    z = torch.complex(torch.ones(2), torch.full((2,), 2.0 * (rank + 1)))
+    full = torch.empty(4, dtype=z.dtype)
+    backend.start_all_gather(full, z.conj(), group, 1)()
+    summed = z.clone().conj()
+    backend.all_reduce(summed, group)
+    negated = z.clone().conj().imag  # which negates as a view
+    backend.all_reduce(negated, group)
+    turned = torch.arange(6.0).view(2, 3).t() if rank else torch.arange(6.0).view(2, 3).t().contiguous()
+    backend.all_reduce(turned, group)
+    return [full.tolist(), summed.tolist(), negated.tolist(), turned.flatten().tolist()]
+
+
+def test_views_travel_as_they_read() -> None:
+    for full, summed, negated, turned in run_ranks(views, 2, backend="processes"):
+        assert full == [1 - 2j, 1 - 2j, 1 - 4j, 1 - 4j] and summed == [2 - 6j] * 2 and negated == [-6.0] * 2
+        assert turned == [0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
+
+
+def crossed(rank: int) -> list[float]:
+    """Two threads meet in two groups, on each rank in another order."""
+    groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
+
+    def one(place: int) -> float:
+        if place != rank:
+            time.sleep(0.2)
+        out = torch.empty(4)
+        backend.start_all_gather(out, torch.full((2,), float(rank + place)), groups[place], 1)()
+        return out.sum().item()
+
+    with ThreadPoolExecutor(2) as pool:
+        return [each.result() for each in [pool.submit(one, place) for place in (rank, 1 - rank)]]
+
+
+def test_threads_that_meet_in_other_orders() -> None:
+    assert run_ranks(crossed, 2, backend="processes", timeout=20) == [[2.0, 6.0], [6.0, 2.0]]

@@ -399,3 +399,30 @@ def sends(rank: int, way: str) -> None:
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_what_looks_ahead_sends_nothing(way: str, backend: Any) -> None:
     run_ranks(functools.partial(sends, way=way), 4, backend=backend, timeout=60.0)
+
+
+def test_what_a_transform_takes_gradients_by_meets_slices() -> None:
+    """An input of `step.forward`, or what the function is made with: without a copy its gradient is a summand."""
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(*shape, generator=generator) for name, shape in {"up": (4, 6), "down": (6, 4)}.items()}
+    x = torch.randn(3, 4, generator=generator)
+
+    def main(rank: int, case: str, copies: bool) -> torch.Tensor:
+        ax = fz.parallel.axis(None, "tp")
+        copy = (lambda x: fz.parallel.copy(x, ax)) if copies else (lambda x: x)
+
+        def loss_of(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            always = lambda x: fz.parallel.copy(x, ax)
+            here, there = (always, copy) if case == "made with" else (copy, always)
+            fn = lambda p, x: fz.parallel.sum(torch.tanh(here(x) @ p["up"] * there(c)) @ p["down"], ax).sum()
+            step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"up": 1, "down": 0})
+            return step.forward(step.init(params), x)
+
+        return torch.func.grad(loss_of, case == "made with")(x, torch.tensor(1.3))
+
+    for case in ("made with", "input"):
+        want = run_ranks(functools.partial(main, case=case, copies=True), 1)[0]
+        for got in run_ranks(functools.partial(main, case=case, copies=True), 2):
+            assert_trees_close(got, want, rtol=1e-4, atol=1e-6)
+        with pytest.raises(RankError, match="AxisTypeError"):
+            run_ranks(functools.partial(main, case=case, copies=False), 2)
