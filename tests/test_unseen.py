@@ -403,7 +403,6 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
     "remat": fz.remat,
     "zero3": fz.shard_zero3,
     "both": lambda step: fz.remat(fz.shard_zero3(step)),
-    "activations away": lambda step: fz.offload(step, activations="host"),
     "params away": lambda step: fz.offload(step, params="host"),
     "fused": lambda step: fz.fuse_update(fz.remat(step)),
 }
@@ -434,6 +433,13 @@ def test_a_step_within_a_unit_that_runs_again(wrap: str) -> None:
     (found,) = run_ranks(rank_main, 1)
     for got, wanted in zip(found, want, strict=True):
         assert_trees_close(got, wanted, rtol=1e-10)
+
+
+def test_a_step_within_a_unit_whose_activations_are_put_away() -> None:
+    params, x = {"u": [{"w": torch.full((3,), 0.3, dtype=F64)}]}, torch.ones(2, 3, dtype=F64)
+    step = fz.offload(fz.train_step(lambda p, x: adapted(p["u"][0], x), fz.sgd(1.0)), activations="host")
+    with pytest.raises(TypeError, match=r"within saved-tensor hooks \(.*a unit under fz\.offload\(activations=\.\.\.\)"):
+        step.vjp(step.init(params), x)
 
 
 @pytest.mark.parametrize("optimizer", [fz.adamw, fz.sgd, fz.lion])

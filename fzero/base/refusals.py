@@ -65,8 +65,9 @@ def of_hooks_around() -> Iterator[None]:
         if not texts.says(error, texts.UNDER_HOOKS):
             raise
         raise TypeError(
-            "step: called within saved-tensor hooks (torch.autograd.graph.save_on_cpu is one), which torch.func does "
-            "not support. Call it outside; fz.remat(step, offload=...) keeps what units name in the host's memory."
+            "step: called within saved-tensor hooks (torch.autograd.graph.save_on_cpu, or a unit under "
+            "fz.offload(activations=...) or names of fz.remat), which torch.func does not support. Call it outside; "
+            "fz.remat(step, offload=...) keeps what units name in the host's memory."
         ) from error
 
 
