@@ -225,7 +225,7 @@ def environment(said: dict[str, str]) -> Iterator[None]:
 
 
 def check_losses(losses: Series, tolerance: float) -> None:
-    alone = [name for name in (ALONE, "fzero") if name in losses]
+    alone = [name for name in (ALONE, "fzero", "fzero, jit") if name in losses]
     for names in (alone, [name for name in losses if name not in alone]):
         for name in names[1:]:
             gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))

@@ -438,7 +438,7 @@ def test_a_step_within_a_unit_that_runs_again(wrap: str) -> None:
 def test_a_step_within_a_unit_whose_activations_are_put_away() -> None:
     params, x = {"u": [{"w": torch.full((3,), 0.3, dtype=F64)}]}, torch.ones(2, 3, dtype=F64)
     step = fz.offload(fz.train_step(lambda p, x: adapted(p["u"][0], x), fz.sgd(1.0)), activations="host")
-    with pytest.raises(TypeError, match=r"within saved-tensor hooks \(.*a unit under fz\.offload\(activations=\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"saved-tensor hooks \(.*a unit under fz\.offload\(activations="):
         step.vjp(step.init(params), x)
 
 
