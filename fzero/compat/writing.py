@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -149,7 +150,7 @@ class Writing:
             keys = {name: keys for name, (_, _, keys) in self.known.items()}
             writer.finish(Metadata({**stored}, planner_data=keys), [[*written.values()]])
         except (RuntimeError, OSError) as error:  # torch hides that of a disk behind the one
-            for name in self._folder.glob("*.distcp"):
+            for name in Path(self._folder).glob("*.distcp"):
                 name.unlink()  # or the disk stays as full
             raise OSError(f"{self._folder}: cannot be written: {error.__context__ or error!r}.") from error
         files.sync_folder(self._folder)

@@ -259,7 +259,7 @@ def test_views_travel_as_they_read() -> None:
 
 def crossed(rank: int) -> list[float]:
     """Two threads meet in two groups, on each rank in another order."""
-    groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
+    groups: list[Any] = [torch.distributed.new_group([0, 1]) for _ in range(2)]
 
     def one(place: int) -> float:
         if place != rank:
