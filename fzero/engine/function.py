@@ -252,7 +252,8 @@ def call_function(
     given = inputs, traversal.table.sequence
     before = {} if is_strict() else traversal.schedule.record.first_runs
     before = dict(first_runs(records, step.fn, form[1], given)) if traced and over is not None else before
-    derived = over is not None and any(map(private.is_differentiated, (*tensors, *leaves, *tensors_held(step.fn))))
+    moves = lambda xs: any(map(private.is_differentiated, xs))
+    derived = over is not None and (moves((*tensors, *leaves)) or moves(tensors_held(step.fn)))
     checked = (step, state.params, inputs) if derived and not traced else None
     known = noted(over, before, given, checked)
     with (

@@ -45,7 +45,7 @@ def first_runs(
     """What first runs of a function on slices showed, of those that were differentiated as a traced one is.
 
     Args:
-        given: what it is given, as `followed` takes it.
+        given: what it is given, as `noted` takes it.
     """
     form, known = form_of(given), list[dict[object, FirstRun]]()
     with contextlib.suppress(TypeError):  # of a callable that cannot be referred to weakly

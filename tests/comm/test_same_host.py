@@ -191,31 +191,19 @@ def test_who_waits_for_too_long() -> None:
     together(2, run, timeout=0.2)
 
 
-def test_many_small_messages_that_nobody_reads() -> None:
-    """More than a socket holds: whoever sends reads meanwhile."""
+@pytest.mark.parametrize(("count", "numel", "kept"), [(400, 500, same_host.KEPT), (6, 20_000, 10_000)])
+def test_many_messages_that_nobody_reads(
+    count: int, numel: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a socket holds: whoever sends reads meanwhile. More than what is kept of segments."""
+    monkeypatch.setattr(same_host, "KEPT", kept)
 
     def run(rank: int, own: same_host.Neighbours | None) -> bool:
         assert own is not None
         waits, outs = [], []
-        for number in range(400):
-            outs.append([torch.empty(500) for _ in range(2)])
-            waits.append(own.exchange([torch.full((500,), float(number))] * 2, outs[-1], number))
-        for wait in waits:
-            wait()
-        return all(bool(out[1 - rank].eq(number).all()) for number, out in enumerate(outs))
-
-    assert all(together(2, run))
-
-
-def test_what_is_larger_than_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_host, "KEPT", 10_000)
-
-    def run(rank: int, own: same_host.Neighbours | None) -> bool:
-        assert own is not None
-        waits, outs = [], []
-        for number in range(6):
-            outs.append([torch.empty(20_000) for _ in range(2)])
-            waits.append(own.exchange([torch.full((20_000,), float(number))] * 2, outs[-1], number))
+        for number in range(count):
+            outs.append([torch.empty(numel) for _ in range(2)])
+            waits.append(own.exchange([torch.full((numel,), float(number))] * 2, outs[-1], number))
         for wait in waits:
             wait()
         return all(bool(out[1 - rank].eq(number).all()) for number, out in enumerate(outs))
