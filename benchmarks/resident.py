@@ -4,7 +4,7 @@
 
 16 transformer blocks; params, gradients and moments are on a `fz.Disk`, units run again in the pullback (`fz.remat`),
 and the state is donated. A line for each step: how far a rank's resident memory has risen since before the first, and
-that over the bytes of its params and moments.
+that over the bytes of its params and moments. Of memory that ranks share, each has its part (`Pss` of the kernel).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MIB = 1 << 20
 
 def resident() -> int:
     """Bytes of this process's memory that lie in RAM."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 def measured(rank: int, args: argparse.Namespace, folder: str) -> tuple[int, list[int]]:

@@ -147,17 +147,17 @@ def test_a_thread_without_its_group_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_ranks_are_waited_for_at_once() -> None:
     """Not one after the other, and who comes later does not wait as long again."""
-    with fz.remote(functools.partial(builds.built_trouble, stage=0), 4, "threads", timeout=1) as own:
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 4, "threads", timeout=3) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, "none"))
         with pytest.raises(TimeoutError):
             begun = time.monotonic()
             fz.fetch(own.forward(state, X, "sleepy"))
-        assert time.monotonic() - begun < 3.5
+        assert time.monotonic() - begun < 8
         with pytest.raises(TimeoutError):
             begun = time.monotonic()
             own.forward(state, X, "other")
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < 1.5
 
 
 def test_an_interrupted_close_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_what_interrupts_a_call_otherwise_ends_the_component(on: str, monkeypatc
 
 
 def test_a_call_that_a_rank_has_not_got_is_waited_for_in_time() -> None:
-    with fz.remote(functools.partial(builds.built_trouble, stage=1), 2, "threads", timeout=1) as own:
+    with fz.remote(functools.partial(builds.built_trouble, stage=1), 2, "threads", timeout=3) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, "none"))
         first: Any = own.group.links[0]

@@ -170,19 +170,19 @@ def test_no_call_meets_the_collectives_of_one_that_failed_before(on: str, waits:
 
 def test_a_rank_that_fails_beside_one_that_does_not_end_costs_the_component() -> None:
     """It computes, and nobody waits in a collective; whoever waits for later calls is told."""
-    with fz.remote(_built_slow, 2, "threads", timeout=1) as own:
+    with fz.remote(_built_slow, 2, "threads", timeout=3) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, torch.zeros(4, 1)))
         own.forward(state, X, torch.ones(4, 1))
         later = own.forward(state, X, torch.zeros(4, 1))
-        with pytest.raises(fz.ComponentDied, match=r"the user's own words.*has not ended after 1 seconds"):
+        with pytest.raises(fz.ComponentDied, match=r"the user's own words.*has not ended after 3 seconds"):
             fz.fetch(later)
 
 
 def _built_slow(rank: int) -> tuple[Any, ...]:
     def fn(p: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
         if bad.any() and rank:
-            time.sleep(4)
+            time.sleep(6)
         elif bad.any():
             raise ValueError("the user's own words")
         return x * p["w"]
@@ -191,13 +191,13 @@ def _built_slow(rank: int) -> tuple[Any, ...]:
 
 
 def test_a_call_that_never_ends_is_said_in_time() -> None:
-    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, name="vision", timeout=1) as own:
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, name="vision", timeout=3) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, "none"))
         begun = time.monotonic()
-        with pytest.raises(TimeoutError, match="has not ended after 1 seconds"):
+        with pytest.raises(TimeoutError, match="has not ended after 3 seconds"):
             own.forward(state, X, "hang")
-        assert 0.9 < time.monotonic() - begun < 5
+        assert 2.9 < time.monotonic() - begun < 10
 
 
 STEPS = 3
