@@ -343,6 +343,21 @@ def test_a_leaf_that_does_not_fit_is_named_on_every_rank(wrong: str, field: str)
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.parametrize(("kind", "value"), [("mu", float("nan")), ("mu", float("inf")), ("nu", -1.0)])
+def test_what_codes_cannot_hold_is_refused(kind: str, value: float) -> None:
+    """One such value would change those that share its scale."""
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1), policy=fz.Policy.compact16())
+        state = fz.shard_zero3(step).init({"w": torch.ones(40)})
+        full = fz.gather(state.moments)
+        full = full._replace(**{kind: {"w": torch.tensor([*[0.5] * 39, value])}})
+        with pytest.raises(ValueError, match=r"leaf 'w'.*codes cannot hold"):
+            state.replace(moments=full)
+
+    run_ranks(rank_main, 2)
+
+
 def test_moments_of_a_frozen_leaf_are_refused_and_its_params_stay() -> None:
     _, state = _state(0)
     moments = fz.gather(state.moments)
