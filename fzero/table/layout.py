@@ -239,11 +239,6 @@ class Layout:
         """The keys of the frozen groups that keep their moments."""
         return tuple(key for key, group in self.groups.items() if group.row.frozen and group.row.moments)
 
-    @cached_property
-    def straight(self) -> bool:
-        """True if the policy of any leaf is straight-through."""
-        return any(row.policy.straight_through for row in self.rows)
-
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards
 

@@ -54,8 +54,6 @@ class Extra:
             `update`, `add_grads` and `fz.gather` take it off.
         kind: what a state must have been made with to be one of this step. `source` by default.
         expendable: True lets `fz.convert` drop the entry, or begin it anew, without an error.
-        wide: True if the functions compute in float32 or float64, whatever the params are stored in. Under a
-            straight-through policy they then get such values.
 
     Example:
         >>> def begun(params):
@@ -76,7 +74,6 @@ class Extra:
     scale: Callable[..., float] | None = None
     kind: str = ""
     expendable: bool = False
-    wide: bool = False
     changes: Callable[..., object] | None = None
     every: int = 1
     fused: Callable[..., None] | None = None

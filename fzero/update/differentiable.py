@@ -22,12 +22,10 @@ from fzero.state.gather import squares_in
 from fzero.state.moments import copied, next_extra
 from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
-from fzero.update.changed import changed, draw_of, due
+from fzero.update.changed import changed, due
 from fzero.update.leaf_norms import differentiable_metric
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
@@ -60,18 +58,14 @@ def differentiable_update(
         before = trained_moments(moments)
         updates, new = _called(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))
-        stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), _next(count, applied)
-        moments = with_kept_moments(_kept(new, before, applied), moments)
+        moments = with_kept_moments(_kept(map_trees(_in_moment_dtype, new), before, applied), moments)
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
         metrics[LEAF_NORMS] = differentiable_metric(state.params, params, moments, grads)
-    seen = as_seen(params)
-    others = {
-        each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras
-    }
+    others = {each.name: _next_extra(each, extras[each.name], params, applied) for each in step.extras}
     return state.changed(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
 
@@ -152,34 +146,19 @@ def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Ten
     return torch.where(applied, new, old) if isinstance(applied, torch.Tensor) else new
 
 
-def _rounded(state: TrainState, params: Sharded, moments: object) -> tuple[Sharded, object]:
-    """New values, as they would be stored where their policies are straight-through; moments in their dtypes else."""
-    draw = Draw(state.seed, state.step)
-    trees, values = [state.params, *trees_of(state.moments)], [params, *trees_of(moments)]
-    found: list[dict[Key, torch.Tensor]] = [tree.locals() for tree in values]
-    for key in params.groups:
-        places = [i for i, tree in enumerate(trees) if key in tree.groups and tree.goes_as_values(key)]
-        if places:  # together, as they take their random bits from the same words
-            own = [found[i][key].to(torch.float32) for i in places]
-            for i, x in zip(places, as_stored([trees[i] for i in places], key, own, draw), strict=True):
-                found[i][key] = x
-        moment = params.layout.groups[key].row.policy.moment
-        for i, own in enumerate(found[1:], 1):
-            if key in own and i not in places and isinstance(moment, torch.dtype):
-                own[key] = own[key].to(moment)
-    new = iter(found[1:])
-    return params.with_buffers(found[0]), map_trees(lambda tree: tree.with_buffers(next(new)), moments)
+def _in_moment_dtype(tree: Sharded) -> Sharded:
+    """New moments in the dtypes that they are stored in."""
+    dtypes = {key: tree.layout.groups[key].row.policy.moment for key in tree.groups}
+    return tree.with_buffers({key: tree.local(key).to(dtypes[key]) for key in tree.groups})  # type: ignore[arg-type]
 
 
 def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> Sharded:
     """The params after an update, in the dtypes that they are stored in, also those that are held in full."""
     buffers, held = dict(params.buffers), dict(params.held)
     for key in own.groups:
-        old, coded = own.local(key), own.goes_as_values(key)
-        shard = _chosen(applied, new.local(key) if coded else new.local(key).to(old.dtype), old)
-        for name in own.names(key) if coded else ():
-            buffers.pop(name, None)
-        if key in params.entries or coded:
+        old = own.local(key)
+        shard = _chosen(applied, new.local(key).to(old.dtype), old)
+        if key in params.entries:
             buffers[key] = shard
         if key in held:
             held[key] = held_of(params, key, shard, held[key].dtype, f"update of {key}")
@@ -197,10 +176,7 @@ def _changed_by(
         old = copied(old) if is_others(extra.changes) else old  # which may write to it
         value, new = _called_for(extra, changed, old, values(own))  # type: ignore[misc]
         extras[extra.name] = _kept(value, state.extra[extra.name], applied)
-        coded = [key for key in own.groups if own.goes_as_values(key)]
-        draw, found = draw_of(state, extra), new.locals()
-        found |= {key: as_stored([own], key, [new.local(key).to(torch.float32)], draw)[0] for key in coded}
-        params = _stepped(params, own, new.with_buffers(found), applied)
+        params = _stepped(params, own, new, applied)
     return params, extras
 
 

@@ -26,7 +26,6 @@ from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
 from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
-from fzero.state.values import holds_values
 from fzero.stores.away import Placed, tensor_of
 from fzero.table.counting import Number
 from fzero.table.layout import Key
@@ -80,7 +79,7 @@ def fused_call(
 
 def fuses(step: Spec, state: TrainState) -> bool:
     """Tells whether a call of this step updates inside its pullback."""
-    return step.fusion is not None and not (is_transformed() or holds_values(state))
+    return step.fusion is not None and not is_transformed()
 
 
 def update_as_fused(

@@ -23,11 +23,10 @@ from fzero.state.checks import follows_step
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
 from fzero.state.moments import apart, next_extra, placed_moments
-from fzero.state.placing import memory_of, placed
+from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.state.squares import LeafSquares, need_alike_beside
 from fzero.state.train_state import TrainState, being_saved
-from fzero.state.values import holds_values
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
@@ -56,12 +55,7 @@ def apply_update(
         grads = with_kept(state, grads) if squares is None else grads
         return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        if not holds_values(own):
-            return _applied(step, own, grads, grad_norm, squares)
-        grads = with_kept(own, grads) if squares is None else grads
-        with torch.no_grad():
-            new, metrics = differentiable_update(step, own, grads, grad_norm, known_metrics(step, own))
-        return new.changed(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
+        return _applied(step, own, grads, grad_norm, squares)
 
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:
