@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -33,50 +34,29 @@ def by_counts(
 ) -> tuple[object, ...]:
     """`update(number, like, *trees)`, trees like these, where `number` counts this update of the leaves in them.
 
-    If leaves differ in that, it is called for lists of those parts that have the same number.
+    If leaves differ in that, it is called once for each number, and each leaf has what is made of its own.
     """
     if not count.missed:
         return update(count.value + 1, like, *trees)
+    kinds, numbers = list[object](), dict[object, int]()  # by what tells numbers apart, as a graph's have no values
     if isinstance(like, Sharded):
-        cuts = [(key, span) for key in like.groups for span in spans(count, like, key) if span[0] < span[1]]
-        counted = [(span[2], count.value - span[2] + 1) for _, span in cuts]
+        numbers = {n: count.value - n + 1 for key in like.groups for _, _, n in spans(count, like, key)}
     else:
-        (paths, leaves, _), own, cuts = pytree.named_leaves(like), count.own(), []
+        (paths, leaves, _), own = pytree.named_leaves(like), count.own()
         missed, paused = dict(count.missed), dict(count.paused)
-        present = [path for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
-        counted = [((missed.get(path, 0), paused.get(path)), own(path) + 1) for path in present]
-    numbers: dict[object, int] = dict(counted)  # by what tells them apart, as a graph's have no values
+        for path in [path for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]:
+            kinds.append((missed.get(path, 0), paused.get(path)))
+            numbers[kinds[-1]] = own(path) + 1
+    made = {kind: update(number, like, *trees) for kind, number in (numbers or {None: count.value + 1}).items()}
 
-    def apart(tree: object) -> list[torch.Tensor] | None:
-        if isinstance(tree, Sharded):
-            return [tree.local(key)[span[0] : span[1]] for key, span in cuts]
-        return None if tree is None else pytree.leaves(tree)
-
-    def joined(parts: list[torch.Tensor] | None) -> object:
-        if parts is None:
+    def chosen(trees: Mapping[object, Any]) -> object:
+        if next(iter(trees.values())) is None:
             return None
-        if not isinstance(like, Sharded):
-            rest = iter(parts)
-            return pytree.map(lambda leaf: next(rest), like)
-        buffers = dict[Key, list[torch.Tensor]]()
-        for (key, _), x in zip(cuts, parts, strict=True):
-            buffers.setdefault(key, []).append(x)
-        return like.with_buffers({key: torch.cat(own) for key, own in buffers.items()})
+        if isinstance(like, Sharded):
+            parts = {key: [trees[n].local(key)[a:b] for a, b, n in spans(count, like, key)] for key in like.groups}
+            return like.with_buffers({key: torch.cat(own) for key, own in parts.items()})
+        leaves = {kind: pytree.leaves(tree) for kind, tree in trees.items()}
+        rest = iter([leaves[kind][place] for place, kind in enumerate(kinds)])
+        return pytree.map(lambda _: next(rest), like)
 
-    parts, made = [apart(tree) for tree in (like, *trees)], dict[object, tuple[object, ...]]()
-    places = {kind: [place for place, (own, _) in enumerate(counted) if own == kind] for kind in numbers}
-    for kind, own in places.items():
-        given = [None if part is None else [part[place] for place in own] for part in parts]
-        made[kind] = update(numbers[kind], *given)
-    if not made:
-        return update(count.value + 1, like, *trees)
-    out = list[object]()
-    for each in zip(*made.values(), strict=True):
-        found = {
-            place: x
-            for own, part in zip(places.values(), each, strict=True)
-            if part is not None
-            for place, x in zip(own, part, strict=True)
-        }
-        out.append(joined([found[place] for place in range(len(counted))] if found else None))
-    return tuple(out)
+    return tuple([chosen(dict(zip(made, each, strict=True))) for each in zip(*made.values(), strict=True)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
+from fzero.base.context import of_one_leaf
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
 from fzero.state.checksums import checksum
@@ -145,3 +147,21 @@ def with_others(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence
         elif isinstance(x, (int, float)):
             entries[i] = next(told)
     return pytree.unflatten(spec, entries)
+
+
+@contextlib.contextmanager
+def of_leaf(what: str, path: str, on_meta: bool = False) -> Iterator[None]:
+    """Around a function of an optimizer on whole leaves: what it raises tells what it was given."""
+    token = of_one_leaf.set(path)
+    try:
+        yield
+    except Exception as error:
+        of_shapes = " A plan has leaves without values: write an init that needs only shapes and dtypes."
+        of_trees = " It is given {path: leaf}: one that takes a step's trees is declared elementwise=True."
+        error.add_note(
+            f"This was in the {what} of leaf {path!r}, by fz.whole.{of_trees * isinstance(error, AttributeError)}"
+            f"{of_shapes * on_meta}"
+        )
+        raise
+    finally:
+        of_one_leaf.reset(token)
