@@ -23,6 +23,7 @@ from fzero.optim._leaf_states import (
     exchanged,
     flat,
     like_leaf,
+    need_kept,
     numbers_of,
     of_leaf,
     said_of,
@@ -158,6 +159,7 @@ class _Whole:
                 leaf = leaves[slot.leaf].clone()  # of which it may keep a part
                 with seeded(Seeds(0, slot.leaf).next()), of_leaf("init", slot.path, leaf.is_meta):  # alike everywhere
                     entries, spec = flat(self.optimizer.init({slot.path: leaf}))
+                need_kept(slot.path, entries)
                 for place, entry in enumerate(like_leaf(entries, leaf)):
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
