@@ -14,7 +14,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
-from fzero.optim._late import need_own_counts
+from fzero.optim._join import need_own_counts
 from fzero.state.check_state import check_same_optimizer
 from fzero.state.checks import constants
 from fzero.state.checksums import checksum

@@ -20,7 +20,7 @@ from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.engine.weighing import counted
-from fzero.optim._late import need_own_counts
+from fzero.optim._join import need_own_counts
 from fzero.optim._whole import of_slices
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_same_optimizer, check_state, taken_grads

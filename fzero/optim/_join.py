@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
+from fzero.base.rebound import is_others
 from fzero.optim._paused import all_combined, call_paused, combined, fused_of
 from fzero.optim._whole import of_slices
 from fzero.optim.base import Elementwise, call_update, kept, values, write_values
 from fzero.state.moments import apart, begun
-from fzero.state.sharded import Draw, Sharded, map_trees
-from fzero.table.layout import Key
+from fzero.state.sharded import Draw, Sharded, is_item, map_trees, trees_of
+from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused, Whole
 
 States = tuple[object, ...]
@@ -62,34 +64,23 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
 
 
 def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
-    """Those, each with its part of the state."""
+    """Those, each with its part of the state.
+
+    Raises:
+        ValueError: the same optimizer has begun the state in another chain, or alone: its labels are the same.
+    """
     own = getattr(optimizer.update, "__self__", None)
-    if isinstance(own, _Chain) and isinstance(state, tuple):
-        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
     if isinstance(own, _Partition) and isinstance(state, dict):
-        return [each for pattern, m in own.table.items() for each in members_and_states(m, state[pattern])]
-    return [(optimizer, state)]
-
-
-def need_states(optimizer: GradientTransformation, state: object) -> None:
-    """Refuses a state that the same optimizer has begun in another chain, or alone: its labels are the same."""
-    own, got = getattr(optimizer.update, "__self__", None), _begun_by(state)
-    if isinstance(own, _Partition) and isinstance(state, dict):
-        for pattern, member in own.table.items():
-            need_states(member, state.get(pattern))
-    elif isinstance(own, _Chain):
-        expected = _begun_by(own.members)
-        if got != expected:
+        return [each for pattern, m in own.table.items() for each in members_and_states(m, state.get(pattern))]
+    got = f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
+    if isinstance(own, _Chain):
+        if got != (expected := f"a chain of {len(own.members)}"):
             raise _other_states(got, expected)
         assert isinstance(state, tuple)
-        for member, part in zip(own.members, state, strict=True):
-            need_states(member, part)
-    elif isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
+        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
+    if isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
         raise _other_states(got, f"{own.name!r} by itself")
-
-
-def _begun_by(state: object) -> str:
-    return f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
+    return [(optimizer, state)]
 
 
 def _other_states(got: str, expected: str) -> ValueError:
@@ -97,6 +88,34 @@ def _other_states(got: str, expected: str) -> ValueError:
         f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's init, "
         "or use the optimizer that it was made with."
     )
+
+
+def need_own_counts(
+    who: str, optimizer: GradientTransformation, moments: object, layout: Layout, begins: Set[str] = frozenset()
+) -> None:
+    """Refuses one that has one count for all leaves where some have seen fewer updates than others, or will have.
+
+    Args:
+        begins: the leaves whose moments begin now, and the run has begun before.
+
+    Raises:
+        ValueError: it is the user's own, and keeps numbers that are of all leaves.
+    """
+    keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
+    for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
+        leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
+        if leaf is None or not is_others(member.update):
+            continue
+        pairs = zip(*pytree.named_leaves(state, is_item)[:2], strict=True)
+        number = next((n for n, x in pairs if isinstance(x, (int, float, torch.Tensor, pytree.Count))), None)
+        if number is not None:
+            label = f" ({member.label(leaf)})" if member.label else ""
+            what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
+            raise ValueError(
+                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} keeps one number for all leaves "
+                f"({number!r}), such as a count. It needs one for each leaf. Use fz.whole(optimizer) from the run's "
+                "beginning, or keep only trees like the params."
+            )
 
 
 @dataclass(frozen=True)

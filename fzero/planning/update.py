@@ -19,6 +19,7 @@ from fzero.comm.alone import Alone
 from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
+from fzero.state.leaf_norms import metric
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
 from fzero.state.sent import Sent, round_a_ring
@@ -28,7 +29,6 @@ from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Extra, Spec
 from fzero.update.known import in_place
-from fzero.update.leaf_norms import metric
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at

@@ -176,7 +176,7 @@ class Layout:
     owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
     # updates of the optimizers that ranks have compared, the last ones
     compared: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
-    # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
+    # as far as asked for: a group and what its leaves' counts differ by -> as `state.counts.spans`
     spans: dict[object, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
     # as far as asked for: groups and this rank's number in each -> as `state.squares._places`
     places: dict[object, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, repr=False)

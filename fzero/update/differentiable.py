@@ -17,6 +17,7 @@ from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
+from fzero.state.leaf_norms import differentiable_metric
 from fzero.state.moments import copied, next_extra
 from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
@@ -24,7 +25,6 @@ from fzero.state.train_state import TrainState
 from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.changed import changed, due
-from fzero.update.leaf_norms import differentiable_metric
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 

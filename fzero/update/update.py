@@ -22,6 +22,7 @@ from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
+from fzero.state.leaf_norms import Changes, metric
 from fzero.state.moments import apart, next_extra, placed_moments
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
@@ -37,7 +38,6 @@ from fzero.update.changed import Entry, due
 from fzero.update.cpu_worker import CpuWorker, spare_cores
 from fzero.update.differentiable import differentiable_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
-from fzero.update.leaf_norms import Changes, metric
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, LeafSquares]  # over all leaves and shards, and of this rank's parts
