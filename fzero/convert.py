@@ -14,7 +14,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
-from fzero.optim._late import need_own_counts
+from fzero.optim._join import need_own_counts
 from fzero.state.check_state import check_same_optimizer
 from fzero.state.checks import constants
 from fzero.state.checksums import checksum
@@ -25,7 +25,6 @@ from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.source import Source
 from fzero.state.train_state import TrainState
-from fzero.state.values import with_codes
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.spec import Spec, need_step
@@ -71,7 +70,6 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with as_found(), private.of_normal_tensors(), private.below_transforms():
-        state = with_codes(state)
         old = state.params
         _need_together(old.axis, step)
         specs = [(row.path, row.shape, row.dtype) for row in old.layout.rows]

@@ -21,7 +21,6 @@ from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
 from fzero.state.metrics import Metrics
 from fzero.state.train_state import TrainState
-from fzero.state.values import with_values
 from fzero.step import Step
 from fzero.table.spec import need_step
 
@@ -71,7 +70,6 @@ def scan(
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[Metrics] = []
     if is_transformed():
-        state = with_values(state)  # codes have no derivatives
         _refuse_hidden(step, state, split)
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])

@@ -20,7 +20,7 @@ from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.engine.weighing import counted
-from fzero.optim._late import need_own_counts
+from fzero.optim._join import need_own_counts
 from fzero.optim._whole import of_slices
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_same_optimizer, check_state, taken_grads
@@ -204,7 +204,7 @@ class Step(Spec):
             ValueError: the state belongs to another step, the outputs are no scalar and there is no `cotangent`, or the
                 function uses none of the leaves that the step trains (looked at in a state's first update).
             TypeError: a transform of `torch.func` goes through a step that has no derivative: with `fz.donate`, with
-                states on a disk, or with encoded states whose policy is not `straight_through`. The error says which.
+                states on a disk, or with states in a format of few bits. The error says which.
 
         Example:
             >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))

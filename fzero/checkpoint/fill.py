@@ -15,7 +15,7 @@ from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.comm.axis import Axis
-from fzero.optim._late import need_own_counts
+from fzero.optim._join import need_own_counts
 from fzero.state.check_state import check_same_optimizer
 from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin

@@ -24,7 +24,6 @@ from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
-from fzero.state.values import with_codes
 
 
 def save(path: str | os.PathLike[str], state: TrainState | Savable, extra: object = None) -> None:
@@ -225,7 +224,7 @@ def begin(
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         # a copy of what the caller may change while it is written
-        snapshot = Snapshot.of(with_codes(state), json.loads(text), workers)
+        snapshot = Snapshot.of(state, json.loads(text), workers)
         said = [f"component {axis.who}", f"path {among or folder}", f"state after update {state.step}"]
         said += [f"seed {state.seed}", f"extra {text}"]
     except Exception as found:

@@ -30,7 +30,6 @@ from fzero.purity.look import looking_at
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.sharded import Sharded
-from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
 from fzero.table.counting import Mask
@@ -78,8 +77,6 @@ def traversal_of(
         shard = params.placed(key) if key in params.entries else _stand_in(params, key)
         rounded = not row.frozen and (later or policy.reduce != policy.param)
         placeholder = fused or not shard.format.plain or shard.away or rounded
-        if params.holds_values(key):
-            shard = Placed(Plain(torch.float32), (as_used(policy, params.local(key)),))  # as 8 bits have it, too
         primal, count = shard.parts[0], shard.numel()
         whole = None
         if isinstance(held, Away):
@@ -99,7 +96,7 @@ def traversal_of(
             grad=policy.grad,
             wire=policy.wire,
             placeholder=placeholder,
-            gather8=policy.gather is not None and not params.holds_values(key),
+            gather8=policy.gather is not None,
             held=held,
             whole=whole is not None,
             mapped=row.reads_files and row.remat and not row.names.all,
@@ -120,7 +117,7 @@ def traversal_of(
 def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]:
     """This rank's slice of a group that a transform goes on through, and its use, of which nothing is at hand."""
     row = params.layout.groups[key].row
-    policy, value = row.policy, as_used(row.policy, params.local(key), params.kind != "values")
+    policy, value = row.policy, params.local(key)
     assert policy.compute and policy.reduce and policy.grad
     primal = value if row.frozen else value.to(policy.reduce)  # the dtype that its cotangents are summed in
     plain = primal if private.is_mapped(primal) else private.unwrapped(primal)

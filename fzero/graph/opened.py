@@ -14,7 +14,6 @@ from fzero.comm.axis import Axis
 from fzero.graph.numbers import as_number
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
-from fzero.state.values import with_codes
 from fzero.transforms.loss_scale import ScaleState
 
 T = TypeVar("T")
@@ -115,14 +114,13 @@ def kinds_of(tree: object) -> list[type]:
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
-    """A result over other axes, by the identities of those that it was traced over; its states with codes again."""
+    """A result over other axes, by the identities of those that it was traced over."""
     same = all(axis.identity == identity for identity, axis in axes.items())
 
     def one(x: object) -> object:
         if isinstance(x, TrainState):
             own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
-            x = x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
-            return with_codes(x)
+            return x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
         return x.replaced(axis=axes.get(x.axis.identity, x.axis)) if isinstance(x, Sharded) else x
 
     return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))

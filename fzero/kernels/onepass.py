@@ -14,7 +14,7 @@ import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, drawn_by, word
-from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store, zeros
+from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store
 from fzero.formats.ops import TorchOps
 from fzero.kernels import build
 
@@ -65,22 +65,6 @@ def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
     """Encodes flat values into the stored parts."""
     store(stored.format, stored.parts, x.view(-1, GROUP), _drawn(keys))
-
-
-def rounded(formats: Sequence[Format], values: Sequence[torch.Tensor], counters: Counters | None) -> list[torch.Tensor]:
-    """What flat float32 values become in some formats, with the random bits that one update has for all of them.
-
-    Args:
-        counters: of the buffers; None rounds to nearest.
-    """
-    out = [torch.empty_like(x) for x in values]
-    for start, stop in chunks(values[0], CHUNK):
-        noise = None if counters is None else _drawn(counters.keys(values[0].device, start, stop))
-        for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
-            stored = Stored(formats[i], zeros(formats[i], stop - start, values[i].device))
-            store(stored.format, stored.parts, values[i][start:stop].view(-1, GROUP), noise)
-            out[i][start:stop] = stored.to(formats[i].dtype)
-    return out
 
 
 @functools.cache

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, renamed
 from fzero.base.follow import follows, root
-from fzero.optim._norms import multiplied, norms_of
 from fzero.optim._whole import whole
 from fzero.optim.base import need_hypers
 from fzero.state.gather import global_norm
-from fzero.state.replicated_to_sharded import to_sharded
+from fzero.state.replicated_to_sharded import leaf_values_to_sharded, to_sharded
 from fzero.state.sharded import Sharded
+from fzero.state.squares import over_ranks, squares_of
 from fzero.table.optimizer import GradientTransformation, Number
 
 
@@ -190,3 +191,21 @@ def _within(g: torch.Tensor, bound: Number) -> torch.Tensor:
 def _nothing(params: object) -> tuple[()]:
     """The state of what keeps none."""
     return ()
+
+
+def norms_of(tree: object) -> list[torch.Tensor]:
+    """The norm of each leaf, over all its shards, in order: 0-d float64 tensors."""
+    if isinstance(tree, Sharded):
+        return [root(x) for x in over_ranks(squares_of(tree), tree).unbind()]
+    return [root(leaf.to(torch.float64).square().sum()) for leaf in pytree.leaves(tree)]
+
+
+def multiplied(tree: object, factors: Sequence[torch.Tensor]) -> object:
+    """A tree, each leaf times its factor, a 0-d tensor."""
+    if not isinstance(tree, Sharded):
+        leaves, spec = pytree.flatten(tree)
+        return pytree.unflatten(spec, [x * f.to(x.device, x.dtype) for x, f in zip(leaves, factors, strict=True)])
+    numbers = sorted(slot.leaf for key in tree.groups for slot in tree.layout.groups[key].slots)
+    each = leaf_values_to_sharded(tree, dict(zip(numbers, factors, strict=True)))
+    own = {key: tree.local(key) for key in tree.groups}
+    return tree.with_buffers({key: x * each[key].to(x.device, x.dtype) for key, x in own.items()})

@@ -48,10 +48,11 @@ def from_torch(
         options: other arguments of the class, the same for all leaves. Use `fz.partition` for groups of leaves.
 
     Raises:
-        TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
-            update: it writes in place and has no derivative.
-        ValueError: in a step, the optimizer changes a number or a flag in an attribute or a param group, or state of
-            another param. A tensor or a list that it keeps elsewhere, and other leaves that it goes by, are not seen.
+        TypeError: not such a class. In `step.init`: options that it does not take. Also when torch.func differentiates
+            through an update: it writes in place and has no derivative.
+        ValueError: in `step.init`, the optimizer cannot update a leaf, as it needs a closure. In a step, it changes
+            a number or a flag in an attribute or a param group, or state of another param. A tensor or a list that it
+            keeps elsewhere, and other leaves that it goes by, are not seen.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))
@@ -63,8 +64,6 @@ def from_torch(
         raise wrong("from_torch", "optimizer", optimizer, "a class of torch.optim, such as torch.optim.NAdam")
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(sorted(options.items())))
-    if own.is_torchs:
-        own.need_step()
     return whole(GradientTransformation(own.begun, own.update, None, own.label, own.metrics))
 
 
@@ -73,10 +72,6 @@ class _Torch:
     kind: type[torch.optim.Optimizer]
     lr: Number | Schedule
     options: tuple[tuple[str, object], ...]
-
-    @property
-    def is_torchs(self) -> bool:
-        return self.kind.__module__.startswith("torch.")
 
     def label(self, path: str) -> str:
         return self.kind.__name__.lower()
@@ -107,29 +102,14 @@ class _Torch:
         lost += [f"optimizer.state[{named(key)}]" for key in optimizer.state if key is not param]
         if lost:
             raise ValueError(
-                f"from_torch: got {self._said()}, which changes {lost[0]} in a step. It is made anew for each step of "
+                f"from_torch: got {self._name()}, which changes {lost[0]} in a step. It is made anew for each step of "
                 "each leaf, so it must keep everything in state[param]."
             )
         return param.detach(), kept
 
     def _name(self) -> str:
-        if self.is_torchs:
-            return f"torch.optim.{self.kind.__name__}"
-        return f"{self.kind.__module__}.{self.kind.__qualname__}"
-
-    def _said(self) -> str:
-        return f"{self._name()} with {dict(self.options)}" if self.options else self._name()
-
-    def need_step(self) -> None:
-        """Refuses one that cannot update a matrix."""
-        p = torch.ones(4, 6, dtype=torch.float64, device="cpu")
-        try:
-            self.step(1e-2, p, p, None)
-        except Exception as error:
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                f"from_torch: got {self._said()}, which could not update a matrix by step() ({error}); expected one "
-                "that needs no closure, and options that it takes."
-            ) from error
+        module = self.kind.__module__
+        return f"{'torch.optim' if module.startswith('torch.') else module}.{self.kind.__qualname__}"
 
     def begun(self, params: Mapping[str, torch.Tensor]) -> TorchState:
         """The structure of a leaf's state, with zeros: the first step begins it."""
@@ -138,8 +118,10 @@ class _Torch:
         try:
             _, state = self.step(1e-2, zeros, zeros, None)
         except Exception as error:
-            error.add_note(f"This was of leaf {path!r}, by fz.from_torch({self._name()}, ...).")
-            raise
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                f"from_torch: got {self._name()} with {dict(self.options)}, which could not update leaf {path!r} by "
+                f"step() ({error}); expected one that needs no closure, and options that it takes."
+            ) from error
         kept = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for name, x in state.items()}
         return TorchState(pytree.Count(0), kept)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.optim._paused import Steps, all_combined, call_paused, combined, fused_of
+from fzero.base.rebound import is_others
+from fzero.optim._paused import all_combined, call_paused, combined, fused_of
 from fzero.optim._whole import of_slices
-from fzero.optim.base import Elementwise, call_update, kept, taken, values, write_values
+from fzero.optim.base import Elementwise, call_update, kept, values, write_values
 from fzero.state.moments import apart, begun
-from fzero.state.sharded import Draw, Sharded, map_trees
-from fzero.table.layout import Key
-from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused, PausedUpdate, Whole
+from fzero.state.sharded import Draw, Sharded, is_item, map_trees, trees_of
+from fzero.table.layout import Key, Layout
+from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused, Whole
 
 States = tuple[object, ...]
 
@@ -49,48 +51,36 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         own.metrics,
         all(member.by_leaf for member in members),
         # the norm of the gradients is the first member's: behind it others come in
-        "all" if any(m.needs for m in members[1:]) or not all(map(_passes, before)) else members[0].needs,
+        "all" if any(m.needs for m in members[1:]) or any(m.combine for m in before) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
         sum(member.exchanges for member in members),
-        own.paused if any(member.paused for member in members) else None,
+        own.paused if last.paused else None,
         own.sends if any(member.sends for member in members) else None,
-        own.combine if any(member.combine for member in members) else None,
-        own.paused_update if _pause_in_front(members) else None,
+        own.combine if last.combine else None,
         elementwise=True,
     )
 
 
 def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
-    """Those, each with its part of the state."""
+    """Those, each with its part of the state.
+
+    Raises:
+        ValueError: the same optimizer has begun the state in another chain, or alone: its labels are the same.
+    """
     own = getattr(optimizer.update, "__self__", None)
-    if isinstance(own, _Chain) and isinstance(state, tuple):
-        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
     if isinstance(own, _Partition) and isinstance(state, dict):
-        return [each for pattern, m in own.table.items() for each in members_and_states(m, state[pattern])]
-    return [(optimizer, state)]
-
-
-def need_states(optimizer: GradientTransformation, state: object) -> None:
-    """Refuses a state that the same optimizer has begun in another chain, or alone: its labels are the same."""
-    own, got = getattr(optimizer.update, "__self__", None), _begun_by(state)
-    if isinstance(own, _Partition) and isinstance(state, dict):
-        for pattern, member in own.table.items():
-            need_states(member, state.get(pattern))
-    elif isinstance(own, _Chain):
-        expected = _begun_by(own.members)
-        if got != expected:
+        return [each for pattern, m in own.table.items() for each in members_and_states(m, state.get(pattern))]
+    got = f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
+    if isinstance(own, _Chain):
+        if got != (expected := f"a chain of {len(own.members)}"):
             raise _other_states(got, expected)
         assert isinstance(state, tuple)
-        for member, part in zip(own.members, state, strict=True):
-            need_states(member, part)
-    elif isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
+        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
+    if isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
         raise _other_states(got, f"{own.name!r} by itself")
-
-
-def _begun_by(state: object) -> str:
-    return f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
+    return [(optimizer, state)]
 
 
 def _other_states(got: str, expected: str) -> ValueError:
@@ -98,6 +88,34 @@ def _other_states(got: str, expected: str) -> ValueError:
         f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's init, "
         "or use the optimizer that it was made with."
     )
+
+
+def need_own_counts(
+    who: str, optimizer: GradientTransformation, moments: object, layout: Layout, begins: Set[str] = frozenset()
+) -> None:
+    """Refuses one that has one count for all leaves where some have seen fewer updates than others, or will have.
+
+    Args:
+        begins: the leaves whose moments begin now, and the run has begun before.
+
+    Raises:
+        ValueError: it is the user's own, and keeps numbers that are of all leaves.
+    """
+    keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
+    for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
+        leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
+        if leaf is None or not is_others(member.update):
+            continue
+        pairs = zip(*pytree.named_leaves(state, is_item)[:2], strict=True)
+        number = next((n for n, x in pairs if isinstance(x, (int, float, torch.Tensor, pytree.Count))), None)
+        if number is not None:
+            label = f" ({member.label(leaf)})" if member.label else ""
+            what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
+            raise ValueError(
+                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} keeps one number for all leaves "
+                f"({number!r}), such as a count. It needs one for each leaf. Use fz.whole(optimizer) from the run's "
+                "beginning, or keep only trees like the params."
+            )
 
 
 @dataclass(frozen=True)
@@ -124,20 +142,19 @@ class _Chain(Joined):
         return fused_of(self, params, grads, states, **extra)
 
     def paused(self, params: object, grads: object, states: States, **extra: object) -> Paused:
-        run = _through(self.members[:-1], grads, states, params, extra)
+        new, updates = list[object](), grads
         del grads  # or those of every group that waits would be kept
-        updates, new = yield from run
+        for place, (member, state) in enumerate(zip(self.members[:-1], states, strict=False)):
+            updates, part = _passed(f"chain: member {place}", member, updates, state, params, extra)
+            extra.pop("grad_norm", None)
+            new.append(part)
         run = call_paused(self.members[-1], params, apart(updates, params), states[-1], extra)
         del updates
         return (*new, (yield from run))
 
-    def paused_update(self, updates: object, states: States, params: object, **extra: object) -> PausedUpdate:
-        return _through(self.members, updates, states, params, extra)
-
     def combine(self, params: object, states: States, parts: Sequence[States]) -> States:
-        own = [m if _passes(m) else m._replace(combine=None) for m in self.members[:-1]]  # whose parts are states
-        each = zip([*own, self.members[-1]], states, zip(*parts, strict=True), strict=True)
-        return tuple(all_combined([functools.partial(combined, m, params, *state) for m, *state in each]))
+        last = combined(self.members[-1], params, states[-1], [part[-1] for part in parts])
+        return (*parts[-1][:-1], last)
 
     def sends(self, params: object, states: States) -> Sequence[Mapping[Key, Whole]]:
         pairs = zip(self.members, states, strict=True)
@@ -151,59 +168,15 @@ class _Chain(Joined):
         return {k: x for member, state in pairs if member.metrics for k, x in member.metrics(state).items()}
 
 
-def _through(
-    members: Sequence[GradientTransformation],
-    updates: object,
-    states: States,
-    params: object,
-    extra: dict[str, object],
-) -> Steps[tuple[object, States]]:
-    """What some members of a chain make of updates, each pausing in its turn, and their parts of the states."""
-    new = list[object]()
-    for place, (member, state) in enumerate(zip(members, states, strict=False)):
-        run = _passed(f"chain: member {place}", member, updates, state, params, extra)
-        del updates  # or those of every group that waits would be kept
-        updates, part = yield from run
-        extra.pop("grad_norm", None)
-        new.append(part)
-    return updates, tuple(new)
-
-
-def _passes(member: GradientTransformation) -> bool:
-    """Tells whether groups may be updated one by one where others come behind it."""
-    return member.combine is None or member.paused_update is not None
-
-
-def _pause_in_front(members: Iterable[GradientTransformation]) -> bool:
-    """Tells whether some pause where others come behind them."""
-    return any(member.paused_update for member in members) and all(map(_passes, members))
-
-
 def _passed(
-    who: str,
-    member: GradientTransformation,
-    updates: object,
-    state: object,
-    params: object,
-    extra: Mapping[str, object],
-) -> PausedUpdate:
-    """`member.paused_update` with those keywords that it takes, or `update`, which does not pause."""
-    if member.paused_update is None:
-        return _passed_at_once(who, member, updates, state, params, extra)
-    own = updates if member.by_leaf else values(updates)
-    return member.paused_update(own, state, params, **taken(member.paused_update, extra))
-
-
-def _passed_at_once(
     who: str,
     member: GradientTransformation,
     updates: object,
     state: object,
     params: Any,
     extra: Mapping[str, object],
-) -> PausedUpdate:
+) -> tuple[object, object]:
     """`member.update`, and its next state written over the old one."""
-    yield from ()
     updates, new = call_update(member, updates, state, params, extra)
     if member.scales:  # it keeps nothing
         return updates, new
@@ -262,7 +235,6 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         paused=own.paused if any(member.paused for member in members) else None,
         sends=own.sends if any(member.sends for member in members) else None,
         combine=own.combine if any(member.combine for member in members) else None,
-        paused_update=own.paused_update if _pause_in_front(members) else None,
         elementwise=True,
     )
 
@@ -327,22 +299,6 @@ class _Partition(Joined):
         for pattern, run in runs.items():
             new[pattern] = yield from run
         return new
-
-    def paused_update(
-        self, updates: object, states: Mapping[str, object], params: object, **extra: object
-    ) -> PausedUpdate:
-        extra.pop("grad_norm", None)
-        runs, new, buffers = dict[str, PausedUpdate](), dict[str, object](), dict[Key, torch.Tensor]()
-        for pattern, member in self.table.items():
-            own, given = self._part(params, pattern), self._part(updates, pattern)
-            runs[pattern] = _passed(f"partition: optimizers[{pattern!r}]", member, given, states[pattern], own, extra)
-        empty = _need_sharded(updates).with_buffers({}, 1.0)
-        del updates, given
-        for pattern, run in runs.items():
-            out, new[pattern] = yield from run
-            buffers.update(values(_need_sharded(out)).locals())
-            del out
-        return empty.with_buffers(buffers), new
 
     def combine(
         self, params: object, states: Mapping[str, object], parts: Sequence[Mapping[str, object]]

@@ -9,7 +9,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import with_betas
 from fzero.optim._adam import AdamState, adamw
-from fzero.optim._norms import multiplied, norms_of
+from fzero.optim._clip import multiplied, norms_of
 from fzero.optim.base import need_hypers, rate, zeros_of
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule

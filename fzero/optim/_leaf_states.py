@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
+from fzero.base.context import of_one_leaf
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
 from fzero.state.checksums import checksum
+from fzero.state.items import NUMBERS
 from fzero.state.whole import lies_in_slices
 
 
@@ -82,37 +84,26 @@ def form(entry: object) -> object:
     return next((kind for kind in _NUMBERS if isinstance(entry, kind)), entry)  # a number of NumPy's is loaded as one
 
 
+def need_kept(path: str, entries: Sequence[object]) -> None:
+    """Refuses what no checkpoint keeps, and no rank tells another."""
+    for x in entries:
+        if not isinstance(x, (torch.Tensor, pytree.Count, *NUMBERS)):
+            raise TypeError(
+                f"whole: the state of leaf {path!r} begins with {named(x)}, expected tensors, numbers, strs and None "
+                "in containers. Let the update close over what does not change."
+            )
+
+
 def changed(old: object, new: object) -> str:
     """What an update has made otherwise in a leaf's state, in words; empty where that keeps its form."""
     (names, had, spec), (others, has, now) = [pytree.named_leaves(state, _is_entry) for state in (old, new)]
-    if spec == now:
-        pairs = zip(names, had, has, strict=True)
-        return next((_otherwise(name, x, y) for name, x, y in pairs if not _is_alike(form(x), form(y))), "")
-    more, less = ([x for x in a if x not in b] for a, b in ((others, names), (names, others)))
-    said = [f"has {', '.join(map(repr, more[:8]))}, which it had not"] if more else []
-    said += [f"lacks {', '.join(map(repr, less[:8]))}, which it had"] if less else []
-    return f"it {' and '.join(said or ['is built of other containers'])}"
-
-
-def _is_alike(x: object, y: object) -> bool:
-    try:
-        return bool(x == y)
-    except (TypeError, ValueError, RuntimeError):  # of objects that do not compare
-        return False
-
-
-def _otherwise(name: str, old: object, new: object) -> str:
-    who, before, after = repr(name) if name else "it", *map(_words, (old, new))
-    if before == after and isinstance(new, numbers.Number):
-        return f"{who} is a number {after} with another value; one that changes is an int, a float or a 0-d tensor"
-    return f"{who} is {after}, and was {before if before != after else 'another one'}"
-
-
-def _words(entry: object) -> str:
-    """An entry without its value."""
-    if isinstance(entry, (torch.Tensor, type(None))):
-        return named(entry)
-    return repr(entry[:40]) if isinstance(entry, str) else f"of type {type(entry).__name__}"
+    if spec != now:
+        return f"it has the entries {others[:8]} in its containers, and had {names[:8]}"
+    for name, x, y in zip(names, had, has, strict=True):
+        if form(x) != form(y):
+            words = [f"of type {type(e).__name__}" if isinstance(e, _NUMBERS) else named(e) for e in (y, x)]
+            return f"{repr(name) if name else 'it'} is {words[0]}, and was {words[1]}"
+    return ""
 
 
 def said_of(entry: object) -> object:
@@ -145,3 +136,21 @@ def with_others(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence
         elif isinstance(x, (int, float)):
             entries[i] = next(told)
     return pytree.unflatten(spec, entries)
+
+
+@contextlib.contextmanager
+def of_leaf(what: str, path: str, on_meta: bool = False) -> Iterator[None]:
+    """Around a function of an optimizer on whole leaves: what it raises tells what it was given."""
+    token = of_one_leaf.set(path)
+    try:
+        yield
+    except Exception as error:
+        of_shapes = " A plan has leaves without values: write an init that needs only shapes and dtypes."
+        of_trees = " It is given {path: leaf}: one that takes a step's trees is declared elementwise=True."
+        error.add_note(
+            f"This was in the {what} of leaf {path!r}, by fz.whole.{of_trees * isinstance(error, AttributeError)}"
+            f"{of_shapes * on_meta}"
+        )
+        raise
+    finally:
+        of_one_leaf.reset(token)

@@ -17,7 +17,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, renamed, wrong
 from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._paused import Steps, finished, fused_of, together
+from fzero.optim._paused import Steps, fused_of, run_all, together
 from fzero.optim.base import known, need_hypers, rate, values, write_values
 from fzero.state.moments import zeros_like
 from fzero.state.owners import Leaves, on_every_rank, start_slices, start_whole
@@ -25,7 +25,7 @@ from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, numbers_in
-from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Schedule, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule, Whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
 CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
@@ -111,7 +111,6 @@ def muon(
         paused=own.paused,
         sends=own.sends,
         combine=own.combine,
-        paused_update=own.paused_update,
         elementwise=True,
     )
 
@@ -178,7 +177,8 @@ class _Muon:
         assert isinstance(old.momentum, Sharded)
         if not is_transformed():
             own = MuonState(old.count, old.momentum.map(torch.clone))  # as it is written
-            updates, _ = finished(self.paused_update(grads, own, params))
+            made = run_all([self._group(params, grads, own, key, passes=True) for key in params.groups], AHEAD)
+            updates = grads.with_buffers({key: tree.local(key) for tree in made for key in tree.groups}, 1.0)
             return updates, self.combine(params, own, ())
         updates, moved = on_every_rank((grads, params, old.momentum), lambda _, leaves: of_leaf(*leaves))
         return updates, MuonState(new, moved)
@@ -197,13 +197,6 @@ class _Muon:
 
     def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
         return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
-
-    def paused_update(self, grads: Sharded, old: MuonState, params: Sharded) -> PausedUpdate:
-        empty = grads.with_buffers({}, 1.0)
-        run = together([self._group(params, grads, old, key, passes=True) for key in params.groups], AHEAD)
-        del grads
-        updates = yield from run
-        return empty.with_buffers({key: own.local(key) for own in updates for key in own.groups}), old
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
         return MuonState(old.count.next(), old.momentum)

@@ -8,10 +8,8 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import named
-from fzero.base.follow import is_transformed
 from fzero.state.moments import need_dtype
 from fzero.state.sharded import Sharded, map_trees, trees_of
-from fzero.table.layout import Key
 
 
 def returned(found: object, updates: object, state: object) -> tuple[object, object]:
@@ -70,17 +68,11 @@ def versions(tree: object) -> Sequence[int]:
 def _without_gaps(tree: Sharded) -> Sharded:
     cleaned = dict[object, torch.Tensor]()
     for key, x in tree.locals().items():
-        gaps = tree.layout.gaps(key, tree.rank_of(key), x)
-        if gaps and is_transformed():
-            there = torch.ones_like(x, dtype=torch.bool)
-            for gap in tree.layout.gaps(key, tree.rank_of(key), there):
-                gap.zero_()
-            cleaned[key] = torch.where(there, x, 0)
-        elif gaps:
-            cleaned[key] = x if x.is_contiguous() and not x.is_inference() else x.clone()
-            with torch.no_grad():
-                for gap in tree.layout.gaps(key, tree.rank_of(key), cleaned[key].detach()):
-                    gap.zero_()
+        there = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+        gaps = tree.layout.gaps(key, tree.rank_of(key), there)
+        for gap in gaps:
+            gap.zero_()
+        cleaned |= {key: torch.where(there, x, 0)} if gaps else {}
     return tree.replaced(buffers={**tree.entries, **cleaned}) if cleaned else tree
 
 
@@ -88,13 +80,9 @@ def _need_buffers(what: str, new: Sharded, old: Sharded) -> None:
     for key in [key for key in new.groups if key in old.groups]:
         x, own = new.local(key), old.local(key)
         if x.shape != own.shape or (x.is_complex() and not own.is_complex()):
-            raise _unlike(what, new, key, x, own)
-
-
-def _unlike(what: str, tree: Sharded, key: Key, x: torch.Tensor, own: torch.Tensor) -> ValueError:
-    leaves = ", ".join(repr(slot.path) for slot in tree.layout.groups[key].slots)
-    return ValueError(
-        f"step.update: {what} of the buffer of leaf {leaves} is {named(x)}, expected real numbers in the shape that "
-        f"it was given, {tuple(own.shape)}. A buffer is this rank's flat slice of its leaves. If the optimizer needs "
-        "rows or whole leaves, use fz.whole(optimizer)."
-    )
+            leaves = ", ".join(repr(slot.path) for slot in new.layout.groups[key].slots)
+            raise ValueError(
+                f"step.update: {what} of the buffer of leaf {leaves} is {named(x)}, expected real numbers in the shape "
+                f"that it was given, {tuple(own.shape)}. A buffer is this rank's flat slice of its leaves. If the "
+                "optimizer needs rows or whole leaves, use fz.whole(optimizer)."
+            )

@@ -17,19 +17,20 @@ from fzero.base.random import Seeds, seeded
 from fzero.base.rebound import is_others
 from fzero.comm.axis import Axis
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._begun import Beginning, of_leaf
 from fzero.optim._leaf_states import (
     Place,
     changed,
     exchanged,
     flat,
     like_leaf,
+    need_kept,
     numbers_of,
+    of_leaf,
     said_of,
     tensors_of,
     with_others,
 )
-from fzero.optim._paused import Steps, finished, fused_of, together
+from fzero.optim._paused import Steps, fused_of, run_all, together
 from fzero.optim.base import taken, takes, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
@@ -37,7 +38,7 @@ from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, PausedUpdate, Whole, members_of
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole, members_of
 
 Extra = Mapping[str, object]  # the keywords of an update
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
@@ -106,7 +107,7 @@ def _whole(optimizer: GradientTransformation) -> GradientTransformation:
             "whole: got an optimizer that needs the norm of all leaves, expected one that treats each by itself. "
             "Clip before: fz.chain(fz.clip_by_global_norm(1.0), fz.whole(...))."
         )
-    own = _Whole(optimizer, Beginning(optimizer))
+    own = _Whole(optimizer)
     return GradientTransformation(
         own.init,
         own.update,
@@ -119,7 +120,6 @@ def _whole(optimizer: GradientTransformation) -> GradientTransformation:
         paused=own.paused,
         sends=own.sends,
         combine=own.combine,
-        paused_update=own.paused_update,
         elementwise=True,
     )
 
@@ -127,7 +127,6 @@ def _whole(optimizer: GradientTransformation) -> GradientTransformation:
 @dataclass(frozen=True)
 class _Whole:
     optimizer: GradientTransformation
-    beginning: Beginning
 
     def label(self, path: str) -> str:
         return f"whole {self.optimizer.label(path) if self.optimizer.label else 'optimizer'}"
@@ -158,7 +157,9 @@ class _Whole:
             parts: list[Leaves] = []
             for slot in slots:
                 leaf = leaves[slot.leaf].clone()  # of which it may keep a part
-                entries, spec = self.beginning.of(slot, leaf)
+                with seeded(Seeds(0, slot.leaf).next()), of_leaf("init", slot.path, leaf.is_meta):  # alike everywhere
+                    entries, spec = flat(self.optimizer.init({slot.path: leaf}))
+                need_kept(slot.path, entries)
                 for place, entry in enumerate(like_leaf(entries, leaf)):
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
@@ -255,8 +256,10 @@ class _Whole:
             return updates, WholeState((), _counted(old, {name: found[name][1] for name in names}))
         if not is_transformed():
             own = WholeState(tuple([tree.map(torch.clone) for tree in old.trees]), old.rest)  # as they are written
-            updates, parts = finished(self.paused_update(grads, own, params, **extra))
-            return updates, self.combine(params, own, [parts])  # type: ignore[list-item]
+            keys = list(params.groups)
+            made = run_all([self._moved(params, grads, own, key, extra) for key in keys], AHEAD)
+            updates = grads.with_buffers({key: update for key, (update, _) in zip(keys, made, strict=True)}, 1.0)
+            return updates, self.combine(params, own, [[part for _, part in made]])
         rest = {path: old.rest[path] for path in grads}
 
         def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -272,14 +275,6 @@ class _Whole:
 
     def paused(self, params: Sharded, grads: Sharded, old: WholeState, **extra: object) -> Paused:
         return together([self._group(params, grads, old, key, extra) for key in params.groups], AHEAD)
-
-    def paused_update(self, grads: Sharded, old: WholeState, params: Sharded, **extra: object) -> PausedUpdate:
-        keys, empty = list(params.groups), grads.with_buffers({}, 1.0)
-        run = together([self._moved(params, grads, old, key, extra) for key in keys], AHEAD)
-        del grads
-        made = yield from run
-        updates = {key: update for key, (update, _) in zip(keys, made, strict=True)}
-        return empty.with_buffers(updates), [part for _, part in made]
 
     def combine(self, params: Sharded, old: WholeState, parts: Sequence[list[_Part]]) -> WholeState:
         return WholeState(old.trees, self._told(params, old, [part for each in parts for part in each]))

@@ -20,8 +20,8 @@ from fzero.base.rebound import is_others, rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
-from fzero.optim._counts import by_counts, spans
 from fzero.optim._returned import need_params, returned, versions
+from fzero.state.counts import by_counts, spans
 from fzero.state.moments import apart, copied, zeros_like
 from fzero.state.replicated_to_sharded import cuts, to_sharded
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees

@@ -13,7 +13,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.display import counted, folded, in_bytes
+from fzero.base.display import counted, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -170,10 +170,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([*table(*self._table()), "", *self._lines()])
-
-    def _repr_html_(self) -> str:
-        lines, most = self._lines(), len(self.header)
-        return folded(f"Plan: {lines.pop(most)}", *self._table(), "\n".join(lines))
 
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         body = [cells(row) for row in self.rows]

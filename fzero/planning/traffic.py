@@ -12,7 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
-from fzero.formats.formats import Companded, Format, Plain
+from fzero.formats.formats import Format, Plain
 from fzero.planning.update import Taken
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
@@ -27,7 +27,6 @@ from fzero.update.known import in_place, on_host
 
 DISK = "disk"
 MEMORIES = (DEVICE, HOST, DISK)
-WAIT = ("held", "8-bit")  # ways of a fused update's norm in which all grads are there at once
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     out = []
     if row.held:
         parts = (group.numel * row.policy.compute.itemsize,)
-        kept = changes and memory == DEVICE and _holds(step) not in WAIT  # by the graph, which is pulled back meanwhile
+        kept = changes and memory == DEVICE and _holds(step) != "held"  # by the graph, which is pulled back meanwhile
         out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies or kept))
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
@@ -106,9 +105,8 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
 
 
 def _grads_are_there(step: Spec, row: Row) -> bool:
-    """Tells whether an update finds grads as they are in another memory; those in 8 bits are decoded on the device."""
-    in_8_bits = _holds(step) == "8-bit" and row.policy.grad != torch.float64
-    return row.grads is not None and row.grads.memory != DEVICE and _holds(step) in WAIT and not in_8_bits
+    """Tells whether an update finds grads as they are in another memory."""
+    return row.grads is not None and row.grads.memory != DEVICE and _holds(step) == "held"
 
 
 def _holds(step: Spec) -> str:
@@ -122,17 +120,16 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
     Args:
         several: whether microbatches are added up, in the dtype of their sum.
     """
-    mode, units = _holds(step), collections.defaultdict[str, list[Piece]](list)
-    waits, there = mode in WAIT, on_host(step, layout)
+    units = collections.defaultdict[str, list[Piece]](list)
+    waits, there = _holds(step) == "held", on_host(step, layout)
     for key in layout.trainable:
         row = layout.groups[key].row
         grad = row.policy.reduce if several and not step.fusion else row.policy.grad
         assert grad and row.grads
-        held = Companded(signed=True) if mode == "8-bit" and row.policy.grad != torch.float64 else Plain(grad)
         memory = name_of(row.grads.memory) if waits else DEVICE
         read = int(memory == DISK or not _grads_are_there(step, row) or key not in there)
         reads, writes = (read + (not step.fusion), 1) if memory != DEVICE else (0, 0)
-        parts = _sizes(held, layout.shard_numel(key))
+        parts = _sizes(Plain(grad), layout.shard_numel(key))
         units[key.unit].append(Piece("grads", key.unit, memory, parts, reads, writes))
     if waits:
         return [piece for own in units.values() for piece in own]
@@ -228,8 +225,8 @@ def peak(
         updating[DEVICE] += max(made.nbytes, made.after)
         if several == 1:
             updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
-    elif _holds(step) in WAIT:  # its next state is made before all is pulled back
-        updating[DEVICE] += max(made.nbytes, made.after, runs + made.held)
+    elif _holds(step) == "held":  # its next state is made before all is pulled back
+        updating[DEVICE] += max(made.nbytes, made.after, runs)
     else:  # while others are pulled back, or brought
         updating[DEVICE] += max(made.nbytes + runs, made.after)
     if several == 1:
@@ -269,7 +266,7 @@ def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
             out[key.unit] += group.numel * wire
         if not alike and (step.fusion or step.microbatches.count == 1):  # or it is kept as it was summed
             out[key.unit] += own * max(0, policy.reduce.itemsize - policy.grad.itemsize)
-        if step.fusion and step.donates and not (over or row.fetched or _holds(step) in WAIT):
+        if step.fusion and step.donates and not (over or row.fetched or _holds(step) == "held"):
             # params that the graph holds are copied, while the next unit is pulled back
             out[key.unit] += 2 * own * wire
         if name_of(row.grads.memory) != DEVICE:

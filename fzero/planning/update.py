@@ -19,6 +19,7 @@ from fzero.comm.alone import Alone
 from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
+from fzero.state.leaf_norms import metric
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
 from fzero.state.sent import Sent, round_a_ring
@@ -27,9 +28,7 @@ from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Extra, Spec
-from fzero.update.fused import holding, together
 from fzero.update.known import in_place
-from fzero.update.leaf_norms import metric
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at
@@ -44,13 +43,11 @@ class Taken(NamedTuple):
     Attributes:
         nbytes: at most, beside the old state, the next one and the gradients.
         after: the same, of the entries of the state that are updated once all groups are.
-        held: the same while gradients are put into 8 bits.
         over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
     """
 
     nbytes: int
     after: int = 0
-    held: int = 0
     over: Records = ()
     tensor: Records = ()
 
@@ -89,7 +86,7 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
     ranks = _owners(layout, keys) if optimizer.exchanges else [0]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
     most, after = max([each.nbytes for each in found]), _by_entries(step, layout, structure, one_by_one)
-    return found[0]._replace(nbytes=most, after=after, held=_held(step, layout, structure))
+    return found[0]._replace(nbytes=most, after=after)
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
@@ -121,7 +118,7 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
             kept = _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond + kept, 0, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond + kept, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
@@ -139,7 +136,6 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     state = TrainState(params, None, init_moments(plain, params), entries, 0, 0, plain.signature)
     mode, scale = step.fused_norm if step.fusion else "held", _scale(step)
     grads = params.with_buffers({} if mode != "held" else {key: _grad(empty.layout, key) for key in every}, scale)
-    coded = {key: holding(_grads(grads, [key]), key, True) for key in every if mode == "8-bit"}
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
         empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
@@ -147,10 +143,7 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
         made_then = mode in ("once", "twice")  # by the pullback: those of one are known
         live.begin(moments + max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))
         for some, following in itertools.pairwise((*parts, ())):
-            if coded:
-                own = together([coded.pop(key)() for key in some])
-            else:
-                own = _grads(grads, some) if made_then else grads.only(some)
+            own = _grads(grads, some) if made_then else grads.only(some)
             update.apply(some, own, extra, following)
             del own
         new = update.finish()
@@ -165,17 +158,6 @@ def _scale(step: Spec) -> float:
     """What grads are multiplied by, which an update divides by; another number than 1 where that may be one."""
     scaled = step.optimizer.needs or any(extra.scale for extra in step.extras) or step.microbatches.count > 1
     return 2.0 if scaled else 1.0
-
-
-def _held(step: Spec, layout: Layout, structure: pytree.Spec) -> int:
-    """What it takes to put the largest group's gradient into 8 bits, beside these."""
-    if not step.fusion or step.fused_norm != "8-bit":
-        return 0
-    key = max(layout.trainable, key=layout.shard_numel)
-    empty, live = Sharded(layout, Alone.of_ranks(layout.shards), structure, {}), Live()
-    with thread_state.without_values(), live:
-        holding(_grads(empty, [key]), key, True)
-    return live.beyond
 
 
 def _grads(like: Sharded, keys: Iterable[Key]) -> Sharded:

@@ -130,12 +130,14 @@ def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | No
     for row in rows:
         policy, leaf = row.policy, f"leaf {row.path!r}"
         coded = not policy.param_format.plain or isinstance(policy.moment, str)
-        straight = "Say straight_through=True in its policy, which takes the derivative of rounding for one"
-        if (coded or policy.rounding != "nearest") and not policy.straight_through:
+        if coded or policy.rounding != "nearest":
             what = "encoded" if coded else "rounded stochastically"
-            return f"the states of {leaf} are {what} ({policy})", f"{straight}, or give it plain dtypes."
-        if policy.gather is not None and not policy.straight_through:
-            return f"{leaf} is gathered in 8 bits ({policy})", f"{straight}, or leave gather='8-bit' out."
+            return f"the states of {leaf} are {what} ({policy})", (
+                "Derivatives go through a step whose states are floats, rounded to nearest: say fz.Policy(), or "
+                "fz.Policy(param=torch.bfloat16, ...), and bring the state there by fz.convert."
+            )
+        if policy.gather is not None:
+            return f"{leaf} is gathered in 8 bits ({policy})", "Leave gather='8-bit' out."
         if any(isinstance(memory, Disk) for memory in row.memories):
             return f"states of {leaf} lie on a disk (fz.offload)", "Leave fz.Disk out; 'host' has derivatives."
     return None

@@ -20,7 +20,6 @@ from fzero.state.moments import init_extras, init_moments
 from fzero.state.replicated_to_sharded import cuts, held_of, slice_in
 from fzero.state.scatter import cut
 from fzero.state.sharded import Sharded, part_names, trees_of
-from fzero.state.straight import as_seen, as_stored
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put
@@ -117,7 +116,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         check_tables(step, layout, axis, f"seed {seed} sync {sync}")
         tree = _filled(empty, specs, leaves, follows, sync)
     with below_unless(follows or (begins := begins_with(step))):
-        moments, extras = init_moments(step, tree), init_extras(step, tree, as_seen(tree))
+        moments, extras = init_moments(step, tree), init_extras(step, tree)
     if not follows and begins and cuts(tree):
         _refuse_parts(moments, extras)
     return TrainState(tree, None, moments, extras, 0, seed, step.signature)
@@ -138,13 +137,10 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
             said += [f"{slot.path} with {checksums(made[slot.leaf])}" for slot in group.slots]
         if follows:
-            coded = empty.goes_as_values(key)
-            own = slice_in(empty, key, made, torch.float32 if coded else form.dtype)
-            if coded:
-                (own,) = as_stored([empty], key, [own], None)
+            own = slice_in(empty, key, made, form.dtype)
             if group.row.held:
                 held[key] = held_of(empty, key, own, policy.compute, f"init of {key}")
-            if group.row.beside or coded:
+            if group.row.beside:
                 buffers[key] = own
             continue
         full, own = cut(empty, key, made, form.dtype)

@@ -79,13 +79,9 @@ def placed_moments(moments: object) -> Any:
     return map_trees(lambda tree: placed(tree, "moments"), moments)
 
 
-def init_extras(step: Spec, params: Sharded, seen: Sharded | None = None) -> dict[str, object]:
-    """The transforms' entries of the state, in memory of their own, where moments lie.
-
-    Args:
-        seen: the params in the dtypes that they are stored in, where these are others.
-    """
-    return {e.name: _placed(e, e.init(params if e.wide or seen is None else seen), params) for e in step.extras}
+def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
+    """The transforms' entries of the state, in memory of their own, where moments lie."""
+    return {extra.name: _placed(extra, extra.init(params), params) for extra in step.extras}
 
 
 def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> object:

@@ -1,16 +1,17 @@
-"""Slices of a leaf out of slices that are cut otherwise: by the whole leaf, of one leaf at a time."""
+"""Codes of values that a format has decoded; and slices of a leaf out of slices that are cut otherwise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fzero.formats.formats import ALIGN, Format, decode
+from fzero.formats.formats import ALIGN, Companded, Format, decode, encode
+from fzero.formats.ops import Ops
 from fzero.state.sliced import Sliced, in_order, sliced_in
 from fzero.state.source import Source
-from fzero.state.straight import codes_of
 from fzero.table.layout import Layout, Slot
 
 
@@ -55,3 +56,31 @@ def regroup(
     values[: last - first] = mine.reshape(-1)[first:last]
     for target, value in zip(into, codes_of(form, values), strict=True):  # the same where blocks stay together
         target.copy_(value[: target.numel()])
+
+
+@dataclass(frozen=True)
+class _OtherScale(Companded):
+    """The same codes with another power of two than the least one as their group's scale."""
+
+    by: int = 0
+
+    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
+        return (super().scale(o, largest) + self.by).clamp(0, 253)
+
+
+def codes_of(form: Format, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts of float32 values that a format has decoded, to the bit; the nearest to others.
+
+    Rounding may leave a group without the large value that its scale was for, so that the least scale for its values,
+    or the next smaller one, does not have codes for all of them.
+    """
+    parts = encode(form, values)
+    if not isinstance(form, Companded):
+        return parts
+    for by in (1, -1):
+        other = encode(_OtherScale(form.signed, form.width, by), values)
+        there = decode(form, other, values.dtype).view(torch.int32) == values.view(torch.int32)
+        there = there.view(-1, form.group).all(1, keepdim=True)
+        pairs = [(x.view(len(there), -1), y.view(len(there), -1)) for x, y in zip(other, parts, strict=True)]
+        parts = tuple(torch.where(there, x, y).view(-1) for x, y in pairs)
+    return parts

@@ -12,7 +12,6 @@ import torch
 from fzero.base.follow import follows
 from fzero.comm.linear import Wire, in_pieces, in_shards
 from fzero.state.sharded import Sharded
-from fzero.state.straight import as_used
 from fzero.state.whole import slice_of
 from fzero.table.layout import Key
 
@@ -95,7 +94,7 @@ def held_of(tree: Sharded, key: Key, values: torch.Tensor, dtype: torch.dtype | 
 
     Others' slices are constants in it, as what goes on through a tree does by its slice.
     """
-    axis, own = tree.axis_of(key), as_used(tree.layout.groups[key].row.policy, values).to(dtype)
+    axis, own = tree.axis_of(key), values.to(dtype)
     if axis.size == 1:
         return own
     every = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own.detach())

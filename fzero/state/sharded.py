@@ -117,31 +117,12 @@ class Sharded(Mapping[str, torch.Tensor]):
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
-        if self.layout.straight and self.holds_values(key):
-            return Plain(torch.float32), (key,)
-        return self.layout.formats.get((self.kind, key)) or self.coded_as(key)
-
-    def coded_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
-        """The format that a group's policy has for this kind of state, and the names of its buffers."""
         known = self.layout.formats.get((self.kind, key))
         if known is None:
             policy = self.layout.groups[key].row.policy
             form = policy.param_format if self.kind == "params" else policy.moment_format(self.kind == "signed")
             known = self.layout.formats[self.kind, key] = form, part_names(form, key)
         return known
-
-    def goes_as_values(self, key: Key) -> bool:
-        """True if a transform of `torch.func` that goes through this group turns its codes into values."""
-        if not self.layout.straight or self.kind == "values":
-            return False
-        form = self.coded_as(key)[0]
-        return self.layout.groups[key].row.policy.straight_through and (form.rounds or not form.plain)
-
-    def holds_values(self, key: Key) -> bool:
-        """True if a group holds float32 values instead of its format's codes, as under a straight-through policy."""
-        if not self.goes_as_values(key) or getattr(self._buffers.get(key), "dtype", None) != torch.float32:
-            return False
-        return self._buffers.keys().isdisjoint(self.coded_as(key)[1][1:])
 
     def names(self, key: Key) -> tuple[Any, ...]:
         """The names of a group's buffers."""
@@ -165,11 +146,6 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
         """For each buffer of this rank: its number of elements, and whether it must hold values."""
-        own = filter(self.holds_values, self.groups if self.layout.straight else ())
-        values = {key: (self.layout.shard_numel(key), True) for key in own}
-        return {**self._coded_sizes(), **values} if values else self._coded_sizes()
-
-    def _coded_sizes(self) -> Mapping[object, tuple[int, bool]]:
         known = self.layout.sizes.get(self.kind)
         if known is None:
             known = self.layout.sizes[self.kind] = dict[object, tuple[int, bool]]()
@@ -178,7 +154,7 @@ class Sharded(Mapping[str, torch.Tensor]):
                 if self.kind == "values":
                     known[key] = numel, False
                 else:
-                    form, names = self.coded_as(key)
+                    form, names = self._stored_as(key)
                     parts = zip(names, form.parts, strict=True)
                     known |= {name: (numel // part.every, form.plain) for name, part in parts}
         return known

@@ -12,11 +12,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
-from fzero.base.display import counted, folded, in_bytes
-from fzero.formats.formats import Plain
+from fzero.base.display import counted
 from fzero.state.placing import placed
 from fzero.state.scatter import scattered
-from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, trees_of
+from fzero.state.sharded import Sharded, is_sharded, map_trees, trees_of
 from fzero.table.layout import Layout
 from fzero.table.spec import Signature
 
@@ -215,24 +214,6 @@ class TrainState:
         if self._dead:
             return f"TrainState(dead: {self._dead})"
         return f"TrainState(step={self.step}, {counted(len(self.layout.rows), 'leaf')}, {self.params.axis})"
-
-    def _repr_html_(self) -> str:
-        """Of what is known without reading a value."""
-        if self._dead:
-            return folded(repr(self), (), ())
-        params, layout, axis = self.params, self.layout, self.params.axis
-        trees = {"params": params, "grads": self.grads, "moments": self.moments, "extra": dict(self.extra)}
-        buffers = {name: [x for tree in trees_of(own) for x in entries_of(tree)] for name, own in trees.items()}
-        sizes = {name: sum([x.numel() * x.dtype.itemsize for x in own]) for name, own in buffers.items()}
-        keys = {key: layout.pieces(key, params.rank_of(key)) for key in layout.groups}
-        stored = {slot.leaf: (params.format(key), stop - start) for key in keys for slot, start, stop in keys[key]}
-        rows = [
-            (row.path, "×".join(map(str, row.shape)) or "scalar", Plain(row.dtype), stored[i][0], f"{stored[i][1]:,}")
-            for i, row in enumerate(layout.rows)
-        ]
-        notes = "bytes on this rank: " + ", ".join([f"{name} {in_bytes(size)}" for name, size in sizes.items() if size])
-        title = f"TrainState: step {self.step}, {counted(len(rows), 'leaf')}, rank {axis.rank} of {axis.size}"
-        return folded(title, ("leaf", "shape", "dtype", "stored as", "elements here"), rows, notes)
 
 
 def grads_like(params: Sharded) -> Sharded:

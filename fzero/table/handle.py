@@ -26,7 +26,7 @@ def named(names: str, *owners: object) -> list[Function]:
     return [found for name in names.split() for owner in owners if (found := getattr(owner, name, None)) is not None]
 
 
-class HandleError(AttributeError, TypeError):
+class HandleError(AttributeError, ValueError):
     """A leaf of a unit was used where it is not gathered: outside of its unit it has no values.
 
     Move the use into the unit, or make the code that uses it a unit. It is an AttributeError too, so that `hasattr`
@@ -179,24 +179,6 @@ class Handle(Valueless):
             if protect is not None:  # a write to it, or to a view of it, would be lost
                 protect(copy, leaf.path)
         return out
-
-
-def _operator(name: str) -> Function:
-    """torch's own takes a TypeError for another type's affair, and says nothing of the leaf."""
-    function = getattr(torch.Tensor, name)
-
-    def method(self: Handle, *operands: object) -> object:
-        return type(self).__torch_function__(function, (type(self),), (self, *operands))
-
-    return method
-
-
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod rmod matmul rmatmul "
-    "pow rpow ipow eq ne lt le gt ge and or xor"
-).split():
-    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
-Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
 
 
 def _missing(handle: Handle, name: str) -> object:

@@ -176,7 +176,7 @@ class Layout:
     owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
     # updates of the optimizers that ranks have compared, the last ones
     compared: deque[object] = field(default_factory=functools.partial(deque, maxlen=8), repr=False)
-    # as far as asked for: a group and what its leaves' counts differ by -> as `optim._counts.spans`
+    # as far as asked for: a group and what its leaves' counts differ by -> as `state.counts.spans`
     spans: dict[object, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
     # as far as asked for: groups and this rank's number in each -> as `state.squares._places`
     places: dict[object, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, repr=False)
@@ -238,11 +238,6 @@ class Layout:
     def keeping(self) -> tuple[Key, ...]:
         """The keys of the frozen groups that keep their moments."""
         return tuple(key for key, group in self.groups.items() if group.row.frozen and group.row.moments)
-
-    @cached_property
-    def straight(self) -> bool:
-        """True if the policy of any leaf is straight-through."""
-        return any(row.policy.straight_through for row in self.rows)
 
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards

@@ -13,7 +13,6 @@ Number = float | torch.Tensor  # a 0-d one
 Schedule = Callable[[int], Number]
 Arrived = list[dict[int, torch.Tensor]]  # what an exchange has brought: leaves, by their numbers
 Paused = Generator[Callable[[], Arrived], Arrived, object]
-PausedUpdate = Generator[Callable[[], Arrived], Arrived, tuple[object, object]]
 
 
 class Whole(NamedTuple):
@@ -67,8 +66,6 @@ class GradientTransformation(NamedTuple):
             the result, and returns its part of the state. So other groups go on meanwhile.
         sends: `sends(params, state) -> [{group: what is sent to make leaves whole}]`, for `fz.plan`.
         combine: `combine(params, state, parts) -> state`: joins what `paused` has returned for each group.
-        paused_update: `update` as such a generator, `paused_update(updates, state, params) -> (updates, state)`, for
-            members of a chain.
 
     Example:
         >>> def init(params):
@@ -98,7 +95,6 @@ class GradientTransformation(NamedTuple):
     sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
     # of the old state; the trees of `parts` are empty. Without it, the last part is the state of all groups
     combine: Callable[..., object] | None = None
-    paused_update: Callable[..., PausedUpdate] | None = None  # writes its trees in place, and no params
     elementwise: bool = False
 
     @property

@@ -20,7 +20,6 @@ _TAKES = {
     "rounding": ("nearest", "stochastic", "compensated"),
     "remainder": (torch.int16, torch.int8),
     "gather": (None, "8-bit"),
-    "straight_through": (False, True),
 }
 
 
@@ -48,15 +47,9 @@ class Policy:
             bits.
         gather: `"8-bit"` sends params between ranks as 8-bit integers with a scale for every 32 (1.06 bytes each). The
             function computes with these rounded values, and gradients are by them. None sends the compute dtype.
-        straight_through: whether `torch.func` goes through whole steps over states that are encoded, rounded
-            stochastically or gathered in 8 bits. True: this rounding counts as the identity, and the states hold
-            float32 values until `fz.convert(state, step)` encodes them. False: such a call is refused.
 
     Raises:
         ValueError: a field has a value that it cannot take. The error lists those that it can.
-
-    Source:
-        Straight-through: Bengio et al. 2013, arXiv 1308.3432.
 
     Example:
         >>> import torch, fzero as fz
@@ -72,7 +65,6 @@ class Policy:
     rounding: str = "nearest"
     remainder: torch.dtype = torch.int16
     gather: str | None = None
-    straight_through: bool = False
 
     def __post_init__(self) -> None:
         for column, known in _TAKES.items():
@@ -178,13 +170,8 @@ class Policy:
         assert self.compute
         if self.gather is None:
             return decode(self.param_format, parts, self.compute)
-        return self.gathered(decode(self.param_format, parts, torch.float32))
-
-    def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as they are computed with: rounded to 8 bits if they travel so."""
-        assert self.compute
         blocks = Blocks()
-        return decode(blocks, encode(blocks, values), self.compute)
+        return decode(blocks, encode(blocks, decode(self.param_format, parts, torch.float32)), self.compute)
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:

@@ -13,7 +13,6 @@ import torch
 
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.context import jitting
-from fzero.base.display import folded
 from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
 from fzero.table.layout import Layout
@@ -54,8 +53,6 @@ class Extra:
             `update`, `add_grads` and `fz.gather` take it off.
         kind: what a state must have been made with to be one of this step. `source` by default.
         expendable: True lets `fz.convert` drop the entry, or begin it anew, without an error.
-        wide: True if the functions compute in float32 or float64, whatever the params are stored in. Under a
-            straight-through policy they then get such values.
 
     Example:
         >>> def begun(params):
@@ -76,7 +73,6 @@ class Extra:
     scale: Callable[..., float] | None = None
     kind: str = ""
     expendable: bool = False
-    wide: bool = False
     changes: Callable[..., object] | None = None
     every: int = 1
     fused: Callable[..., None] | None = None
@@ -356,19 +352,10 @@ class Spec:
         lines += [f"jit: {self.graphs}"] if self.graphs is not None else []
         return (*lines, "donate: the state passed in is overwritten") if self.donates else tuple(lines)
 
-    @property
-    def _title(self) -> str:
-        units = ", ".join(self.units) if self.units else "up to the first integer of a path"
-        return f"train_step({self.name}), units {units}"
-
     def __str__(self) -> str:
+        units = ", ".join(self.units) if self.units else "up to the first integer of a path"
         rules = (f"{'policy':<10} {'*':<16} {self.policy}", *self.rules, *self.header())
-        return "\n".join([self._title, *(f"  {rule}" for rule in rules)])
-
-    def _repr_html_(self) -> str:
-        rows = [("policy", "*", self.policy), *[(rule.column, rule.pattern, rule.source) for rule in self.rules]]
-        notes = [f"optimizer: {self.optimizer!r}", *self.header()]
-        return folded(self._title, ("column", "leaves", "set by"), rows, "\n".join(notes))
+        return "\n".join([f"train_step({self.name}), units {units}", *(f"  {rule}" for rule in rules)])
 
 
 S = TypeVar("S", bound=Spec)  # a transform returns a step of the kind that it is given

@@ -54,7 +54,7 @@ def ema(step: S, decay: float, *, name: str = "ema") -> S:
     update, fused = functools.partial(_averaged, float(decay)), functools.partial(_write, float(decay))
     need_str(name, "ema", "name", "the name of an entry of state.extra")
     source = f"ema({float(decay)})" if name == "ema" else f"ema({float(decay)}, name={name!r})"
-    return step.with_state(Extra(name, source, begun, update, kind="an ema", wide=True, fused=fused))
+    return step.with_state(Extra(name, source, begun, update, kind="an ema", fused=fused))
 
 
 def begun(params: Sharded) -> Sharded:

@@ -12,21 +12,19 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     Numbers are those of the step without it. Clipping, a loss scale and some optimizers need the norm of all gradients
     before the first update. `norm` says how it becomes known:
 
-    ========================  ===============================  =================  =====================
-    norm                      gradients alive at once          time               numbers
-    ========================  ===============================  =================  =====================
-    "auto", no norm needed    one unit's                       as without         the same, but see below
-    "auto", norm needed       one unit's                       one more pullback  the same
-    "twice"                   one unit's                       one more pullback  the same
-    "held"                    this rank's reduced slices       as without         the same
-    "8-bit"                   the same, 1.03 bytes an element  as without         rounded; the norm is exact
-    ========================  ===============================  =================  =====================
+    ========================  ===========================  =================  =====================
+    norm                      gradients alive at once      time               numbers
+    ========================  ===========================  =================  =====================
+    "auto", no norm needed    one unit's                   as without         the same, but see below
+    "auto", norm needed       one unit's                   one more pullback  the same
+    "twice"                   one unit's                   one more pullback  the same
+    "held"                    this rank's reduced slices   as without         the same
+    ========================  ===========================  =================  =====================
 
     - If the optimizer needs another norm than that of all gradients (behind another member of a chain, or of a part of
       a partition), `"auto"` holds all gradients, as `"held"` does.
     - If nothing needs a norm: a loss that is not finite skips the update. If only a gradient is not finite, just those
       elements are left out. In all other ways the whole update is skipped.
-    - `"8-bit"` is off by at most a 64th of an element, plus 0.2 % of the largest of its 32 neighbours.
     - With one more pullback, backward hooks (`tensor.register_hook`) run twice. Use `"held"` if that matters.
     - With `fz.accumulate`, reduced slices of the microbatches are kept, and the last microbatch updates.
     - `step.vjp` returns ordinary grads, and `step.update` takes them.
@@ -37,7 +35,7 @@ def fuse_update(step: S, norm: str = "auto") -> S:
         step: a step whose optimizer treats every element or leaf by itself: `fz.adamw`, `adam`, `lion`, `sgd`, `muon`,
             `adafactor` or `whole`, alone, in `fz.chain` (with `fz.clip_by_global_norm`, `fz.clip_by_value`) or in
             `fz.partition`.
-        norm: `"auto"`, `"twice"`, `"held"` or `"8-bit"`, as above.
+        norm: `"auto"`, `"twice"` or `"held"`, as above.
 
     Returns:
         A new step.
@@ -56,7 +54,7 @@ def fuse_update(step: S, norm: str = "auto") -> S:
         tensor([0.9000, 0.9000])
     """
     need_step(step, "fuse_update")
-    norms = ("auto", "twice", "held", "8-bit")
+    norms = ("auto", "twice", "held")
     if not isinstance(norm, str) or norm not in norms:
         raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, norms))}.")
     if step.optimizer.fused is None or not step.optimizer.by_leaf:

@@ -54,7 +54,7 @@ def lookahead(step: S, every: int = 6, alpha: float = 0.5) -> S:
         raise ValueError(f"lookahead: got alpha={alpha}, expected a number in [0, 1].")
     said = f"lookahead(every={int(every)}, alpha={float(alpha)})"
     changes = functools.partial(_followed, float(alpha))
-    extra = Extra("lookahead", said, begun, kind="a lookahead", wide=True, changes=changes, every=int(every))
+    extra = Extra("lookahead", said, begun, kind="a lookahead", changes=changes, every=int(every))
     return step.with_state(extra)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +12,19 @@ from fzero.base.arguments import as_float64
 from fzero.base.context import jitting
 from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
-from fzero.engine.hidden import Hidden, in_a_level
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
+from fzero.state.leaf_norms import differentiable_metric
 from fzero.state.moments import copied, next_extra
 from fzero.state.replicated_to_sharded import cuts, held_of
-from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_seen, as_stored
+from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
-from fzero.table.optimizer import GradientTransformation, members_of
+from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
-from fzero.update.changed import changed, draw_of, due
-from fzero.update.leaf_norms import differentiable_metric
+from fzero.update.changed import changed, due
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -58,68 +54,17 @@ def differentiable_update(
         own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
         given = values(own)
         before = trained_moments(moments)
-        updates, new = _called(step.optimizer, used, before, given, extra)
+        updates, new = call_update(step.optimizer, used, before, given, extra)
         stepped = given.map(torch.add, values(updates))
-        stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), _next(count, applied)
-        moments = with_kept_moments(_kept(new, before, applied), moments)
+        moments = with_kept_moments(_kept(map_trees(_in_moment_dtype, new), before, applied), moments)
         params, extras = _changed_by(due(step, state), state, params, applied)
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
         metrics[LEAF_NORMS] = differentiable_metric(state.params, params, moments, grads)
-    seen = as_seen(params)
-    others = {
-        each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras
-    }
+    others = {each.name: _next_extra(each, extras[each.name], params, applied) for each in step.extras}
     return state.changed(params=params, moments=moments, grads=None, extra=others, step=count), metrics
-
-
-def _called(
-    optimizer: GradientTransformation, grads: Sharded, moments: object, own: Sharded, extra: dict[str, object]
-) -> tuple[Sharded, object]:
-    """The optimizer's update; of a user's own on ranks with a look at what it computes with."""
-    call = functools.partial(call_update, optimizer, grads, moments, own, extra)
-    if not cuts(own) or not private.level() or not any(is_others(each.update) for each in members_of(optimizer)):
-        return call()
-    given = [x for tree in (grads, own, *trees_of(moments)) for x in tree.buffers.values()]
-    known = [*given, *[x for x in extra.values() if isinstance(x, torch.Tensor)], *tensors_reached(moments)]
-
-    updates, new = _watched(call, known, "the optimizer")  # type: ignore[misc]
-    return updates, new
-
-
-def _watched(call: Callable[[], object], known: Sequence[torch.Tensor], what: str) -> object:
-    """Calls what the user has written, where each rank has slices, with a look at what it computes with."""
-    # a TypeError inside of an operator would be Python's own
-    refusal = lambda x: ValueError(_partial(f"{what} comes to", x, "torch.func", _OF_FZERO))
-
-    def watched() -> object:
-        with Hidden(known, refusal, mapped=False):
-            return call()
-
-    return in_a_level(watched)
-
-
-_OF_FZERO = (
-    "an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, fz.whole(optimizer), which gives "
-    "it whole leaves"
-)
-
-
-def _refuse_held(what: str, tensors: Sequence[torch.Tensor], expected: str) -> None:
-    """Refuses tensors in what the user has written where ranks have slices: nobody says how they meet these."""
-    for x in tensors:
-        if (transform := transform_of(x)) is not None:
-            raise TypeError(_partial(f"{what} holds", x, transform, expected))
-
-
-def _partial(what: str, x: torch.Tensor, transform: str, expected: str) -> str:
-    return (
-        f"step.update: {what} a tensor of shape {tuple(x.shape)} that {transform} transforms, and each rank has a "
-        f"slice of the leaves, so that its derivative would be a part of the whole one; expected {expected}, or a step "
-        "that is not sharded."
-    )
 
 
 def _applied(norms: list[torch.Tensor]) -> Applied:
@@ -152,34 +97,19 @@ def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Ten
     return torch.where(applied, new, old) if isinstance(applied, torch.Tensor) else new
 
 
-def _rounded(state: TrainState, params: Sharded, moments: object) -> tuple[Sharded, object]:
-    """New values, as they would be stored where their policies are straight-through; moments in their dtypes else."""
-    draw = Draw(state.seed, state.step)
-    trees, values = [state.params, *trees_of(state.moments)], [params, *trees_of(moments)]
-    found: list[dict[Key, torch.Tensor]] = [tree.locals() for tree in values]
-    for key in params.groups:
-        places = [i for i, tree in enumerate(trees) if key in tree.groups and tree.goes_as_values(key)]
-        if places:  # together, as they take their random bits from the same words
-            own = [found[i][key].to(torch.float32) for i in places]
-            for i, x in zip(places, as_stored([trees[i] for i in places], key, own, draw), strict=True):
-                found[i][key] = x
-        moment = params.layout.groups[key].row.policy.moment
-        for i, own in enumerate(found[1:], 1):
-            if key in own and i not in places and isinstance(moment, torch.dtype):
-                own[key] = own[key].to(moment)
-    new = iter(found[1:])
-    return params.with_buffers(found[0]), map_trees(lambda tree: tree.with_buffers(next(new)), moments)
+def _in_moment_dtype(tree: Sharded) -> Sharded:
+    """New moments in the dtypes that they are stored in."""
+    dtypes = {key: tree.layout.groups[key].row.policy.moment for key in tree.groups}
+    return tree.with_buffers({key: tree.local(key).to(dtypes[key]) for key in tree.groups})  # type: ignore[arg-type]
 
 
 def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> Sharded:
     """The params after an update, in the dtypes that they are stored in, also those that are held in full."""
     buffers, held = dict(params.buffers), dict(params.held)
     for key in own.groups:
-        old, coded = own.local(key), own.goes_as_values(key)
-        shard = _chosen(applied, new.local(key) if coded else new.local(key).to(old.dtype), old)
-        for name in own.names(key) if coded else ():
-            buffers.pop(name, None)
-        if key in params.entries or coded:
+        old = own.local(key)
+        shard = _chosen(applied, new.local(key).to(old.dtype), old)
+        if key in params.entries:
             buffers[key] = shard
         if key in held:
             held[key] = held_of(params, key, shard, held[key].dtype, f"update of {key}")
@@ -195,12 +125,9 @@ def _changed_by(
         old, own = extras[extra.name], params.only(params.layout.trainable)
         assert is_sharded(old)
         old = copied(old) if is_others(extra.changes) else old  # which may write to it
-        value, new = _called_for(extra, changed, old, values(own))  # type: ignore[misc]
+        value, new = changed(extra, old, values(own))
         extras[extra.name] = _kept(value, state.extra[extra.name], applied)
-        coded = [key for key in own.groups if own.goes_as_values(key)]
-        draw, found = draw_of(state, extra), new.locals()
-        found |= {key: as_stored([own], key, [new.local(key).to(torch.float32)], draw)[0] for key in coded}
-        params = _stepped(params, own, new.with_buffers(found), applied)
+        params = _stepped(params, own, new, applied)
     return params, extras
 
 
@@ -222,24 +149,15 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
     traced = extra.scale is not None and jitting.get() is not None
     some = _some(applied) if traced else applied is not False
-    new = _called_for(extra, functools.partial(next_extra, applied=some), old, params)  # type: ignore[arg-type]
+    new = next_extra(extra, old, params, some)  # type: ignore[arg-type]
     if traced or not isinstance(applied, torch.Tensor):
         return new
     # which may be of another kind than the entry began with
     return _kept(new, map_trees(lambda tree, own: own.over(tree.locals()), old, new), applied)
 
 
-def _called_for(extra: Extra, fn: Callable[..., object], old: object, params: Sharded) -> object:
-    """`fn(extra, old, params)`, which calls a function of the entry; a user's own is looked at on ranks."""
-    call = functools.partial(fn, extra, old, params)
-    if not cuts(params) or not private.level() or not (is_others(extra.update) or is_others(extra.changes)):
-        return call()
-    known = [*params.buffers.values(), *[x for tree in trees_of(old) for x in tree.buffers.values()]]
-    return _watched(call, [*known, *tensors_reached(old)], f"the update of state.extra[{extra.name!r}]")
-
-
 def _refuse_of_others(step: Spec, state: TrainState) -> None:
-    """Refuses what a transform goes on through and the user's own functions hold, where ranks have slices of leaves."""
+    """Refuses the user's own functions where ranks have slices of leaves: nobody says how their tensors meet these."""
     every = [x for x in tensors_reached(step.optimizer) if transform_of(x) is not None]
     if every:
         check_values(
@@ -248,10 +166,14 @@ def _refuse_of_others(step: Spec, state: TrainState) -> None:
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
-    if others := [each for each in members_of(step.optimizer) if is_others(each.update)]:
-        nodes = pytree.flatten(state.moments, is_leaf=is_sharded)[0]
-        _refuse_held("the optimizer", tensors_reached(others), _OF_FZERO)
-        _refuse_held("state.moments", [x for x in nodes if isinstance(x, torch.Tensor)], _OF_FZERO)
+    own = ["the optimizer" for each in members_of(step.optimizer) if is_others(each.update)]
     for extra in step.extras:
-        held = tensors_reached((extra.update, extra.changes, extra.scale))
-        _refuse_held(f"state.extra[{extra.name!r}] ({extra.source})", held, "a number there")
+        if any(map(is_others, (extra.update, extra.changes, extra.scale))):
+            own.append(f"the update of state.extra[{extra.name!r}] ({extra.source})")
+    if own:
+        raise TypeError(
+            f"step.update: {own[0]} is your own, torch.func goes on through this step, and each rank has a slice of "
+            "the leaves, so that the derivative of a tensor that it holds would be a part of the whole one; expected "
+            "an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), fz.whole(optimizer), which gives it whole "
+            "leaves, a transform of fzero (fz.ema), or a step that is not sharded."
+        )

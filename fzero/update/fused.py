@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,22 +19,18 @@ from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.plain import PlainRun
 from fzero.engine.run import Run
-from fzero.formats.formats import Companded, encode
 from fzero.optim.base import values
 from fzero.state.gather import squares_in
-from fzero.state.placing import placed, settle
+from fzero.state.placing import placed
 from fzero.state.sharded import Sharded
 from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
-from fzero.state.values import holds_values
-from fzero.stores.away import Placed, tensor_of
+from fzero.stores.away import tensor_of
 from fzero.table.counting import Number
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 from fzero.update.known import is_finite
 from fzero.update.update import Decision, Update, apply_update
-
-_HELD = Companded(signed=True)
 
 
 class _Grads:
@@ -80,7 +76,7 @@ def fused_call(
 
 def fuses(step: Spec, state: TrainState) -> bool:
     """Tells whether a call of this step updates inside its pullback."""
-    return step.fusion is not None and not (is_transformed() or holds_values(state))
+    return step.fusion is not None and not is_transformed()
 
 
 def update_as_fused(
@@ -93,8 +89,6 @@ def update_as_fused(
             return Decision(step, state, loss.double()).next_state(None)
         taken = _finite_only(grads, squares[1])
         squares = squares_in(taken)
-    elif step.fused_norm == "8-bit" and grads.groups:
-        taken = together([holding(grads.only([key]), key, True)() for key in grads.groups])
     return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
 
 
@@ -151,13 +145,13 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
             run.pull(ct, receive=lambda k, shard: update.apply([k], grads.of(k, shard), extra), before=update.start)
         run.drop()
         return decision
-    held: dict[Key, Callable[[], Sharded]] = {}
+    held: dict[Key, Sharded] = {}
 
     def hold(key: Key, shard: torch.Tensor) -> None:
-        held[key] = holding(grads.measured(key, shard), key, mode == "8-bit")
+        held[key] = placed(grads.measured(key, shard), "grads")
 
     def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        update.apply(keys, together([held.pop(key)() for key in keys]), decision.extra, following)
+        update.apply(keys, _together([held.pop(key) for key in keys]), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
@@ -167,20 +161,9 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     return decision
 
 
-def together(parts: Sequence[Sharded]) -> Sharded:
+def _together(parts: Sequence[Sharded]) -> Sharded:
     """One tree of several groups' grads."""
     return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
-
-
-def holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
-    """A function that brings a group's grads back, which are kept as they are, or in 8 bits."""
-    buffer = grads.local(key)
-    if not in_8_bits or buffer.dtype == torch.float64:
-        held = placed(grads, "grads")
-        return lambda: held
-    codes, scale = [settle(grads, key, "grads", part) for part in encode(_HELD, buffer)], grads.scale
-    empty, dtype = grads.with_buffers({}), buffer.dtype
-    return lambda: empty.with_buffers({key: Placed(_HELD, tuple(codes)).stored().to(dtype)}, scale)
 
 
 def _finite_only(grads: Sharded, squares: LeafSquares) -> Sharded:

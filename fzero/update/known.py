@@ -6,7 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import as_float64
-from fzero.optim._join import need_states
+from fzero.optim._join import members_and_states
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
@@ -18,7 +18,7 @@ def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
     Raises:
         ValueError: the moments are of the same optimizer in another chain.
     """
-    need_states(step.optimizer, state.moments)
+    members_and_states(step.optimizer, state.moments)
     known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
     scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
     return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}

@@ -22,12 +22,12 @@ from fzero.optim.base import call_update, encoded, kept, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
+from fzero.state.leaf_norms import Changes, metric
 from fzero.state.moments import apart, next_extra, placed_moments
-from fzero.state.placing import memory_of, placed
+from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.state.squares import LeafSquares, need_alike_beside
 from fzero.state.train_state import TrainState, being_saved
-from fzero.state.values import holds_values
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
@@ -38,7 +38,6 @@ from fzero.update.changed import Entry, due
 from fzero.update.cpu_worker import CpuWorker, spare_cores
 from fzero.update.differentiable import differentiable_update
 from fzero.update.known import in_place, is_finite, known_metrics, on_host
-from fzero.update.leaf_norms import Changes, metric
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, LeafSquares]  # over all leaves and shards, and of this rank's parts
@@ -56,12 +55,7 @@ def apply_update(
         grads = with_kept(state, grads) if squares is None else grads
         return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        if not holds_values(own):
-            return _applied(step, own, grads, grad_norm, squares)
-        grads = with_kept(own, grads) if squares is None else grads
-        with torch.no_grad():
-            new, metrics = differentiable_update(step, own, grads, grad_norm, known_metrics(step, own))
-        return new.changed(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
+        return _applied(step, own, grads, grad_norm, squares)
 
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:

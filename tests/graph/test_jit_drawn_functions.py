@@ -16,11 +16,10 @@ import fzero as fz
 from fzero.base import pytree
 from fzero.testing import assert_trees_close, run_ranks
 
-BITS = {"param": torch.bfloat16, "compute": torch.float32, "rounding": "stochastic", "straight_through": True}
 POLICIES: dict[str, fz.Policy | None] = {
     "own": None,
     "moments in bf16": fz.Policy(moment=torch.bfloat16),
-    "params in bf16": fz.Policy(**BITS),  # type: ignore[arg-type]
+    "params in bf16": fz.Policy(param=torch.bfloat16, compute=torch.float32),
 }
 STAGES: list[Callable[[fz.Step], fz.Step]] = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 

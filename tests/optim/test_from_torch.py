@@ -137,9 +137,8 @@ def test_muon_of_torch_takes_matrices_and_says_so() -> None:
     mine = fz.train_step(loss, fz.partition({"w": fz.muon(0.02), "*": fz.sgd(0.01)}))
     want, _ = mine(mine.init(params()), data()[0])
     assert_trees_close(fz.gather(state.params), fz.gather(want.params), rtol=0.02)  # which float64 is not in bfloat16
-    with pytest.raises(ValueError, match="Muon only supports 2D") as info:
+    with pytest.raises(ValueError, match=r"leaf 'b' .*Muon only supports 2D"):
         fz.train_step(loss, muon).init(params())
-    assert "leaf 'b'" in info.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
@@ -191,14 +190,13 @@ def test_a_schedule() -> None:
 
 
 def test_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"torch.optim.LBFGS, which could not update a matrix by step\(\).*no closure"):
-        fz.from_torch(torch.optim.LBFGS, 0.1)
-    with pytest.raises(ValueError, match=r"torch.optim.SparseAdam, which could not update"):
-        fz.from_torch(torch.optim.SparseAdam, 0.1)
-    with pytest.raises(
-        TypeError, match=r"torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"
+    for kind, options, said in (
+        (torch.optim.LBFGS, {}, r"torch.optim.LBFGS with {}, which could not update leaf 'b' by step\(\).*no closure"),
+        (torch.optim.SparseAdam, {}, "torch.optim.SparseAdam .*could not update"),
+        (torch.optim.SGD, {"beta": 1}, "torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"),
     ):
-        fz.from_torch(torch.optim.SGD, 0.1, beta=1)
+        with pytest.raises((TypeError, ValueError), match=said):
+            fz.train_step(loss, fz.from_torch(kind, 0.1, **options)).init(params())
     with pytest.raises(TypeError, match="from_torch: got optimizer="):
         fz.from_torch(torch.optim.SGD([torch.ones(1)], 0.1), 0.1)  # type: ignore[arg-type]
 
@@ -330,7 +328,7 @@ def test_those_that_draw_are_the_same_on_any_ranks() -> None:
         (CountsItself, "changes its attribute 'seen' in a step"),
         (Warms, "changes its attribute 'begun' in a step"),
         (KeepsForAll, r"changes optimizer.state\['all'\] in a step"),
-        (Late, "has 'kept.slow', which it had not"),
+        (Late, "has the entries .*'kept.slow'.*, and had"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -355,9 +353,8 @@ class TakesMatrices(Own):
 def test_those_of_others_have_their_own_names_in_what_is_said() -> None:
     own = f"{__name__}.TakesMatrices"
     optimizer = fz.from_torch(TakesMatrices, 0.01)
-    with pytest.raises(ValueError, match="expected a matrix") as info:
+    with pytest.raises(ValueError, match=rf"got {re.escape(own)} .* leaf 'b' .*expected a matrix"):
         fz.train_step(loss, optimizer).init(params())
-    assert info.value.__notes__[0] == f"This was of leaf 'b', by fz.from_torch({own}, ...)."
     step = fz.train_step(lambda p, x: (x @ p["w"]).square().sum(), optimizer)
     with pytest.raises(TypeError, match=rf"step.update: got {re.escape(own)}, which writes in place"):
         torch.func.grad(lambda w: step(step.init({"w": w}), data()[0])[1]["loss"])(params()["w"])

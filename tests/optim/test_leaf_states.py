@@ -180,7 +180,7 @@ def test_complex_updates_are_refused_under_a_transform() -> None:
 
 def begun(given: Any) -> Any:
     (p,) = given.values()
-    return {"m": torch.zeros_like(p), "r": [torch.zeros(70_000), 0], "mode": "a", "rate": 1.0, "fn": torch.relu}
+    return {"m": torch.zeros_like(p), "r": [torch.zeros(70_000), 0], "mode": "a", "rate": 1.0}
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
@@ -196,10 +196,9 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "number": ({"rate": 1}, "'rate' is of type int, and was of type float"),
     "tensor of a number": ({"rate": torch.ones(())}, r"'rate' is a tensor of shape \(\) .*, and was of type float"),
     "word": ({"mode": "b"}, "'mode' is 'b', and was 'a'"),
-    "object": ({"fn": torch.sigmoid}, "'fn' is of type .*, and was another one"),
-    "more": ({"x": torch.zeros(300, 300)}, "it has 'x', which it had not"),
-    "other": ({"r": [torch.zeros(70_000)]}, "it lacks 'r.1', which it had"),
-    "containers": ({"r": (torch.zeros(70_000), 0)}, "it is built of other containers"),
+    "more": ({"x": torch.zeros(300, 300)}, "it has the entries .*'x'.*, and had"),
+    "other": ({"r": [torch.zeros(70_000)]}, "it has the entries .*, and had .*'r.1'"),
+    "containers": ({"r": (torch.zeros(70_000), 0)}, "it has the entries .* in its containers, and had"),
 }
 
 
@@ -226,16 +225,11 @@ def test_a_state_that_is_one_tensor_is_named_too() -> None:
         step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))
 
 
-def test_an_object_that_is_written_to_is_another_one_and_old_states_stay() -> None:
-    def moved(grads: Any, state: Any, given: Any) -> Any:
-        state["seen"].add(1)
-        return grads, state
-
-    step = fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda p: {"seen": set(), "fn": torch.relu}, moved)))
-    state = step.init(params(torch.float32, {"w": (2, 2)}))
-    with pytest.raises(ValueError, match="'seen' is of type set, and was another one"):
-        step(state, torch.tensor(1.0))
-    assert state.moments.rest["w"]["seen"] == set()
+@pytest.mark.parametrize("kept", [set(), torch.relu, np.float32(0.5)], ids=str)
+def test_what_no_checkpoint_keeps_is_refused(kept: Any) -> None:
+    own = fz.whole(fz.GradientTransformation(lambda p: {"seen": kept}, lambda g, s, p: (g, s)))
+    with pytest.raises(TypeError, match=r"state of leaf 'w' begins with .*, expected tensors, numbers, strs"):
+        fz.train_step(loss, own).init(params(torch.float32, {"w": (2, 2)}))
 
 
 def scaled_by(number: Any) -> fz.Step:
@@ -251,9 +245,3 @@ def test_a_number_of_numpys_is_loaded_as_one_of_pythons(tmp_path: Path) -> None:
     fz.save(tmp_path, state)
     loaded = fz.load(tmp_path, step)
     assert_trees_equal(step(loaded, torch.tensor(1.0))[0].params, step(state, torch.tensor(1.0))[0].params)
-
-
-def test_numbers_that_may_not_change_are_told_so() -> None:
-    step = scaled_by(np.float32(0.5))
-    with pytest.raises(ValueError, match="'scale' is a number of type float32 with another value; one that changes is"):
-        step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))

@@ -115,7 +115,7 @@ def taken(make: Any, params: Any, world: int, rows: int = 1) -> int:
     stage=st.integers(0, 3),
     world=st.integers(1, 4),
     donate=st.booleans(),
-    fused=st.sampled_from([None, "auto", "twice", "held", "8-bit"]),
+    fused=st.sampled_from([None, "auto", "twice", "held"]),
     away=st.sampled_from([None, None, "params", "grads", "moments"]),
     count=st.sampled_from([1, 1, 2, 4]),
     units=st.integers(3, 5),
@@ -193,14 +193,13 @@ def beside(optimizer: str, policy: str, what: str, stage: int, fused: str | None
 @example_in_turns(4, "sgd", "plain", "nothing", 1, 2, "held", False, False)
 @example_in_turns(4, "adamw", "plain", "nothing", 3, 2, "held", False, False)
 @example_in_turns(4, "adamw", "bf16", "nothing", 1, 2, None, True, False)
-@example_in_turns(4, "sgd, clipped", "plain", "nothing", 0, 1, "8-bit", True, False)
 @given(
     optimizer=st.sampled_from(["sgd", "sgd, clipped", "adamw", "adafactor"]),
     policy=st.sampled_from(sorted(POLICIES)),
     what=st.sampled_from(sorted(BESIDE)),
     stage=st.integers(0, 3),
     world=st.integers(1, 3),
-    fused=st.sampled_from([None, "auto", "twice", "held", "8-bit"]),
+    fused=st.sampled_from([None, "auto", "twice", "held"]),
     donate=st.booleans(),
     away=st.booleans(),
 )

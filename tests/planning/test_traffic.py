@@ -60,7 +60,7 @@ WAYS = {
     "scaled": [lambda step: fz.loss_scale(step, 64.0)],
     "accumulated": [lambda step: fz.accumulate(step, 2)],
     "accumulated, fused": [fz.fuse_update, lambda step: fz.accumulate(step, 2)],
-    **{f"fused, {norm}": [functools.partial(fz.fuse_update, norm=norm)] for norm in ("auto", "twice", "held", "8-bit")},
+    **{f"fused, {norm}": [functools.partial(fz.fuse_update, norm=norm)] for norm in ("auto", "twice", "held")},
     "fused, remat, donate": [fz.fuse_update, fz.remat, fz.donate],
 }
 

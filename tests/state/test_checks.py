@@ -163,6 +163,30 @@ def test_a_transform_around_a_verb(verb: str, transform: str) -> None:
             assert_trees_close(got[0], value, rtol=1e-12)
             assert_trees_close(got[1], slope, rtol=1e-7, atol=1e-8)
 
+FEW_BITS = {
+    "encoded": fz.Policy.exact(),
+    "encoded moments": fz.Policy(moment="8-bit"),
+    "rounded stochastically": fz.Policy.compact16(torch.bfloat16),
+    "gathered in 8 bits": fz.Policy(gather="8-bit"),
+}
+
+
+@pytest.mark.parametrize("transform", ["torch.func.grad", "torch.func.vmap"])
+@pytest.mark.parametrize("what", FEW_BITS)
+def test_a_transform_around_a_step_in_few_bits(what: str, transform: str) -> None:
+    """Is refused; of plain dtypes, also narrow ones, it goes through."""
+    x = torch.ones(3)
+
+    def trained(policy: fz.Policy, x: torch.Tensor) -> torch.Tensor:
+        step = fz.train_step(lambda p, x: (p["w"].float() * x).square().sum(), fz.adamw(0.1), policy)
+        state, _ = step(step.init({"w": torch.ones(3)}), x)
+        return step.forward(state, x)
+
+    with pytest.raises(TypeError, match=f"{what.split()[0]}.*no derivative.*(fz.convert|Leave gather)"):
+        AROUND[transform](lambda x: trained(FEW_BITS[what], x), x)
+    assert AROUND[transform](lambda x: trained(fz.Policy.bf16_states(), x), x).isfinite().all()
+
+
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_constants_inside_a_transform(verb: str) -> None:

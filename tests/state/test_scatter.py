@@ -19,6 +19,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 import fzero as fz
+from fzero.formats.bits import Counters
+from fzero.formats.formats import Companded, Corrected, Exact, Format, Stored, decode, zeros
+from fzero.kernels.onepass import write
+from fzero.state.regrouped import codes_of
 from fzero.testing import assert_no_alias, assert_trees_close, assert_trees_equal, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -87,6 +91,22 @@ def moved(leaves: sliced.Shapes, policy: str) -> None:
 @given(leaves=sliced.shapes(most=70), policy=st.sampled_from([*sliced.POLICIES][1:]))
 def test_values_of_few_bits_are_the_same_among_other_codes(leaves: sliced.Shapes, policy: str) -> None:
     moved(leaves, policy)
+
+
+FORMATS = [Companded(True, 8), Companded(False, 8), Companded(True, 4), Corrected(), Exact()]
+
+
+@given(form=st.sampled_from(FORMATS), seed=st.integers(0, 999), spread=st.integers(0, 8), empty=st.booleans())
+def test_decoded_values_have_their_codes_again(form: Format, seed: int, spread: int, empty: bool) -> None:
+    """Also where the largest of 32 was rounded to a value that alone would have another scale."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(640, generator=generator) * torch.exp(spread * torch.randn(640, generator=generator))
+    if empty:
+        x[::3] = 0
+    stored = Stored(form, zeros(form, 640, x.device))
+    write(stored, x if form != Companded(False, 8) else x.abs(), Counters(((0, seed, 7),), 10).keys(x.device))
+    values = stored.to(torch.float32)
+    assert torch.equal(decode(form, codes_of(form, values), torch.float32), values)
 
 
 # ---- a vocabulary that grows in the middle of a run

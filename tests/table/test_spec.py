@@ -254,7 +254,7 @@ def test_what_is_asked_for_is_taken_and_otherwise_what_is_needed() -> None:
 
     steps = [fz.train_step(lambda p: p["w"].sum(), optimizer) for optimizer in (plain, clipped)]
     assert norm(steps[0]) == "once" and norm(fz.loss_scale(steps[0], 2.0)) == "twice"
-    assert norm(steps[1]) == "twice" and norm(steps[0], norm="8-bit") == "8-bit"
+    assert norm(steps[1]) == "twice" and norm(steps[0], norm="held") == "held"
 
 
 def test_a_plan_counts_all_that_entries_keep() -> None:

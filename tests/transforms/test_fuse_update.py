@@ -116,7 +116,7 @@ def test_fused_has_the_bits_of_the_step_without_it(
 
 
 @in_turns(4)
-@pytest.mark.parametrize("norm", ["auto", "held", "8-bit"])
+@pytest.mark.parametrize("norm", ["auto", "held"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_against_the_plain_float64_step(stage: int, norm: str) -> None:
     loss, params = scenarios.stack()
@@ -219,7 +219,7 @@ def peak(rank: int, fuse: Any, stage: int) -> int:
 def test_gradients_never_all_live_at_once(stage: int) -> None:
     world, total = 2 if stage else 1, 24 * 384 * 384 * 4
     peaks = {}
-    for norm in ("without", "auto", "held", "8-bit"):
+    for norm in ("without", "auto", "held"):
         fuse = (lambda step: step) if norm == "without" else functools.partial(fz.fuse_update, norm=norm)
         with fz.testing.hazards(None):  # which keep what is given back, to poison it
             peaks[norm] = run_ranks(functools.partial(peak, fuse=fuse, stage=stage), world)[0]
@@ -227,7 +227,6 @@ def test_gradients_never_all_live_at_once(stage: int) -> None:
     unit, chunk = total // 24, 48 * CHUNK  # what an eager update of one chunk takes
     # one or two units, gathered, as gradients and in flight
     assert peaks["auto"] <= (6 if stage else 3.5) * unit + chunk
-    assert peaks["8-bit"] <= peaks["auto"] + 0.27 * total / world + 2 * unit, "and what encoding one unit takes"
     assert peaks["held"] <= 1.01 * peaks["without"]
 
 
@@ -239,7 +238,7 @@ def test_what_cannot_be_fused_is_refused() -> None:
     parts = fz.partition({"*w": fz.chain(fz.clip_by_global_norm(1.0), fz.sgd(0.1)), "*": fz.sgd(0.1)})
     with pytest.raises(ValueError, match=r"pulling back twice gives the norm of the gradients"):
         fz.fuse_update(fz.train_step(plain, parts), "twice")
-    with pytest.raises(ValueError, match=r"got 'thrice', expected one of 'auto', 'twice', 'held', '8-bit'"):
+    with pytest.raises(ValueError, match=r"got 'thrice', expected one of 'auto', 'twice', 'held'"):
         fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3)), "thrice")
     with pytest.raises(ValueError, match=r"already has fusion="):
         fz.fuse_update(fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3))), "held")

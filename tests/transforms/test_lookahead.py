@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -202,24 +201,6 @@ def test_on_processes() -> None:
     with fz.testing.hazards():
         for found in run_ranks(on_processes, 2, backend="processes"):
             assert_trees_equal(found, want)
-
-
-def test_straight_through_gives_the_same_bits_under_a_transform() -> None:
-    policy = dataclasses.replace(fz.Policy.compact16(), straight_through=True)
-    stacked, params = scenarios.stack(dtype=F32)
-    batch = scenarios.vector_batches(1, dtype=F32)[0]
-
-    def run(scale: torch.Tensor) -> Any:
-        loss = lambda p, x, y: stacked(p, x.to(BF16), y.to(BF16)).float() * scale
-        step = LOOKAHEAD(fz.train_step(loss, fz.adamw(1e-2), policy))
-        state = step.init(params)
-        for _ in range(2 * EVERY):
-            state, _ = step(state, *batch)
-        slow = fz.gather(state.replace(params=state.extra["lookahead"]).params)
-        return mapped(torch.Tensor.float, (fz.gather(state.params), slow))
-
-    one = torch.tensor(1.0)
-    assert_trees_equal(torch.func.jvp(run, (one,), (one,))[0], run(one))
 
 
 # ---- a life
