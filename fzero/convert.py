@@ -8,7 +8,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.base.interrupts import as_found
 from fzero.checkpoint.copies import Copies, copies_of, need_same
 from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
@@ -69,7 +68,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     (state,) = constants("fz.convert", state=state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         old = state.params
         _need_together(old.axis, step)
         specs = [(row.path, row.shape, row.dtype) for row in old.layout.rows]

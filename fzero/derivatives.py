@@ -12,7 +12,6 @@ import torch
 from fzero.base import collecting, private, pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.context import during, one_by_one
-from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
 from fzero.comm.divergence import failing
@@ -47,7 +46,7 @@ class Tape:
         """The outputs, which `backward` and `torch.autograd.grad` go through."""
         need_derivatives("the model of fz.tape")
         _refuse_transforms("the model of fz.tape")
-        with as_found(), failing("a forward of a tape"):
+        with failing("a forward of a tape"):
             traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
             self._calls += 1
             out = call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
@@ -96,8 +95,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     _refuse_transforms("fz.tape")
     if getattr(step, "graphs", None) is not None:
         raise ValueError("fz.tape: got a step of fz.jit, whose graphs have pullbacks of their own. Take step.vjp.")
-    with as_found():
-        made = Tape(step, state)
+    made = Tape(step, state)
     refuse_carry(step, "tape")
     if step.microbatches.weights is not None:
         raise ValueError(
@@ -147,12 +145,11 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     micro, factor, total = step.microbatches, 1.0, dict[Key, torch.Tensor]()
     if micro.weights is not None:
         refuse_carry(step, "hvp of a step whose microbatches have weights")
-    with as_found():
-        parts, counts = ([inputs], Counts()) if micro.weights is None else counted(micro, state, inputs)
-        for i, part in enumerate(parts):
-            factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
-            product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)
-            total = {key: total[key] + x for key, x in product.items()} if total else product
+    parts, counts = ([inputs], Counts()) if micro.weights is None else counted(micro, state, inputs)
+    for i, part in enumerate(parts):
+        factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
+        product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)
+        total = {key: total[key] + x for key, x in product.items()} if total else product
     return v.with_buffers({key: x * math.nan for key, x in total.items()} if math.isnan(factor) else total)
 
 
@@ -258,7 +255,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         before = axis.records.setdefault(step.fn, {}).setdefault(key, before)
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
     own = {i: leaves[i] for i in chosen}
-    with as_found(), failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):
+    with failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):
         if count:
             grads, losses = mapped(own, *flat)
         else:  # which torch maps nothing over; nor does any rank that has the same examples

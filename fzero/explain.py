@@ -12,7 +12,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
-from fzero.base.interrupts import as_found
 from fzero.checkpoint.everyone import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
@@ -86,7 +85,7 @@ def explain(
     need_derivatives("fz.explain")
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
-    with as_found(), failing("fz.explain"), private.of_normal_tensors(), torch.no_grad():
+    with failing("fz.explain"), private.of_normal_tensors(), torch.no_grad():
         return _explained(step, state, inputs, cotangent, rng, dtype)
 
 

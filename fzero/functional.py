@@ -19,7 +19,6 @@ from torch import nn
 from fzero.base import private
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.context import during, own_copies, variable
-from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.compiled import compiled
@@ -204,7 +203,7 @@ class Apply:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with as_found(), own.untouched.around_call(params), during(_units, units):
+        with own.untouched.around_call(params), during(_units, units):
             with own.carrying(buffers) as new:
                 out = self._run(own, units, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
@@ -230,7 +229,7 @@ class Apply:
         where = self._threads if trial is None else trial.setdefault(self, types.SimpleNamespace())
         copies: dict[Cuts | None, _Copy] = vars(where).setdefault("copies", {})
         own = copies.pop(cuts, None)
-        if own is None or own.untouched.changed or own.interrupts != passed():
+        if own is None or own.untouched.changed:
             with without_dispatch_modes():  # others run on it later
                 own = _Copy(self, cuts)
         copies[cuts] = own  # as the last one
@@ -270,7 +269,6 @@ class _Copy:
         self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
         self.synchronises = synchronises
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
-        self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
         self.untouched = Untouched(module, reach, sources, of._originals, carries)

@@ -12,7 +12,6 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
-from fzero.base.interrupts import as_found
 from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
 from fzero.components.joint import updated
 from fzero.components.line import Line
@@ -150,9 +149,8 @@ class Pipeline:
             return self._call(state, own, wanted, rng), own
 
         call, given = told(self._line, "vjp", begun)
-        with as_found():
-            call.run("vjp", goes_forward, lambda _: None)
-            outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
+        call.run("vjp", goes_forward, lambda _: None)
+        outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         pullback = PipelinePullback(call, given)
         return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
 
@@ -167,7 +165,7 @@ class Pipeline:
 
         call = told(self._line, "forward", begun)
         mode = contextlib.nullcontext() if is_transformed() else torch.no_grad()  # a stage's own runs say it too
-        with as_found(), private.outside_inference(), mode:
+        with private.outside_inference(), mode:
             call.run("forward", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         return (outputs, aux) if self._has_aux else outputs
@@ -187,18 +185,16 @@ class Pipeline:
             `(new_state, metrics)`, as a step. `"grad_norm"` is that of all components. A metric that differs by
             component is `"lr.0"`, `"lr.1"`, ...
         """
-        with as_found():
-            call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
-            new, metrics = self._updated(state, call.grads(times), None)
+        call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
+        new, metrics = self._updated(state, call.grads(times), None)
         metrics |= {"loss": loss} if loss is not None else {}
         return new, cast(Metrics, metrics | ({"aux": aux} if self._has_aux else {}))
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
         """Measures when each task of one step begins and ends, for `fz.plot_schedule`. Arguments: as a step."""
-        with as_found():
-            for stage in range(self.schedule.stages):
-                self._stages[stage].spans(stage)  # of what was before
-            return timeline_of(self._run(state, inputs, cotangent, rng, records=True)[0], self._stages, self.schedule)
+        for stage in range(self.schedule.stages):
+            self._stages[stage].spans(stage)  # of what was before
+        return timeline_of(self._run(state, inputs, cotangent, rng, records=True)[0], self._stages, self.schedule)
 
     def update(self, state: PipelineState, grads: PerStage, grad_norm: object = None) -> tuple[PipelineState, Metrics]:
         """Updates all components, clipped by their common norm. If a gradient in one is not finite, all skip.
@@ -291,7 +287,7 @@ class Pipeline:
         return Call(self._plan, passes, inputs, wanted, records, keep, state[self._last])
 
     def _updated(self, state: PipelineState, grads: PerStage, grad_norm: object) -> tuple[PipelineState, Metrics]:
-        with as_found(), private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
+        with private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
             return updated(self._own, state, grads, grad_norm, self._places)
 
     def _aux(self, call: Call) -> object:

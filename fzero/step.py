@@ -14,7 +14,6 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.context import jitting
 from fzero.base.follow import below_unless, is_transformed
-from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
@@ -103,7 +102,7 @@ class Step(Spec):
         if is_transformed():  # what callables make may be what a transform goes on through
             params = pytree.map(lambda x: x() if callable(x) and not isinstance(x, torch.Tensor) else x, params)
         (params,) = (params,) if goes_on(params) else constants("step.init", params=params)
-        with as_found(), private.of_normal_tensors():
+        with private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
             check_same_optimizer("step.init", self.optimizer, state.params)
             need_own_counts("step.init", self.optimizer, state.moments, state.layout)
@@ -137,10 +136,9 @@ class Step(Spec):
         rng = need_int(rng, "step.vjp", "rng")
         need_derivatives("step.vjp")
         inputs = here(inputs)
-        with as_found():
-            pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
-            outputs, aux = pullback.taken()
-            return (outputs, pullback, aux) if self.has_aux or self.carries else (outputs, pullback)
+        pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
+        outputs, aux = pullback.taken()
+        return (outputs, pullback, aux) if self.has_aux or self.carries else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients, for evaluation.
@@ -165,7 +163,7 @@ class Step(Spec):
             refuse_captured("step.forward", self.fn)
         micro = self.microbatches
         pairs, own = [], Carry(self, state)
-        with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
+        with private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
             parts, counts = counted(micro, state, inputs)
             for i, part in enumerate(parts):
                 out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), counts.mask(i), follows)
@@ -225,25 +223,24 @@ class Step(Spec):
             follows_step(self, state, "step", inputs=inputs, cotangent=cotangent)
             state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
             refuse_captured("step", self.fn)
-        with as_found():
-            if fuses(self, state):
-                return cast(Updated, fused_call(self, state, inputs, cotangent, rng))
-            batch, total = Batch(self, state, inputs, cotangent, rng), None
-            for run, ct in batch:
-                grads, _ = run.pull(ct, into=total)
-                del run
-                total = sum_of(total, grads)
-                del grads
-            assert total is not None
-            if self.microbatches.count > 1 and not batch.followed:
-                reduce_whole(state.params, total)
-            sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
-            del total
-            loss = batch.loss()
-            batch.need_used(sharded)
-            new, metrics = apply_update(self, state, sharded, None)
-            new = batch.kept(new, metrics)
-            return cast(Updated, (new, {**metrics, **loss, **batch.aux()}))
+        if fuses(self, state):
+            return cast(Updated, fused_call(self, state, inputs, cotangent, rng))
+        batch, total = Batch(self, state, inputs, cotangent, rng), None
+        for run, ct in batch:
+            grads, _ = run.pull(ct, into=total)
+            del run
+            total = sum_of(total, grads)
+            del grads
+        assert total is not None
+        if self.microbatches.count > 1 and not batch.followed:
+            reduce_whole(state.params, total)
+        sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
+        del total
+        loss = batch.loss()
+        batch.need_used(sharded)
+        new, metrics = apply_update(self, state, sharded, None)
+        new = batch.kept(new, metrics)
+        return cast(Updated, (new, {**metrics, **loss, **batch.aux()}))
 
     def update(self, state: TrainState, grads: object, grad_norm: object = None) -> Updated:
         """Applies grads: the optimizer's half of a step. Grads that `add_grads` has kept are added, then cleared.
@@ -275,7 +272,7 @@ class Step(Spec):
         need_norm(grad_norm, "step.update")
         if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
             state, own, grad_norm = constants("step.update", state=state, grads=own, grad_norm=grad_norm)
-        with as_found(), private.of_normal_tensors(), below_unless(follows):
+        with private.of_normal_tensors(), below_unless(follows):
             return cast(Updated, apply_update(self, state, own, grad_norm))
 
     def add_grads(self, state: TrainState, grads: object) -> TrainState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import sys
 from collections.abc import Callable
@@ -9,8 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-
-from fzero.base.context import variables
 
 _C: Any = torch._C
 
@@ -21,25 +20,27 @@ class Points:
     It raises at one of them or after it: not in finalizers, whose errors Python drops, nor in generators, which may be
     ended in one.
 
-    Attributes:
+    Args:
+        at: the number of the point; 0 for none.
         error: what it raises.
+        within: the file whose functions' points count; "" for all.
+
+    Attributes:
         count: of the points so far.
-        tender: those of them where a context is entered or left.
         place: of the one where it was raised; "" before.
         dropped: whether Python has dropped it, as it does where an object ends.
     """
 
-    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.at, self.error, self.count, self.place = at, error, 0, ""
-        self.tender: list[int] = []
+    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt, within: str = "") -> None:
+        self.at, self.error, self.within, self.count, self.place = at, error, within, 0, ""
         self.dropped = False
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         if event not in ("call", "c_return") or arg is sys.setprofile:
             return
+        if self.within and frame.f_code.co_filename != self.within:
+            return
         self.count += 1
-        if frame.f_code.co_name in ("__enter__", "__exit__") or (event == "c_return" and arg is next):
-            self.tender.append(self.count)
         if 0 < self.at <= self.count and not _finalizes(frame):
             sys.setprofile(None)
             self.place = f"{event} in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
@@ -71,7 +72,8 @@ def _finalizes(frame: FrameType | None) -> bool:
 
 def thread_state() -> dict[str, object]:
     """What a call must leave as it was, by name."""
-    found: dict[str, object] = {variable.name: variable.get() for variable in variables}
+    values = contextvars.copy_context().items()
+    found: dict[str, object] = {x.name: value for x, value in values if x.name.startswith("fzero_")}
     found["grad mode"] = torch.is_grad_enabled()
     found["inference mode"] = torch.is_inference_mode_enabled()
     found["autocast"] = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
-variables: dict[contextvars.ContextVar[Any], None] = {}  # all of this library's, in order
+_OURS = "fzero_"  # the names of this library's begin so
 
 
 class Members(Protocol):
@@ -20,10 +20,8 @@ class Members(Protocol):
 
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
-    """A variable with a value for each thread, which an interrupt leaves as a call has found it."""
-    own = contextvars.ContextVar(f"fzero_{name}", default=default)
-    variables[own] = None
-    return own
+    """A variable with a value for each thread."""
+    return contextvars.ContextVar(f"{_OURS}{name}", default=default)
 
 
 # the axes that the running step takes means over, one of each process group
@@ -50,7 +48,7 @@ of_one_leaf: contextvars.ContextVar[str] = variable("of_one_leaf", "")
 
 def values_here() -> list[tuple[contextvars.ContextVar[Any], object]]:
     """The context variables of others that have values here, and what those are."""
-    return [(x, value) for x, value in contextvars.copy_context().items() if x not in variables]
+    return [(x, value) for x, value in contextvars.copy_context().items() if not x.name.startswith(_OURS)]
 
 
 def in_differentiated() -> bool:

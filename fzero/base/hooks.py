@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd import graph
-from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
-
-from fzero.base.refusals import frames_of
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
 _lock = threading.Lock()
@@ -156,23 +151,6 @@ def _home(fn: Callable[..., object]) -> str:
     return str(getattr(fn, "__module__", None))
 
 
-_WAITING = contextlib.__file__, checkpoint.__file__
-
-
-def end_waiting(errors: Iterable[BaseException]) -> None:
-    """Ends contexts that errors have left half way, and those of torch.utils.checkpoint, which stay before torch 2.13.
-
-    Each would end when somebody lets go of the error, and take away what may be another's by then.
-    """
-    frames = [frame for error in errors for frame in reversed(frames_of(error))]
-    for frame in frames:
-        for value in [*frame.f_locals.values()] if frame.f_code.co_filename in _WAITING else ():
-            value = value.gen if isinstance(value, contextlib._GeneratorContextManager) else value
-            if isinstance(value, types.GeneratorType) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED:
-                with contextlib.suppress(Exception):
-                    value.close()
-
-
 @contextlib.contextmanager
 def putting_away(
     what: str, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
@@ -196,19 +174,6 @@ def putting_away(
 def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
     """Inside, autograd's own engine pulls back, as torch.func has it do."""
     return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
-
-
-def note_state() -> Callable[[], None]:
-    """Notes this thread's hooks, and whether they work; what it returns puts that back."""
-    enabled, innermost = _C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True)
-
-    def restore() -> None:
-        if enabled:
-            _C._saved_tensors_hooks_enable()
-        while (top := _C._top_saved_tensors_default_hooks(True)) is not None and top != innermost:
-            _C._pop_saved_tensors_default_hooks()
-
-    return restore
 
 
 def node_that_runs() -> graph.Node | None:

@@ -335,14 +335,14 @@ def under_function_modes(modes: Sequence[object]) -> Iterator[None]:
     if [*map(id, before)] == [*map(id, modes)]:
         yield
         return
-    exchange_function_modes(len(before), modes)
+    _exchange(len(before), modes)
     try:
         yield
     finally:
-        exchange_function_modes(len(modes), before)
+        _exchange(len(modes), before)
 
 
-def exchange_function_modes(count: int, modes: Sequence[object]) -> None:
+def _exchange(count: int, modes: Sequence[object]) -> None:
     """Takes the innermost torch function modes off, and puts others on."""
     for _ in range(count):
         torch.overrides._pop_mode()  # type: ignore[attr-defined]

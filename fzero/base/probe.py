@@ -25,13 +25,12 @@ NAMES: Mapping[str, str] = {
         _len_torch_dispatch_stack _len_torch_function_stack _parse_dispatch_key _stash_obj_in_tls
         _storage_Use_Count _set_fwd_grad_enabled _will_engine_execute_node""",
     "torch._C._autograd": """
-        _get_current_graph_task_keep_graph _get_sequence_nr _pop_saved_tensors_default_hooks
+        _get_current_graph_task_keep_graph _get_sequence_nr
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled
         _top_saved_tensors_default_hooks""",
     "torch._C._functorch": """
-        CGradInterpreterPtr TransformType.Grad TransformType.Jvp get_dynamic_layer_stack_depth get_interpreter_stack
-        get_unwrapped is_batchedtensor is_functorch_wrapped_tensor maybe_current_level maybe_get_level
-        peek_interpreter_stack pop_dynamic_layer_stack pop_dynamic_layer_stack_and_undo_to_depth
+        CGradInterpreterPtr TransformType.Grad TransformType.Jvp get_interpreter_stack get_unwrapped is_batchedtensor
+        is_functorch_wrapped_tensor maybe_current_level maybe_get_level peek_interpreter_stack pop_dynamic_layer_stack
         push_dynamic_layer_stack""",
     "torch._C._nn": "flatten_dense_tensors",
     "torch._C._distributed_c10d": "_set_thread_isolation_mode",

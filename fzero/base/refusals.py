@@ -9,7 +9,6 @@ import functools
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -97,11 +96,6 @@ def is_ours(error: BaseException) -> bool:
     return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
-def frames_of(error: BaseException) -> list[FrameType]:
-    """The frames that an error has left, the innermost last."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
 @functools.lru_cache(4096)
 def is_library(path: str) -> bool:
     """Tells whether a file is this library's, torch's or Python's, and so no code of the caller's."""
@@ -160,13 +154,19 @@ def sparse(unit: str) -> str:
     )
 
 
+_INSTEAD = (
+    "Take fz.remat(step) for torch.utils.checkpoint; an autograd.Function that has setup_context; torch.func.grad for "
+    "backward(), requires_grad_() and retain_grad(); x.detach() where no gradient is wanted; torch.no_grad() for "
+    "torch.inference_mode(); a copy (x.clone()) for a write in place, x.data = y or copy.deepcopy(x); lists of numbers "
+    "for tensors whose memory is read (indices, lengths); COO or dense tensors for compressed sparse ones; Python's "
+    "own `if` and `while` for torch.cond and while_loop"
+)
+
+
 def twice(unit: str, error: BaseException) -> str:
     return (
         f"Unit {unit!r} does what torch.func refuses ({first_words(error)}), and is differentiated more than once (by "
-        "torch.func inside the step's function, fz.hvp, vmap), where torch.func runs it. Leave the operation out, or "
-        "write one in its place that torch.func takes: of torch.utils.checkpoint fz.remat(step), which recomputes "
-        "units under any derivative; of an autograd.Function one with setup_context; of tensors whose memory is read "
-        "(indices, lengths) lists of numbers; of compressed sparse tensors COO or dense ones."
+        f"torch.func inside the step's function, fz.hvp, vmap), where torch.func runs it. {_INSTEAD}."
     )
 
 
@@ -200,56 +200,15 @@ freed = (  # called with what reads
 
 # ---- of what a step's function does
 
-# what functorch refuses outside of units, and what to write instead
-_OUTSIDE = {
-    texts.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
-    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
-    "(step.vjp(state, x)), or take plain autograd: fz.tape. Models with gradient_checkpointing_enable() do so: leave "
-    "that out (gradient_checkpointing_disable()), and recompute by fz.remat(step).",
-    texts.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
-    "tensors' memory (packed sequences do; so does ctc_loss where lengths are lists: give it tensors). Make what calls "
-    "it a unit (fz.unit, also without params; units=, of a whole module by units='net' and apply(params['net'], ...)), "
-    "or take plain autograd: fz.tape.",
-    texts.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
-    "torch.func does not let. Take x.detach().clone(), make what calls it a unit (fz.unit), or take plain autograd: "
-    "fz.tape.",
-    texts.NO_COPY: "calls copy.deepcopy outside of units{place} with what leads to a param, which is computed here. "
-    "Take copies before the step runs, or x.detach().clone() of tensors.",
-    texts.WRITES_CAPTURED: "writes in place{place} to a tensor that its run does not differentiate, outside of units: "
-    "an input of integers, or a constant. Write to a copy, or give what writes one (x.clone(), inside the function), "
-    "or take the operation that is not in place (torch.distributed.reduce_scatter for reduce_scatter_tensor, on gloo).",
-    texts.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
-    "name, x = ..., or write to a copy.",
-    texts.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "
-    "x = x.detach() where no gradient is wanted; params that are not trained are said by fz.freeze.",
-    texts.RETAIN_GRAD: "calls retain_grad{place}, which torch.func does not support: there is no x.grad. Ask for "
-    "the gradient by torch.func.grad inside, or take plain autograd: fz.tape.",
-    texts.NOT_USED: "asks torch.autograd.grad for a derivative{place} that its run does not know: by an input that "
-    "its caller set requires_grad of, say, while torch.func differentiates. Take torch.func.grad or torch.func.vjp "
-    "inside, or plain autograd: fz.tape.",
-    texts.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
-    "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
-    texts.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
-    "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
-    texts.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
-    "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
-    "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
-    texts.HIGHER_ORDER: "calls a higher-order operator (torch.cond, while_loop) outside of units{place}, which "
-    "torch.func does not take. Make what calls it a unit (fz.unit), or take Python's own `if` and `while`, or "
-    "torch.where.",
-    texts.IN_INFERENCE: "computes in torch.inference_mode outside of units{place}, which torch.func does not support. "
-    "Take torch.no_grad(), which is the same to the rest of the function.",
-    texts.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
-    "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
-    "checkpoint out: fz.remat(step) recomputes units.",
-}
-
 
 def refuse_outside(error: Exception) -> None:
     """Refuses what torch refused outside of units, by the words of this library."""
-    for text, what in _OUTSIDE.items():
-        if texts.says(error, text):
-            raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
+    if texts.says(error, *texts.REFUSED, texts.WRITES_CAPTURED, texts.RETAIN_GRAD, texts.NOT_USED):
+        raise TypeError(
+            f"step: the function does what torch refuses of what is differentiated{place_of(error)}: "
+            f"{first_words(error)}. {_INSTEAD}. Or make what does it a unit (fz.unit, also without params), which "
+            "plain autograd runs."
+        ) from error
     if texts.says(error, texts.WRITES_LEAF):
         raise ValueError(
             "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "

@@ -1,4 +1,4 @@
-"""Torch's own state of a thread, noted and put back: levels, modes, autocast; the private parts of torch for it."""
+"""Torch's own state of a thread: its modes, and what is made under them; the private parts of torch for it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,10 @@ import torch
 from fzero.base import private
 
 _run_backward: Any = torch.autograd.graph._engine_run_backward  # which lets compiled code see this thread's settings
-_functorch = torch._C._functorch  # type: ignore[attr-defined]
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 FORWARD_ENABLED, SET_FORWARD_ENABLED = torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-
-
-def note_state() -> Callable[[], None]:
-    """Notes torch's own state of this thread; what it returns puts it back."""
-    modes, grad, depth = private.function_modes(), torch.is_grad_enabled(), _functorch.get_dynamic_layer_stack_depth()
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
-
-    def restore() -> None:
-        if _functorch.get_dynamic_layer_stack_depth() > depth:
-            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        torch.set_grad_enabled(grad)
-        private.exchange_function_modes(len(private.function_modes()), modes)
-        for kind, enabled, dtype in casts:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(cached)
-        for _ in range(_autocast_nesting() - nesting):
-            torch.autocast_decrement_nesting()
-
-    return restore
 
 
 def run_backward(
@@ -58,11 +36,6 @@ def run_backward(
         accumulate_grad=False,
     )
     return found
-
-
-def _autocast_nesting() -> int:
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

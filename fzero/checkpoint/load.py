@@ -11,7 +11,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
-from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed, filled
@@ -95,7 +94,7 @@ def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tup
         return asked()
 
     wanted = agreed(step.axis(), check)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         axis, place = step.axis().of_component(step.name), wanted.place
         everyone = Everyone(axis)
         manifest = agreed(axis, lambda: read_manifest(place))

@@ -10,7 +10,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
-from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.copies import need_same
@@ -78,7 +77,7 @@ def save_dcp(
         return folder_of(path, "compat.save_dcp")
 
     folder = agreed(axis, asked)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         writing = agreed(axis, lambda: Writing(folder, state, model, optim))
         axis.check_same(
             f"{folder}\ncomponent {axis.who}\n{writing.known} update {state.step} seed {state.seed}",

@@ -11,7 +11,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
-from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.copies import copies_of, need_same
@@ -223,7 +222,7 @@ def save_safetensors(
         return folder_of(path, "save_safetensors"), need_int(shard_bytes, who, "shard_bytes", "a number of bytes", 1)
 
     target, most = agreed(axis, asked)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most))
         of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
         said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])

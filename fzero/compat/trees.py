@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed, filled
@@ -135,7 +134,7 @@ def loaded(
         optim: whether the moments go on.
     """
     wanted, seed = agreed(step.axis(), asked)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
         everyone, origin = Everyone(axis), None
         try:

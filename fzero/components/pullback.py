@@ -7,7 +7,6 @@ from typing import Any
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
-from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants, told
 from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
@@ -62,11 +61,10 @@ class PipelinePullback:
             return pieces[microbatch]
 
         try:
-            with as_found():
-                call.run(verb, _goes_back, asked, retain_graph)
-                factor = call.known(lambda: times[0])
-                grads = call.grads(factor)
-                cotangents = call.input_cotangents(self._inputs, factor)
+            call.run(verb, _goes_back, asked, retain_graph)
+            factor = call.known(lambda: times[0])
+            grads = call.grads(factor)
+            cotangents = call.input_cotangents(self._inputs, factor)
         finally:
             if call.is_intact:  # also after an error: of a wrong cotangent, for one
                 self._call = call

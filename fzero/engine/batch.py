@@ -11,7 +11,6 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.follow import any_follows, follows, is_transformed
-from fzero.base.interrupts import as_found
 from fzero.comm.linear import meaned
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.carry import Carry
@@ -278,17 +277,16 @@ class Pullback:
         need_bool(retain_graph, "pullback", "retain_graph")
         need_bool(create_graph, "pullback", "create_graph")
         need_derivatives("pullback")
-        with as_found():
-            pieces, times = self._pieces(cotangent)
-            total: Sums | None = None
-            pulled = []
-            for run, piece in zip(self._runs, pieces, strict=True):
-                grads, cotangents = run.pull(piece, retain_graph, create_graph)
-                total = sum_of(total, grads)
-                pulled.append(self._carry.of_inputs(cotangents))
-            self._compare()
-            flat = self._flat(pulled, times)
-            return self._grads(total, times), by_input(self._spec, flat)
+        pieces, times = self._pieces(cotangent)
+        total: Sums | None = None
+        pulled = []
+        for run, piece in zip(self._runs, pieces, strict=True):
+            grads, cotangents = run.pull(piece, retain_graph, create_graph)
+            total = sum_of(total, grads)
+            pulled.append(self._carry.of_inputs(cotangents))
+        self._compare()
+        flat = self._flat(pulled, times)
+        return self._grads(total, times), by_input(self._spec, flat)
 
     def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
         """The first half of a pullback: the input cotangents, the same bits as a call returns.
@@ -320,14 +318,13 @@ class Pullback:
         """
         need_bool(retain_graph, "pullback.inputs", "retain_graph")
         need_derivatives("pullback")
-        with as_found():
-            pieces, times = self._pieces(cotangent)
-            pairs = zip(self._runs, pieces, strict=True)
-            pulled = [self._carry.of_inputs(run.pull_inputs(piece, retain_graph)) for run, piece in pairs]
-            self._compare()
-            flat = self._flat(pulled, times)
-            self._times = times
-            return by_input(self._spec, flat)
+        pieces, times = self._pieces(cotangent)
+        pairs = zip(self._runs, pieces, strict=True)
+        pulled = [self._carry.of_inputs(run.pull_inputs(piece, retain_graph)) for run, piece in pairs]
+        self._compare()
+        flat = self._flat(pulled, times)
+        self._times = times
+        return by_input(self._spec, flat)
 
     def params(self) -> Sharded:
         """The second half of a pullback: the grads, the same bits as a call returns.
@@ -339,14 +336,13 @@ class Pullback:
             RuntimeError: there is no first half, or its second half has been called already. Call `inputs` first.
         """
         need_derivatives("pullback")
-        with as_found():
-            times, self._times = self._times, None
-            if times is None:
-                raise RuntimeError(no_first_half("this forward"))
-            total: Sums | None = None
-            for run in self._runs:
-                total = sum_of(total, run.pull_params())
-            return self._grads(total, times)
+        times, self._times = self._times, None
+        if times is None:
+            raise RuntimeError(no_first_half("this forward"))
+        total: Sums | None = None
+        for run in self._runs:
+            total = sum_of(total, run.pull_params())
+        return self._grads(total, times)
 
     def _pieces(self, cotangent: object) -> tuple[list[object], Number]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""

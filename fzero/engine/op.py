@@ -20,9 +20,8 @@ from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
-from fzero.base.recording import Recording
 from fzero.base.refusals import noted
-from fzero.base.replay import Keeping, Replaying
+from fzero.base.replay import Keeping, Recording, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
@@ -221,7 +220,7 @@ class UnitOp(PulledOp):
                 else:
                     out = self._called(self.unit_fn, leaves, tensors[count:])
             if traced is not None:
-                self._has_run(traced, out, [x for x in tensors[count:] if x.requires_grad])
+                self._has_run(traced, [x for x in tensors[count:] if x.requires_grad])
             put = self._let_out(out, leaves, tensors[count:], fulls)
         finally:
             SET_GRAD_ENABLED(enabled)
@@ -336,32 +335,25 @@ class UnitOp(PulledOp):
             if self.signature.named and self._saved is None:
                 self.traversal.named.append(None)
             return None
-        if not (again := isinstance(self._saved, Named)):
-            self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
-        assert isinstance(self._saved, Named)
-        return self._saved.second(given, self._first is None) if again else self._saved.first(given)
+        if isinstance(self._saved, Named):
+            return self._saved.second(given) if self._first is None else None  # which compares all operations
+        self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
+        return self._saved.first(given)
 
-    def _has_run(
-        self, run: Recording | Keeping | Replaying, out: Sequence[object], inputs: Sequence[torch.Tensor]
-    ) -> None:
-        signature = self.signature
+    def _has_run(self, run: Recording | Keeping | Replaying, inputs: Sequence[torch.Tensor]) -> None:
         if isinstance(run, Replaying):
-            if run.plan is not None and not run.is_followed():
+            if run.differs():
                 what = "calls other operations when it runs again, with the same arguments (fz.remat with names)"
                 raise noted(refusal(f"Unit {self.unit!r}", Impure(what, None, _SAME), self._defined))
             return
         assert isinstance(self._saved, Named)
         self.traversal.named.append({*run.names})
-        outputs = [x for x in out if isinstance(x, torch.Tensor)]
         if isinstance(run, Recording):
-            run.end(outputs)
-            signature.plan = run.planned(self._names.all)
+            self.signature.plan = run.planned(self._names.all)
             look = looking.get()
             if look is not None:
                 look(Unit(self.unit, run, inputs))
-        elif not run.is_followed():
-            signature.plan = None  # it branches: the next one shows what this does
-        self._saved.keep(run, outputs)
+        self._saved.keep(run)
 
 
 def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:

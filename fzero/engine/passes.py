@@ -12,7 +12,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.ambient import without_fast_attention
 from fzero.base.follow import is_transformed
-from fzero.base.interrupts import as_found
 from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
@@ -102,26 +101,25 @@ class Passes:
         """
         assert microbatch not in self._runs, f"microbatch {microbatch} was run before"
         several = self.count > 1
-        with as_found():
-            seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
-            chosen = frozenset(wanted)
-            run = run_of(
-                self._leaves,
-                self._step,
-                self._state,
-                inputs,
-                chosen,
-                seed,
-                scale,
-                unreduced=self._unreduced,
-                alone=False,  # other runs wait for their pullbacks meanwhile
-                partial=several,
-                mask=self.counts.mask(microbatch),
-            )
-            self._forwards += 1
-            if self._forwards == self.count:
-                self._leaves = None  # which are no one's but the runs' now
-            self._scalars += scalars_in(run.outputs)
+        seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
+        chosen = frozenset(wanted)
+        run = run_of(
+            self._leaves,
+            self._step,
+            self._state,
+            inputs,
+            chosen,
+            seed,
+            scale,
+            unreduced=self._unreduced,
+            alone=False,  # other runs wait for their pullbacks meanwhile
+            partial=several,
+            mask=self.counts.mask(microbatch),
+        )
+        self._forwards += 1
+        if self._forwards == self.count:
+            self._leaves = None  # which are no one's but the runs' now
+        self._scalars += scalars_in(run.outputs)
         self._runs[microbatch], self._specs[microbatch] = run, pytree.flatten(tuple(inputs))[1]
         outputs, aux = run.outputs, run.aux
         run.outputs = run.aux = None
@@ -129,30 +127,27 @@ class Passes:
 
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
-        with as_found():
-            run = self._runs[microbatch]
-            into = self._total if microbatch == self._next else None
-            grads, flat = run.pull(cotangent, retain_graph, into=into)
-            self._pulled(microbatch, run)
-            self._add(microbatch, grads)
-            return by_input(self._specs[microbatch], flat)
+        run = self._runs[microbatch]
+        into = self._total if microbatch == self._next else None
+        grads, flat = run.pull(cotangent, retain_graph, into=into)
+        self._pulled(microbatch, run)
+        self._add(microbatch, grads)
+        return by_input(self._specs[microbatch], flat)
 
     def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
         """`backward` in two: the inputs' cotangents, and what goes on from there, in the order of microbatches."""
-        with as_found():
-            run = self._runs[microbatch]
-            if not isinstance(run, PlainRun):
-                return self.backward(microbatch, cotangent), lambda: None
+        run = self._runs[microbatch]
+        if not isinstance(run, PlainRun):
+            return self.backward(microbatch, cotangent), lambda: None
         return self.inputs(microbatch, cotangent), functools.partial(self.params, microbatch)
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""
-        with as_found():
-            run = self._runs[microbatch]
-            flat = run.pull_inputs(cotangent, retain_graph)
-            self._pulled(microbatch, run)
-            self._half[microbatch] = run
-            return by_input(self._specs[microbatch], flat)
+        run = self._runs[microbatch]
+        flat = run.pull_inputs(cotangent, retain_graph)
+        self._pulled(microbatch, run)
+        self._half[microbatch] = run
+        return by_input(self._specs[microbatch], flat)
 
     def _pulled(self, microbatch: int, run: Run | PlainRun) -> None:
         """Forgets a run that cannot be pulled back again; after an error, such as of a wrong cotangent, it can."""
@@ -161,9 +156,8 @@ class Passes:
 
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""
-        with as_found():
-            into = self._total if microbatch == self._next else None
-            self._add(microbatch, self._half.pop(microbatch).pull_params(into))
+        into = self._total if microbatch == self._next else None
+        self._add(microbatch, self._half.pop(microbatch).pull_params(into))
 
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""
@@ -182,10 +176,9 @@ class Passes:
         total = self._total
         assert self._next == self.count and total is not None, f"{self._next} of {self.count} were pulled back"
         scalars, self._scalars = self._scalars, []
-        with as_found():
-            need_alike(self._like.axis, scalars, "pullback")
-            if self._unreduced:
-                reduce_whole(self._state.params, total)
+        need_alike(self._like.axis, scalars, "pullback")
+        if self._unreduced:
+            reduce_whole(self._state.params, total)
 
     def grads(self, times: float = 1.0) -> Sharded:
         """The gradients of all microbatches, which have been reduced.
@@ -195,9 +188,8 @@ class Passes:
         """
         total, self._total, self._next = self._total, None, 0
         assert total is not None
-        with as_found():
-            if times != 1.0 and self._at_once:  # as `step(...)` does; its pullback divides
-                return grads_of(self._step, self._state, as_grads(self._like.layout, total), times)
-            if times != 1.0:
-                total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-            return self._like.with_buffers(as_grads(self._like.layout, total))
+        if times != 1.0 and self._at_once:  # as `step(...)` does; its pullback divides
+            return grads_of(self._step, self._state, as_grads(self._like.layout, total), times)
+        if times != 1.0:
+            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
+        return self._like.with_buffers(as_grads(self._like.layout, total))

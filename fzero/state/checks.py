@@ -14,7 +14,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated, jitting
 from fzero.base.follow import below_unless, is_transformed
-from fzero.base.interrupts import as_found
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
 from fzero.state.sharded import entries_of, is_sharded
 from fzero.stores.disk import Disk
@@ -47,7 +46,7 @@ def open_to_transforms(who: str, **arguments: object) -> Iterator[Any]:
     """Around what a transform may go on through: gives whether one does, and the arguments, else constants."""
     follows = goes_on(*arguments.values())
     given = list(arguments.values()) if follows else constants(who, **arguments)
-    with as_found(), private.of_normal_tensors(), below_unless(follows):
+    with private.of_normal_tensors(), below_unless(follows):
         yield follows, *given
 
 

@@ -11,7 +11,6 @@ import torch
 from fzero.base import pages, private
 from fzero.base.arguments import named, need_int, need_str, renamed, wrong
 from fzero.base.follow import any_follows
-from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -70,7 +69,7 @@ def stream(
     if not isinstance(tree, Sharded):
         raise wrong(who, "tree", tree, "state.params, or a tree like it, such as state.extra['ema']")
     (tree,) = constants(who, tree=tree)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with private.of_normal_tensors(), private.below_transforms():
         check_buffers(who, "the tree", tree)
         forms = [f"{path}: {tree.format(tree.layout.key_of[path][0]).dtype}" for path in tree]
         followed = any_follows(entries_of(tree))
@@ -107,7 +106,7 @@ def _in_step(leaves: Iterator[Leaf], kept: bool) -> Leaves:
 
 
 def _next(leaves: Iterator[Leaf]) -> Leaf | None:
-    with as_found(), private.of_normal_tensors(), private.below_transforms(), torch.no_grad():
+    with private.of_normal_tensors(), private.below_transforms(), torch.no_grad():
         return next(leaves, None)
 
 

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from fzero.base import private
-from fzero.base.interrupts import as_found
 from fzero.base.refusals import noting
 from fzero.formats.formats import Format, Plain, Stored
 
@@ -83,8 +82,7 @@ class Away:
 
     def read(self) -> torch.Tensor:
         """A copy on the device."""
-        with as_found():
-            return self.start_read()()
+        return self.start_read()()
 
     def shown(self, copy: torch.Tensor) -> torch.Tensor:
         """A copy for somebody who may write to it: nobody would see that, so the next one to read this is told."""
@@ -187,8 +185,7 @@ class Placed:
         """Its parts on the device, for somebody who may write to them."""
         if not self.away:
             return Stored(self.format, self.start()().parts)
-        with as_found():
-            parts = zip(self.parts, self.start()().parts, strict=True)
+        parts = zip(self.parts, self.start()().parts, strict=True)
         return Stored(self.format, tuple([x.shown(copy) if isinstance(x, Away) else copy for x, copy in parts]))
 
 

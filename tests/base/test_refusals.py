@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_torchs_refusals_are_said_in_other_words() -> None:
             raise RuntimeError(words)
         return caught.value
 
-    with pytest.raises(TypeError, match=r"calls backward\(\) outside of units.*fz\.unit"):
+    with pytest.raises(TypeError, match=r"backward\(\) called inside a functorch transform.*fz\.unit"):
         refusals.refuse_outside(refused(texts.BACKWARD))
     with pytest.raises(ValueError, match="memory was given back"):
         refusals.refuse_outside(refused(texts.FREED[0]))
@@ -49,7 +51,8 @@ def test_what_torch_raises_in_a_mode_of_ours_is_torchs() -> None:
     """Where a mode of fzero passes a call on, its frame is among the last."""
     with pytest.raises(RuntimeError) as caught, look.Look({}):
         torch.dot(torch.ones(2), torch.ones(3))
-    assert any(frame.f_globals["__name__"] == look.__name__ for frame in refusals.frames_of(caught.value))
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert any(frame.f_globals["__name__"] == look.__name__ for frame in frames)
     assert not refusals.is_ours(caught.value)
     with pytest.raises(TypeError, match="expected True or False") as own:
         need_bool(1, "here", "it")
