@@ -158,22 +158,23 @@ class Traversal:
         if self.late is not None:
             self.late.append((key, list(cotangents)))
             return None
-        if self.delivery is not None and self.delivery.used is not None:
-            self.delivery.note(key, cotangents)
-        own = [None] * len(cotangents) if self.mask.masked else cotangents
-        if self.delivery is not None and self.delivery.add_into(key, own):
+        delivery, use = self.delivery, self.uses[key]
+        if delivery is not None and delivery.used is not None:
+            delivery.note(key, cotangents)
+        own = [None] * len(cotangents) if self.mask.counts is not True and self.mask.masked else cotangents
+        if delivery is not None and delivery.into and delivery.add_into(key, own):
             return None
         self.schedule.make_room(key)
-        full = self.layout.groups[key].full_of(own, self.uses[key].wire, self.uses[key].device)
+        full = self.layout.groups[key].full_of(own, use.wire, use.device)
         if isinstance(cotangents, list):
             cotangents.clear()
-        if self.delivery is not None:
-            self.delivery.add(key, full)
+        if delivery is not None:
+            delivery.add(key, full)
             return None
         arrived: list[torch.Tensor] = []
         self.schedule.reduce(key, full, arrived.append)
         self.schedule.finish_reductions()
-        return arrived[0].to(self.uses[key].reduce)
+        return arrived[0].to(use.reduce)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
