@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fzero.base import private
 from fzero.base.ambient import default_dtype, functions_seen
-from fzero.base.context import averaged, during
+from fzero.base.context import averaged, during, within
 from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
@@ -95,20 +96,17 @@ class PulledOp(CalledOp):
                 flat += leaves
                 sizes.append((key, len(leaves)))
             inputs = list(pull.inputs.values())
+            around = [pull.surroundings()] if pull.surroundings is not None else []
             if keep and self.signature.compiles:
-                with private.without_donation():
-                    found = self._pulled(pull, flat, inputs, cotangents, keep)
-            elif pull.surroundings is not None:
-                with pull.surroundings():
-                    found = self._pulled(pull, flat, inputs, cotangents, keep)
-            else:
-                found = self._pulled(pull, flat, inputs, cotangents, keep)
+                around = [private.without_donation()]
+            run = functools.partial(self._pulled, pull, flat, inputs, cotangents, keep)
+            found = within(around, run) if around else run()
             if not self.signature.pulled:
                 need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
                 self.signature.pulled = True
             if self._inputs is not None or self._saved is not None:
                 self._leave()  # of what does not lead to these outputs
-            del flat, inputs
+            del flat, inputs, run
             # what the unit does not depend on has none: zeros would meet infinite derivatives before it
             out: dict[int, torch.Tensor] = {}
             for i in reversed(pull.inputs):
@@ -183,7 +181,7 @@ class PulledOp(CalledOp):
             if activations is not None:
                 activations.start()
         if self.recompute:
-            self.traversal.schedule.gather_ahead(tuple(self.keys))
+            self.traversal.schedule.gather_ahead(self.keys)
         elif self._pull is not None:
             for key, full in self._fulls.items():
                 if key not in self._arriving:
@@ -193,7 +191,7 @@ class PulledOp(CalledOp):
         """Starts to bring to the device what the gather of this call will begin with."""
         node = self.node() if self.node is not None else None
         if node is not None and private.will_run(node) and (self.recompute or self._pull is not None):
-            self.traversal.schedule.fetch_ahead(tuple(self.keys if self.recompute else self._fulls))
+            self.traversal.schedule.fetch_ahead(self.keys if self.recompute else [*self._fulls])
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
