@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from fzero.engine.named import Named
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
-from fzero.engine.weights import pull_first
 from fzero.table.layout import Key
 
 
@@ -99,8 +97,8 @@ class PulledOp(CalledOp):
             around = [pull.surroundings()] if pull.surroundings is not None else []
             if keep and self.signature.compiles:
                 around = [private.without_donation()]
-            run = functools.partial(self._pulled, pull, flat, inputs, cotangents, keep)
-            found = within(around, run) if around else run()
+            run = functools.partial(gradients, pull.outputs, [*flat, *inputs], cotangents, keep)
+            found = list(within(around, run) if around else run())
             if not self.signature.pulled:
                 need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
                 self.signature.pulled = True
@@ -126,21 +124,6 @@ class PulledOp(CalledOp):
             if not ends:
                 self.forget()
             return out
-
-    def _pulled(
-        self,
-        pull: Pull,
-        leaves: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor | None],
-        keep: bool,
-    ) -> list[Any]:
-        """The cotangents of its leaves and inputs; of leaves they may be those to be computed later."""
-        if self.traversal.late is None:
-            return list(gradients(pull.outputs, [*leaves, *inputs], cotangents, keep))
-        waits = not self.traversal.hooks.any()
-        own, wanted_now = pull_first(pull.outputs, cotangents, leaves, inputs, waits, keep)
-        return [*own, *wanted_now]
 
     def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
         enabled, dtype = self.autocast
