@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -46,11 +47,6 @@ proves: contextvars.ContextVar[bool] = variable("proves", True)
 of_one_leaf: contextvars.ContextVar[str] = variable("of_one_leaf", "")
 
 
-def values_here() -> list[tuple[contextvars.ContextVar[Any], object]]:
-    """The context variables of others that have values here, and what those are."""
-    return [(x, value) for x, value in contextvars.copy_context().items() if not x.name.startswith(_OURS)]
-
-
 def in_differentiated() -> bool:
     """Tells whether a step's function runs that plain autograd, at least, differentiates."""
     return in_function.get() and torch.is_grad_enabled()
@@ -67,6 +63,14 @@ class during(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.variable.reset(self.token)
+
+
+def within(contexts: Sequence[AbstractContextManager[object]], run: Callable[[], T]) -> T:
+    """`run()` inside of these, the first of which is the outermost."""
+    if not contexts:
+        return run()
+    with contexts[0]:
+        return within(contexts[1:], run)
 
 
 # the steps of a function of states that is traced into a graph, in which no value decides anything; None elsewhere

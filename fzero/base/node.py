@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run 
 
 def first_order() -> bool:
     """Tells whether nothing else differentiates what runs now: then a pullback may take its cheap, final form."""
-    return not torch.is_grad_enabled() and private.level() == 0
+    return not torch.is_grad_enabled() and private.innermost() is None
 
 
 def final() -> bool:
@@ -194,7 +195,7 @@ class Node(torch.autograd.Function):
         token, enabled = depth.set(depth.get() + 1), FORWARD_ENABLED()
         SET_FORWARD_ENABLED(True)  # which a Function's forward is without
         try:  # detached, or a graph inside would lead outside
-            return op.run(tuple([x.detach() for x in tensors]), wanted)
+            return op.run(tuple(map(torch.Tensor.detach, tensors)), wanted)
         finally:
             SET_FORWARD_ENABLED(enabled)
             depth.reset(token)
@@ -211,7 +212,7 @@ class Node(torch.autograd.Function):
             ctx.save_for_forward(*tensors)
         real = [i for i, x in enumerate(output) if is_real(x)] if op.real is None else op.real
         ctx.op, ctx.count, ctx.outputs, ctx.real = op, len(tensors), len(output), real
-        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in real]
+        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in real] if op.reduced else []
         if len(real) < len(output):
             ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in real])
         ctx.set_materialize_grads(False)
@@ -219,9 +220,9 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         count = ctx.count
-        real: object = tuple([cotangents[i] for i in ctx.real])
+        real = tuple(map(cotangents.__getitem__, ctx.real))
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
-        wanted = [i for i in range(count) if needs[i]]
+        wanted = list(itertools.compress(range(count), needs))
         found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
         if found is None:
             tensors = _saved(ctx)
@@ -239,7 +240,7 @@ class Node(torch.autograd.Function):
             # zeros would meet infinite derivatives before
             kept = [i for i in wanted if i not in transposed.unused and (some or i < ctx.op.reduced)]
             found = {i: g for i, g in zip(wanted, out, strict=True) if i in kept}
-        return (None, None, *[found.get(i) for i in range(count)])
+        return (None, None, *map(found.get, range(count)))
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -192,12 +192,12 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     while True:
-        alive = is_wrapped(tensor)
-        if (alive or not is_wrapper(tensor)) and (tensor.requires_grad or is_dual(tensor, max(level_of(tensor), 0))):
+        wraps, at = _functorch.is_functorch_wrapped_tensor(tensor), _functorch.maybe_get_level(tensor)
+        if (at > 0 or not wraps) and (tensor.requires_grad or is_dual(tensor, max(at, 0))):
             return True
-        if not is_wrapper(tensor):
+        if not wraps:
             return False
-        tensor = inner(tensor)
+        tensor = _functorch.get_unwrapped(tensor)
 
 
 def node_of(ctx: object) -> object:
@@ -205,14 +205,14 @@ def node_of(ctx: object) -> object:
     return getattr(ctx, "_pt_inner_ctx", ctx)
 
 
-def will_run(node: object) -> bool:
-    """Inside a backward: whether the running pass will come to this node of the graph."""
-    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+# inside a backward: whether the running pass will come to a node of the graph
+will_run: Callable[[object], bool] = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 
 
 def transforms() -> bool:
     """Tells whether any transform is active here: a functorch level, or forward-mode AD."""
-    return _functorch.peek_interpreter_stack() is not None or forward_mode()
+    forward = torch.autograd.forward_ad._current_level >= 0 and not _shared_level
+    return forward or _functorch.peek_interpreter_stack() is not None
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:
@@ -292,9 +292,10 @@ def without_dead_wrappers() -> AbstractContextManager[object]:
     return torch._C._ExcludeDispatchKeyGuard(_WRAPPERS)  # type: ignore[attr-defined]
 
 
-def keeps_graph() -> bool:
-    """Inside a backward: whether the running pass was asked to retain its graph."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+# inside a backward: whether the running pass was asked to retain its graph
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+# the innermost functorch level that is active; None where there is none
+innermost: Callable[[], object] = _functorch.peek_interpreter_stack
 
 
 def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:

@@ -207,8 +207,8 @@ class Pullback:
 
     Call it: `grads, input_cotangents = pullback(cotangent)`. Or in two halves: `pullback.inputs(cotangent)` now, for
     those who wait for the input cotangents, and `pullback.params()` later. The products that give gradients of the
-    weights of linear layers, about half of the work, are in the second half: in an unsharded step, and in units whose
-    params are gathered or that run again. No product is done twice.
+    weights of linear layers, about half of the work, are in the second half of an unsharded step. No product is done
+    twice.
 
     All ranks of the step call it, in the same order. A pullback holds activations until it is called or dropped.
 
@@ -292,9 +292,9 @@ class Pullback:
         """The first half of a pullback: the input cotangents, the same bits as a call returns.
 
         What the second half needs is kept: of a linear layer its input and the cotangent of its output. All else is
-        pulled back now, and its grads are kept: weights that are used more than once, convolutions, compiled units,
-        ZeRO-1 and 2, and whatever a transform of `torch.func` differentiates around this. The halves of several
-        pullbacks may alternate, in the same order on all ranks.
+        pulled back now, and its grads are kept: weights that are used more than once, convolutions, what is sharded,
+        units that are recomputed or compiled, and whatever a transform of `torch.func` differentiates around this. The
+        halves of several pullbacks may alternate, in the same order on all ranks.
 
         Args:
             cotangent: as for a call. You may write to its tensors afterwards.

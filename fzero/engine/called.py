@@ -15,7 +15,7 @@ from fzero.base.context import during, in_function
 from fzero.base.node import Op
 from fzero.base.places import definition_of
 from fzero.base.refusals import noted
-from fzero.engine.outlets import TAKES, Leaving, alike, leaving
+from fzero.engine.outlets import Recipe, Takes, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
 from fzero.purity.look import Impure, refusal
@@ -38,7 +38,8 @@ class CalledOp(Op):
     _eager: Callable[..., object]
     _flat: Sequence[object]  # its arguments, flat
     _spec: pytree.Spec
-    _leaving: Leaving | None = None  # of its first run
+    _takes: Takes | None = None  # how tensors left its first run
+    _recipes: Sequence[Recipe] = ()
     _spec_out: pytree.Spec
     _notes: Notes | None  # of what varies over an axis, where the function around it is followed
     _noted: Sequence[Mark | None]  # how its tensors vary
@@ -66,7 +67,7 @@ class CalledOp(Op):
             if index is not None:
                 numbers[id(x)] = index
             filled[place] = x
-        args, kwargs = pytree.unflatten(self._spec, filled)
+        args, kwargs = cast(Any, self._spec.unflatten(filled))
         inner = changing((args, kwargs)) if signature.carriers else []
         own, others = collecting.OfUnit(), collecting.inside() if signature.collectors else None
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
@@ -151,14 +152,14 @@ class CalledOp(Op):
         fulls: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
         """The tensors that leave the node: as those of its first run did."""
-        if self._leaving is not None:
-            return [TAKES[how](out[i]) for how, i in self._leaving.takes]  # type: ignore[arg-type]
-        outer = [self._flat[place] for place in self.signature.tensors]
+        if self._takes is not None:
+            return [out[i].clone() if copied else out[i] for i, copied in self._takes]  # type: ignore[attr-defined]
+        outer: Any = list(map(self._flat.__getitem__, self.signature.tensors))
         try:
-            self._leaving = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)  # type: ignore[arg-type]
+            put, self._takes, self._recipes = leaving(out, inputs, outer, leaves.values(), fulls, self.signature.grad)
         except Impure as error:
             raise noted(refusal(f"Unit {self.unit!r}", error)) from None
-        return self._leaving.tensors
+        return put
 
     def _outside(self, out: Sequence[torch.Tensor], carriers: Sequence[object]) -> object:
         """The call's result, of what its node has put out.
@@ -166,12 +167,13 @@ class CalledOp(Op):
         Args:
             carriers: the objects among its arguments whose content the function may have changed.
         """
-        assert self._leaving is not None
-        result = [recipe.outside(out) for recipe in self._leaving.recipes]
-        self._leaving.recipes, self._leaving.tensors = [], []
+        result: list[object] = []
+        for recipe in self._recipes:
+            result.append(out[recipe] if isinstance(recipe, int) else recipe.outside(out))
+        self._recipes = ()
         if (known_marks := self._notes) is not None:
             hand_on(known_marks, self._marks, [x for x in result if isinstance(x, torch.Tensor)])
-        made = pytree.unflatten(self._spec_out, result)
+        made: Any = self._spec_out.unflatten(result)
         if self.signature.collects:
             made, taken = made
             if taken is not None:

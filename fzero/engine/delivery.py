@@ -10,6 +10,7 @@ some use is not, as nothing that is differentiated depends on it, is handed on a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -79,7 +80,7 @@ class Delivery:
             full = full.add_(earlier) if full.dtype == earlier.dtype else earlier + full
         self._under_way.add(key)
         self._left[key] -= 1
-        self.schedule.reduce(key, full, lambda shard: self._arrived(key, shard))
+        self.schedule.reduce(key, full, functools.partial(self._arrived, key))
 
     def _arrived(self, key: Key, shard: torch.Tensor) -> None:
         self._under_way.discard(key)
@@ -88,11 +89,10 @@ class Delivery:
             self._deliver(key)
 
     def _add_up(self, key: Key, shard: torch.Tensor) -> None:
-        if key not in self._sums:
-            self._sums[key] = shard
-        else:
-            total, dtype = self._sums[key], self.schedule.uses[key].reduce
-            self._sums[key] = (total if total.dtype == dtype else total.to(dtype)).add_(shard)
+        total = self._sums.get(key)
+        if total is not None:
+            shard = total.to(self.schedule.uses[key].reduce).add_(shard)
+        self._sums[key] = shard
 
     def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]

@@ -12,7 +12,7 @@ import torch
 from fzero.base import collecting, hooks, private, pytree, texts
 from fzero.base.carriers import changing, flatten, flatten_first
 from fzero.base.collecting import open_here
-from fzero.base.context import during, proves
+from fzero.base.context import during, proves, within
 from fzero.base.places import definition_of
 from fzero.base.random import seeded
 from fzero.base.refusals import is_ours, noted
@@ -58,7 +58,8 @@ def call_unit(
     acts = traversal is not None and traversal.acts
     if acts or seed is not None:
         assert traversal is not None
-        if acts and traversal.depth() > 1:
+        transformed = private.transforms()
+        if acts and transformed and traversal.depth() > 1:
             args, kwargs = leaves_below((args, dict(kwargs)))
         flat, spec = flatten((args, kwargs))
         owner = None
@@ -67,7 +68,8 @@ def call_unit(
                 owner = x.owner
                 break
         if owner is not None or seed is not None:
-            return _as_node(owner or traversal, fn, args, kwargs, flat, spec, seed, compilable, around, prove)
+            run = owner or traversal
+            return _as_node(run, fn, args, kwargs, flat, spec, transformed, seed, compilable, around, prove)
     node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around, prove=prove)
     return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs, prove=prove)
 
@@ -79,12 +81,13 @@ def _as_node(
     kwargs: Mapping[str, object],
     flat: Sequence[Any],
     spec: pytree.Spec,
+    transformed: bool,
     seed: int | None,
     compilable: Callable[..., object] | None,
     around: Around | None,
     prove: bool,
 ) -> object:
-    schedule, transformed, look = traversal.schedule, private.transforms(), looking.get()
+    schedule, look = traversal.schedule, looking.get()
     known: list[Signature] = schedule.signatures()  # type: ignore[assignment]
     signature = None
     for each in known:
@@ -103,13 +106,18 @@ def _as_node(
             signature.plan, signature.repeated = before.plan, before.repeated
         need_made_again(signature.unit, fn, spec, flat)
     run = (compilable or compiled(fn)) if signature.compiles else fn
-    number = schedule.called(signature.keys)
     carriers = changing((args, kwargs)) if signature.carriers else ()
     own_seed = traversal.next_seed() if seed is None else seed
+
+    def applied() -> tuple[int, object]:
+        op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed)
+        return op.number, op.applied(carriers)
+
+    around_it: list[contextlib.AbstractContextManager[object]] = [] if look is None else [beside()]
+    if signature.casts != traversal.table.outside:
+        around_it.append(autocast_to(traversal, signature.casts))
     try:
-        with beside() if look is not None else _NOTHING, autocast_to(traversal, signature.casts):
-            op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed, number)
-            result = op.applied(carriers)
+        number, result = within(around_it, applied) if around_it else applied()
     except Exception as error:
         if is_ours(error):
             noted(error)
@@ -125,11 +133,8 @@ def _as_node(
 def autocast_to(traversal: Traversal, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """A unit's call runs under its caller's autocast, but where its rows say another dtype."""
     if dtype == traversal.table.outside:
-        return _NOTHING
+        return contextlib.nullcontext()
     return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def plain_call(

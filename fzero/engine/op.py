@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from fzero.base import hooks, private, pytree, refusals
 from fzero.base.ambient import functions_seen
-from fzero.base.context import averaged, proves
+from fzero.base.context import averaged, proves, within
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
@@ -38,6 +38,7 @@ from fzero.purity.look import Impure, refusal
 from fzero.purity.one_level import one_level
 from fzero.purity.trial import Trial
 from fzero.stores.put import DEVICE
+from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
 
@@ -52,7 +53,6 @@ class UnitOp(PulledOp):
         fn: what runs; `eager` the same without a compiler.
         flat: its arguments, flat; `spec` their structure, with this call's order of entries.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
-        number: of the call in its run.
     """
 
     # what the first run showed, if it was the first under its signature, until it has run again
@@ -68,16 +68,17 @@ class UnitOp(PulledOp):
         spec: pytree.Spec,
         around: Around | None,
         seed: int,
-        number: int,
     ) -> None:
         self.seed, self.device, self.averaged = seed, traversal.device, averaged.get()
         self.autocast = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
         self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
-        self.traversal, self.signature, self.unit_fn, self.number = traversal, signature, fn, number
+        self.traversal, self.signature, self.unit_fn = traversal, signature, fn
         self._eager = eager
-        self.keys, self.unit = list(signature.keys), signature.unit
+        self.keys, self.unit = signature.keys, signature.unit
         self.name = f"unit {self.unit!r}"
-        self.reduced = len(self.keys) if any(traversal.uses[key].axis.ranks > 1 for key in self.keys) else 0
+        for key in self.keys:
+            if traversal.uses[key].axis.ranks > 1:
+                self.reduced = len(self.keys)
         # a derivative of a derivative recomputes anyway: keep no graph for it
         self._nested = signature.depth > 1
         self._names, self._memory = signature.names, signature.memory
@@ -92,7 +93,7 @@ class UnitOp(PulledOp):
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
         transformed = signature.transformed
         self._surroundings = Surroundings(self.recompute or transformed) if signature.wanted or transformed else None
-        traversal.schedule.runs(self)
+        self.number = traversal.schedule.called(signature.keys, self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
         """The call as a pure function of stored buffers and tensors, under any derivative."""
@@ -119,8 +120,8 @@ class UnitOp(PulledOp):
         """
         flat, signature = self._flat, self.signature
         transformed = signature.transformed
-        operands = [flat[place].primal for place in signature.primals]  # type: ignore[attr-defined]
-        operands += [flat[place] for place in signature.tensors]
+        operands: list[Any] = [*map(self.traversal.tokens.__getitem__, self.keys)]
+        operands += map(flat.__getitem__, signature.tensors)
         if transformed:
             needs = private.is_differentiated if signature.grad else is_pushed
             self.wanted = [i for i, x in enumerate(operands) if needs(x)]
@@ -149,21 +150,22 @@ class UnitOp(PulledOp):
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
         # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
-        with functions_seen(self.functions) if self.signature.transformed else _NOTHING:
-            out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
+        seen = [functions_seen(self.functions)] if self.signature.transformed else ()
+        run = functools.partial(self._forward, tensors, wanted, bool(wanted), schedule.gather_next)
+        out = within(seen, run) if seen else run()
         if self.recompute:
             self._pull = None
-        if not wanted:
-            self._fulls = {}
-        elif self.recompute:
-            if schedule.is_last():
-                for key, full in self._fulls.items():
+        fulls = self._fulls
+        if fulls and wanted and schedule.is_last():  # the pullback starts with what is gathered last
+            if self.recompute:
+                for key, full in fulls.items():
                     schedule.keep(key, full)
-            self._fulls = {}
-        elif schedule.is_last():  # the pullback starts with what is gathered last
-            self._arriving = dict.fromkeys(self._fulls, done)
-        else:
+            else:
+                self._arriving = dict.fromkeys(fulls, done)
+        elif fulls and wanted and not self.recompute:
             self._empty()
+        if self.recompute or not wanted:
+            self._fulls = {}
         return out
 
     def _forward(
@@ -176,10 +178,10 @@ class UnitOp(PulledOp):
             derived: whether something differentiates this run, now or by running it again.
         """
         traversal, signature, count = self.traversal, self.signature, len(self.keys)
-        schedule, groups = traversal.schedule, traversal.layout.groups
+        schedule, groups, given = traversal.schedule, traversal.layout.groups, tensors[count:]
         self._fulls = {}
         leaves: dict[int, torch.Tensor] = {}
-        differentiated: list[list[torch.Tensor]] = []
+        differentiated: dict[Key, list[torch.Tensor]] = {}
         fulls: list[torch.Tensor] = []
         for position, key in enumerate(self.keys):
             full, own = schedule.take(key)
@@ -188,59 +190,68 @@ class UnitOp(PulledOp):
                 self._fulls[key] = full
             views = groups[key].cut(full)
             if position in wanted:
-                differentiated.append([view.requires_grad_() for view in views.values()])
+                differentiated[key] = [*map(torch.Tensor.requires_grad_, views.values())]
             leaves.update(views)
         gather_ahead()
-        inputs = {position: tensors[position] for position in wanted if position >= count}
-        for x in inputs.values():
-            x.requires_grad_()
-        entered = _versions(tensors[count:], fulls)
+        inputs: dict[int, torch.Tensor] = {}
+        for position in wanted:
+            if position >= count:
+                inputs[position] = tensors[position].requires_grad_()
+        entered = _versions(fulls, given)
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
         again = self.recompute and not signature.transformed and wanted and not signature.repeated
         tries = self._first is None and (again or not signature.proven) and signature.proves and proves.get()
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
-        alone = one_level(self.unit) if self._nested and derived and not signature.compiles else _NOTHING
+        around: list[contextlib.AbstractContextManager[object]] = []
+        if self._nested and derived and not signature.compiles:
+            around.append(one_level(self.unit))
+        saves = bool(wanted) and not self.recompute and self._memory != DEVICE
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
-            trial = None
+            trial = traced = None
             if tries:
-                with self._saving(wanted, fulls, tensors[count:], tried=True), alone:
-                    trial = self._tried(leaves, tensors[count:], memories)
-            saving, traced = self._saving(wanted, fulls, tensors[count:]), None
-            if self.signature.named:
-                traced = self._traced(wanted, [*leaves.values(), *tensors[count:]])
-            with saving, seeded(self.seed), alone, traced.here() if traced is not None else _NOTHING:
-                if trial is not None:
-                    out = self._compared(trial, leaves, tensors[count:])
-                elif self._first is not None:
-                    out = self._repeated(leaves, tensors[count:], memories)
-                else:
-                    out = self._called(self.unit_fn, leaves, tensors[count:])
+                what = f"the activations of {self.name}"  # hooks are at work as in the real run, and put nothing away
+                tried = [hooks.putting_away(what, lambda x: x.detach(), torch.Tensor.detach)] if saves else []
+                trial = within([*tried, *around], functools.partial(self._tried, leaves, given, memories))
+                run = functools.partial(self._compared, trial, leaves, given)
+            elif self._first is not None:
+                run = functools.partial(self._repeated, leaves, given, memories)
+            else:
+                run = functools.partial(self._called, self.unit_fn, leaves, given)
+            if saves and not signature.compiles:
+                self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *given])
+                around.append(self._saved.hooks())
+            if signature.named:
+                traced = self._traced(wanted, [*leaves.values(), *given])
+                if traced is not None:
+                    around.append(traced.here())
+            with seeded(self.seed):
+                out = within(around, run) if around else run()
             if traced is not None:
-                self._has_run(traced, [x for x in tensors[count:] if x.requires_grad])
-            put = self._let_out(out, leaves, tensors[count:], fulls)
+                self._has_run(traced, [x for x in given if x.requires_grad])
+            put = self._let_out(out, leaves, given, fulls)
         finally:
             SET_GRAD_ENABLED(enabled)
-            hooks.refuse_again(refused)
-        if _versions(tensors[count:], fulls) != entered:
+            if refused:
+                hooks.refuse_again(refused)
+        if _versions(fulls, given) != entered:
             self._refuse_writes(fulls, entered)
         if trial is not None or not (signature.proves or signature.proven):
             if not signature.proves:
                 check.note(self.unit, None)
             signature.proven = True
-        self.real = [i for i, x in enumerate(put) if x.is_floating_point() or x.is_complex()]
+        self.real, outputs = [], []
+        for i, x in enumerate(put):
+            if x.is_floating_point() or x.is_complex():
+                self.real.append(i)
+                outputs.append(x)
         if wanted:
-            self._pull = Pull(
-                [self.keys[p] for p in wanted if p < count],
-                differentiated,
-                inputs,
-                [put[i] for i in self.real],
-                functools.partial(self._refilled, leaves, tensors[count:]) if signature.reruns else _nothing,
-            )
-        return tuple([x.detach() for x in put])
+            filled = functools.partial(self._refilled, leaves, given) if signature.reruns else None
+            self._pull = Pull(differentiated, inputs, outputs, filled)
+        return tuple(map(torch.Tensor.detach, put))
 
     def _tried(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor], memories: Memories) -> Trial:
         """A trial run, which is dropped."""
@@ -289,7 +300,7 @@ class UnitOp(PulledOp):
 
     def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
         """Says what was written to in place."""
-        if _versions((), fulls) != entered[len(entered) - len(fulls) :]:
+        if _versions(fulls, ()) != entered[: len(fulls)]:
             raise ValueError(refusals.writes_leaf(self.unit))
         raise ValueError(
             f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
@@ -308,24 +319,6 @@ class UnitOp(PulledOp):
         with inside({(self.traversal, index): x for index, x in leaves.items()}):
             with self._around(args[0]) if self._around else _NOTHING:
                 yield
-
-    def _saving(
-        self,
-        wanted: Sequence[int],
-        fulls: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        tried: bool = False,
-    ) -> contextlib.AbstractContextManager[object]:
-        """Around the function: what becomes of the tensors that its graph saves."""
-        if not wanted or self.recompute or self._memory == DEVICE:
-            return _NOTHING
-        what = f"the activations of {self.name}"
-        if tried:  # hooks are at work as in the real run, and put nothing away
-            return hooks.putting_away(what, lambda x: x.detach(), torch.Tensor.detach)
-        if self.signature.compiles:
-            return _NOTHING
-        self._saved = saved = Saved(self._memory, what, [*fulls, *inputs])
-        return saved.hooks()
 
     def _traced(
         self, wanted: Sequence[int], given: Sequence[torch.Tensor]
@@ -356,12 +349,11 @@ class UnitOp(PulledOp):
         self._saved.keep(run)
 
 
-def _versions(inputs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if x.is_inference() else x._version for x in (*inputs, *fulls)]
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return _NOTHING
+def _versions(fulls: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
+    versions: list[int] = []
+    for x in (*fulls, *given):
+        versions.append(0 if x.is_inference() else x._version)
+    return versions
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -6,8 +6,7 @@ Those that share memory are no views of one another outside, so that nothing may
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,14 +30,13 @@ def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     return inner
 
 
-class Slot(NamedTuple):
-    """Stands for a tensor that the call puts out."""
+class Constant(NamedTuple):
+    """Stands for a tensor that the call puts out, and that nothing differentiates."""
 
     index: int
-    constant: bool = False
 
     def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        return out[self.index].detach() if self.constant else out[self.index]
+        return out[self.index].detach()
 
 
 class Same(NamedTuple):
@@ -66,18 +64,23 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 class Dressed(NamedTuple):
     """Gives what stands for a tensor outside its class, and what was set on it."""
 
-    recipe: Slot
+    recipe: int | Constant
     kind: type[torch.Tensor]
     attributes: dict[str, object]
 
     def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        made = self.recipe.outside(out)
+        made = out[self.recipe] if isinstance(self.recipe, int) else self.recipe.outside(out)
         made = made.as_subclass(self.kind) if type(made) is not self.kind else made
         vars(made).update(self.attributes)
         return made
 
 
-def _dressed(x: torch.Tensor, recipe: Slot) -> Slot | Dressed:
+# what stands in a result for a leaf of it; a number for a tensor that the call puts out, as it is
+Recipe = int | Constant | Same | Dressed
+Takes = Sequence[tuple[int, bool]]  # for each tensor that a node puts out: its place in the flat result, whether copied
+
+
+def _dressed(x: torch.Tensor, recipe: int | Constant) -> int | Constant | Dressed:
     """The recipe of a tensor that may be of a class of the user's."""
     kind, attributes = type(x), {name: own for name, own in vars(x).items() if name != OWNER}
     if private.is_dispatched(kind) or (kind in _PLAIN and not attributes):
@@ -88,25 +91,6 @@ def _dressed(x: torch.Tensor, recipe: Slot) -> Slot | Dressed:
     return Dressed(recipe, kind if kind not in _PLAIN else torch.Tensor, attributes)
 
 
-@dataclass(slots=True)
-class Leaving:
-    """What leaves a node, and how the call's result is made of that.
-
-    Attributes:
-        tensors: what the node puts out.
-        takes: how each is made of the flat result of the function, and of which place of it.
-        recipes: for each place of the flat result.
-    """
-
-    tensors: list[torch.Tensor]
-    takes: list[tuple[str, int]]
-    recipes: list[Slot | Same | Dressed]
-
-
-# how an output leaves the node
-TAKES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"as it is": lambda x: x, "copy": torch.Tensor.clone}
-
-
 def leaving(
     out: Sequence[object],
     inputs: Sequence[torch.Tensor],
@@ -114,37 +98,43 @@ def leaving(
     leaves: Collection[torch.Tensor],
     fulls: Sequence[torch.Tensor],
     grad: bool,
-) -> Leaving:
+) -> tuple[list[torch.Tensor], Takes, list[Recipe]]:
     """Chooses how the tensors of a function's flat result leave its node.
 
     Args:
         inputs: the tensors that the function was given; `outer` the same outside.
         leaves: the leaves that it was given, views of `fulls`.
         grad: whether something may be differentiated.
+
+    Returns:
+        What the node puts out, how that is taken from the flat result, and how the call's result is made of it.
     """
-    places = {id(x): i for i, x in enumerate(inputs)}
-    params = {x.untyped_storage()._cdata for x in fulls}
+    given = dict(zip(map(id, inputs), outer, strict=True))
+    params: set[int] = set()
+    for full in fulls:
+        params.add(full.untyped_storage()._cdata)
     tells = grad and (bool(fulls) or not (private.level() or any(map(private.is_wrapped, inputs))))  # by its graph
     put: dict[int, int] = {}
-    made = Leaving([], [], [])
+    tensors: list[torch.Tensor] = []
+    takes: list[tuple[int, bool]] = []
+    recipes: list[Recipe] = []
     for i, x in enumerate(out):
         if not isinstance(x, torch.Tensor) or isinstance(x, Valueless):
-            made.recipes.append(Same(x))
-        elif id(x) in places:
-            made.recipes.append(Same(outer[places[id(x)]]))
+            recipes.append(Same(x))
+        elif id(x) in given:
+            recipes.append(Same(given[id(x)]))
         else:
-            constant, k = tells and x.grad_fn is None, put.get(id(x))
             of_params = bool(params) and x.layout == torch.strided and x.untyped_storage()._cdata in params
-            if of_params and constant:
+            constant = tells and x.grad_fn is None
+            if constant and of_params:
                 constant = all(x is not leaf for leaf in leaves)
-            if k is None:
-                k = put[id(x)] = len(made.takes)
-                how = "copy" if of_params else "as it is"
-                made.takes.append((how, i))
-                made.tensors.append(TAKES[how](x))
-            recipe = Slot(k, constant)
-            made.recipes.append(recipe if type(x) is torch.Tensor and not x.__dict__ else _dressed(x, recipe))
-    return made
+            k = put.setdefault(id(x), len(takes))
+            if k == len(takes):
+                takes.append((i, of_params))
+                tensors.append(x.clone() if of_params else x)
+            recipe = Constant(k) if constant else k
+            recipes.append(recipe if type(x) is torch.Tensor and not x.__dict__ else _dressed(x, recipe))
+    return tensors, takes, recipes
 
 
 def sharing(out: Sequence[object], given: Sequence[object]) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.ambient import default_dtype, functions_seen
-from fzero.base.context import averaged, during
+from fzero.base.context import averaged, during, within
 from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
@@ -20,7 +20,6 @@ from fzero.engine.named import Named
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
-from fzero.engine.weights import pull_first
 from fzero.table.layout import Key
 
 
@@ -28,11 +27,10 @@ from fzero.table.layout import Key
 class Pull:
     """The kept graph of one first-order run of a unit."""
 
-    keys: list[Key]
-    leaves: list[list[torch.Tensor]]
+    leaves: dict[Key, list[torch.Tensor]]  # of each group
     inputs: dict[int, torch.Tensor]
     outputs: list[torch.Tensor]
-    surroundings: Callable[[], contextlib.AbstractContextManager[object]]
+    surroundings: Callable[[], contextlib.AbstractContextManager[object]] | None
 
 
 class PulledOp(CalledOp):
@@ -40,7 +38,7 @@ class PulledOp(CalledOp):
 
     traversal: Traversal
     signature: Signature
-    keys: list[Key]
+    keys: tuple[Key, ...]
     unit: str
     number: int
     used = False
@@ -70,63 +68,62 @@ class PulledOp(CalledOp):
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
-        with self.traversal.turn:
-            return self._back(tensors, wanted, cotangents)
-
-    def _back(
-        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor] | None:
-        schedule = self.traversal.schedule
-        keep = ends = self.traversal.retain_graph or private.keeps_graph()
-        if self.used:
-            raise RuntimeError(used_up(f"unit {self.unit!r}"))
-        gather_previous = functools.partial(schedule.gather_previous, self)
-        if self.recompute:
-            with torch.no_grad():
-                self._run_again(tuple([t.detach() for t in tensors()]), wanted, gather_previous)
-            keep = False
-            if schedule.frees:
-                schedule.finish_reductions()
-        elif self._pull is None:
-            return None
-        else:
-            for key, full in self._fulls.items():
-                (self._arriving.pop(key, None) or schedule.refill(key, full))()
-            gather_previous()
-        pull = self._pull
-        assert pull is not None
-        flat = [leaf for leaves in pull.leaves for leaf in leaves]
-        inputs = list(pull.inputs.values())
-        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
-        with self._pulling(pull, keep):
-            if self.traversal.late is None:
-                found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+        traversal, schedule = self.traversal, self.traversal.schedule
+        with traversal.turn:
+            keep = ends = traversal.retain_graph or private.keeps_graph()
+            if self.used:
+                raise RuntimeError(used_up(f"unit {self.unit!r}"))
+            if self.recompute:
+                gather_previous = functools.partial(schedule.gather_previous, self)
+                with torch.no_grad():
+                    self._run_again(tuple([t.detach() for t in tensors()]), wanted, gather_previous)
+                keep = False
+                if schedule.frees:
+                    schedule.finish_reductions()
+            elif self._pull is None:
+                return None
             else:
-                waits = not self.traversal.hooks.any()
-                own, wanted_now = pull_first(pull.outputs, cotangents, flat, inputs, waits, keep)
-                found = [*own, *wanted_now]
-        if not self.signature.pulled:
-            need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
-            self.signature.pulled = True
-        self._leave()  # of what does not lead to these outputs
-        # what the unit does not depend on has none: zeros would meet infinite derivatives before it
-        out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
-        del found[len(flat) :]
-        del flat
-        if keep:
-            self._empty()
-        else:
-            self._pull, self._fulls = None, {}
-            pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
-        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
-            grads = found[len(found) - size :]
-            del found[len(found) - size :]
-            shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
-            if shard is not None:
-                out[self.keys.index(key)] = shard
-        if not ends:
-            self.forget()
-        return out
+                for key, full in self._fulls.items():
+                    (self._arriving.pop(key, None) or schedule.refill(key, full))()
+                schedule.gather_previous(self)
+            pull = self._pull
+            assert pull is not None
+            flat: list[torch.Tensor] = []
+            sizes: list[tuple[Key, int]] = []
+            for key, leaves in pull.leaves.items():
+                flat += leaves
+                sizes.append((key, len(leaves)))
+            inputs = list(pull.inputs.values())
+            around = [pull.surroundings()] if pull.surroundings is not None else []
+            if keep and self.signature.compiles:
+                around = [private.without_donation()]
+            run = functools.partial(gradients, pull.outputs, [*flat, *inputs], cotangents, keep)
+            found = list(within(around, run) if around else run())
+            if not self.signature.pulled:
+                need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
+                self.signature.pulled = True
+            if self._inputs is not None or self._saved is not None:
+                self._leave()  # of what does not lead to these outputs
+            del flat, inputs, run
+            # what the unit does not depend on has none: zeros would meet infinite derivatives before it
+            out: dict[int, torch.Tensor] = {}
+            for i in reversed(pull.inputs):
+                if (cotangent := found.pop()) is not None:
+                    out[i] = cotangent
+            if keep:
+                self._empty()
+            else:
+                self._pull, self._fulls = None, {}
+                pull.outputs, pull.leaves, pull.surroundings = [], {}, None
+            for key, size in reversed(sizes):
+                grads = found[len(found) - size :]
+                del found[len(found) - size :]
+                shard = traversal.collect(key, grads) if traversal.wants(key) else None
+                if shard is not None:
+                    out[self.keys.index(key)] = shard
+            if not ends:
+                self.forget()
+            return out
 
     def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
         enabled, dtype = self.autocast
@@ -139,10 +136,6 @@ class PulledOp(CalledOp):
             casts if enabled or torch.is_autocast_enabled(self.device) else contextlib.nullcontext(),
         ):
             self._forward(tensors, wanted, True, gather_ahead)
-
-    def _pulling(self, pull: Pull, keep: bool) -> contextlib.AbstractContextManager[object]:
-        """Around the pullback of its graph."""
-        return private.without_donation() if keep and self.signature.compiles else pull.surroundings()
 
     def forget(self) -> None:
         """Lets go of the call: an output may lie in an object that it was given, and leads to it by its graph."""
@@ -171,7 +164,7 @@ class PulledOp(CalledOp):
             if activations is not None:
                 activations.start()
         if self.recompute:
-            self.traversal.schedule.gather_ahead(tuple(self.keys))
+            self.traversal.schedule.gather_ahead(self.keys)
         elif self._pull is not None:
             for key, full in self._fulls.items():
                 if key not in self._arriving:
@@ -181,7 +174,7 @@ class PulledOp(CalledOp):
         """Starts to bring to the device what the gather of this call will begin with."""
         node = self.node() if self.node is not None else None
         if node is not None and private.will_run(node) and (self.recompute or self._pull is not None):
-            self.traversal.schedule.fetch_ahead(tuple(self.keys if self.recompute else self._fulls))
+            self.traversal.schedule.fetch_ahead(self.keys if self.recompute else [*self._fulls])
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""

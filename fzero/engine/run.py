@@ -6,8 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +15,18 @@ from fzero.base import private, pytree, refusals
 from fzero.base.follow import is_transformed
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
-from fzero.base.products import Later
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
-from fzero.engine.weights import Grad, apart_from
 from fzero.engine.written import unwritten
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
-from fzero.table.handle import storage_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -41,23 +37,6 @@ class Ends(NamedTuple):
     outputs: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
     primals: dict[Key, torch.Tensor]
-
-
-class Rest(NamedTuple):
-    """What the first half of a pullback leaves to the second.
-
-    Attributes:
-        late: what is to be collected, in order.
-        graph: cotangents that came through the graph.
-        delivery: adds them up, into `found`.
-        retain_graph: whether either half will be asked for again.
-    """
-
-    late: deque[tuple[Key, list[Grad]]]
-    graph: Mapping[Key, torch.Tensor | None]
-    delivery: Delivery
-    found: dict[Key, Buffer]
-    retain_graph: bool
 
 
 class Run(Outcome):
@@ -104,7 +83,7 @@ class Run(Outcome):
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends = list[Ends]()
-        self._rest: Rest | dict[Key, Buffer] | None = None  # what is left of a pullback, or what it will bring
+        self._rest: dict[Key, Buffer] | None = None  # what a pullback has brought, for its second half
         self._used: set[int] | None = None  # takes the leaves that a pullback finds used
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
@@ -153,73 +132,51 @@ class Run(Outcome):
             into: sums of earlier microbatches, to which what can be is added; the others are returned.
         """
         with self._pulling:  # one at a time: what is gathered and reduced is the run's own
-            return self._pulled(cotangent, retain_graph, create_graph, receive, before, into)
-
-    def _pulled(
-        self,
-        cotangent: object,
-        retain_graph: bool,
-        create_graph: bool,
-        receive: Callable[[Key, torch.Tensor], object] | None,
-        before: Callable[[Sequence[Key]], object] | None,
-        into: Mapping[Key, Buffer] | None = None,
-    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        follows = self.outer or is_transformed()
-        traversal, cotangents = self._begun(cotangent)
-        again = retain_graph or self.outer
-        self._leads_on = self._leads_on or create_graph
-        traversal.retain_graph = again
-        found: dict[Key, Buffer] = {}
-        traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
-        if delivery is not None:
-            delivery.into, delivery.used = tensors_of(into), self._used
-        elif self._used is not None:  # the graph is the caller's, and does not say
-            self._used.update(range(len(traversal.layout.rows)))
-        try:
+            with failing("a pullback"):
+                self.need_graph()
+                assert self.traversal is not None and self.state is not None
+                need_unwritten(self._guarded)
+                self._rest, cotangents = None, self.scaled(cotangent)
+            # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
+            follows = self.outer or is_transformed()
+            traversal, again = self.traversal, retain_graph or self.outer
+            self._leads_on = self._leads_on or create_graph
+            traversal.retain_graph = again
+            found: dict[Key, Buffer] = {}
+            delivery = None
+            if not (follows or create_graph):
+                delivery = delivery_of(traversal, self.state.params, found, receive, self.unreduced, self.partial)
+                delivery.into, delivery.used = tensors_of(into), self._used
+            elif self._used is not None:  # the graph is the caller's, and does not say
+                self._used.update(range(len(traversal.layout.rows)))
+            traversal.delivery = delivery
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
-            with (
-                failing("a pullback"),
-                self._unwritten(),
-                mode,
-                traversal.schedule.pullback(before),
-            ):
-                assert self._pull is not None
-                grads, wanted = self._pull(
-                    tuple(cotangents),
-                    retain_graph=again or create_graph,
-                    create_graph=create_graph or follows,
-                )
-                if delivery is not None:
-                    delivery.finish(grads)
-        except BaseException:
-            private.forget_failed_backward()
+            writes = contextlib.nullcontext() if self._overwrites else unwritten(self.state, "A backward")
+            try:
+                with failing("a pullback"), writes, mode, traversal.schedule.pullback(before):
+                    assert self._pull is not None
+                    grads, wanted = self._pull(
+                        tuple(cotangents),
+                        retain_graph=again or create_graph,
+                        create_graph=create_graph or follows,
+                    )
+                    if delivery is not None:
+                        delivery.finish(grads)
+            except BaseException:
+                private.forget_failed_backward()
+                if not again and not create_graph:
+                    self.drop()  # some of its graph is gone
+                raise
+            finally:
+                traversal.delivery = None
+            if delivery is None:
+                assert self._ends is not None
+                for key, primal in self._ends.primals.items():
+                    grad = torch.zeros_like(primal) if (own := grads[key]) is None else own
+                    found[key] = grad.to(grad.dtype if self.partial else traversal.uses[key].grad).contiguous()
             if not again and not create_graph:
-                self.drop()  # some of its graph is gone
-            raise
-        finally:
-            traversal.delivery = None
-        if delivery is None:
-            assert self._ends is not None
-            for key, primal in self._ends.primals.items():
-                grad = torch.zeros_like(primal) if (own := grads[key]) is None else own
-                found[key] = grad.to(grad.dtype if self.partial else traversal.uses[key].grad).contiguous()
-        if not again and not create_graph:
-            self.drop()
-        return found, self._placed(wanted)
-
-    def _unwritten(self) -> contextlib.AbstractContextManager[None]:
-        overwrites = self._overwrites or self.state is None
-        return contextlib.nullcontext() if overwrites else unwritten(self.state, "A backward")  # type: ignore[arg-type]
-
-    def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
-        """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
-        with failing("a pullback"):
-            self.need_graph()
-            assert self.traversal is not None
-            need_unwritten(self._guarded)
-            self._rest = None  # of an earlier pullback, to which this one may not leave the graph
-            return self.traversal, self.scaled(cotangent)
+                self.drop()
+            return found, self._placed(wanted)
 
     def note_use(self, used: set[int]) -> None:
         self._used = used
@@ -235,81 +192,19 @@ class Run(Outcome):
     def is_used_up(self) -> bool:
         return self._pull is None
 
-    def _delivery(
-        self,
-        traversal: Traversal,
-        found: dict[Key, Buffer],
-        receive: Callable[[Key, torch.Tensor], object] | None = None,
-    ) -> Delivery:
-        """What adds cotangents of params up, into `found` where nobody else receives them."""
-        assert self.state is not None
-        return delivery_of(traversal, self.state.params, found, receive, self.unreduced, self.partial)
-
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
-        """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
+        """The cotangents of the flat inputs; those of the primals, which come with them, wait for `pull_params`."""
         with self._pulling:
-            return self._pulled_inputs(cotangent, retain_graph)
+            self._rest, wanted = self.pull(cotangent, retain_graph)
+            return wanted
 
-    def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
-        traversal, cotangents = self._begun(cotangent)
-        if self.outer or is_transformed():  # who differentiate the result: the graph is theirs
-            grads, out = self._pulled(cotangent, retain_graph, False, None, None)
-            self._rest = grads
-            return out
-        assert self._ends is not None and self._pull is not None
-        found: dict[Key, Buffer] = {}
-        delivery, late = self._delivery(traversal, found), deque[tuple[Key, list[Grad]]]()
-        try:
-            with self._half(traversal, delivery, retain_graph), private.outside_inference():
-                traversal.late = late
-                graph, wanted = self._pull(tuple(cotangents), retain_graph=retain_graph, create_graph=False)
-        except BaseException:
-            if not retain_graph:
-                self.drop()
-            raise
-        finally:
-            traversal.late = None
-        # whoever has these may write to them before the second half
-        storages = {storage_of(private.unwrapped(x)) for x in (*cotangents, *wanted, *self._ends.outputs)}
-        own = deque((key, [apart_from(x, storages) for x in grads]) for key, grads in late)
-        self._rest = Rest(own, graph, delivery, found, retain_graph)
-        if not retain_graph:
-            self._pull = self._ends = None
-        return self._placed(wanted)
-
-    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
-        """The second half of `pull`, once after the first: the scaled cotangents of the primals, but for those that
-        were added to the sums of earlier microbatches."""
+    def pull_params(self, into: object = None) -> dict[Key, Buffer]:
+        """The scaled cotangents of the primals, once after `pull_inputs`."""
         with self._pulling:
             rest, self._rest = self._rest, None
-            if isinstance(rest, dict):
-                return rest
-            if rest is None or self.state is None:
+            if rest is None:
                 raise RuntimeError(no_first_half("this forward"))
-            self.state.params  # noqa: B018 - a donated state says so
-            traversal, rest.delivery.into = self.traversal, tensors_of(into)
-            assert traversal is not None
-            with self._half(traversal, rest.delivery, rest.retain_graph), private.outside_inference():
-                while rest.late:
-                    key, grads = rest.late.popleft()
-                    traversal.collect(key, [x.now().value() if isinstance(x, Later) else x for x in grads])
-                rest.delivery.finish(rest.graph)
-            if not rest.retain_graph:
-                self.drop()
-            return rest.found
-
-    @contextlib.contextmanager
-    def _half(self, traversal: Traversal, delivery: Delivery, retain_graph: bool) -> Iterator[None]:
-        """Around one half of a pullback."""
-        traversal.delivery, traversal.retain_graph = delivery, retain_graph
-        try:
-            with failing("a pullback"), self._unwritten(), torch.no_grad(), traversal.schedule.pullback():
-                yield
-        except BaseException:
-            private.forget_failed_backward()
-            raise
-        finally:
-            traversal.delivery = None
+            return rest
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
@@ -319,7 +214,7 @@ class Run(Outcome):
         self._guarded = []
 
     def __del__(self) -> None:
-        if getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None:
+        if getattr(self, "_pull", None) is not None:
             self.drop()  # nobody pulled it back
 
 

@@ -59,7 +59,7 @@ class Running(Protocol):
 
     number: int
     used: bool
-    keys: list[Key]
+    keys: Keys
     node: weakref.ref[torch.autograd.graph.Node] | None
 
     def gather_ahead(self) -> None: ...
@@ -99,6 +99,8 @@ class Schedule:
         self._pulls = False
         self._before: Callable[[Sequence[Key]], object] | None = None
         self.keeps, self.ran_before, self.frees = True, False, False
+        self._gathers = any(use.transient for use in uses.values())
+        self._fetches = any(use.gathers and use.fetches for use in uses.values())
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
         self.used = dict.fromkeys(uses, 0)
@@ -123,23 +125,20 @@ class Schedule:
         self.ran_before = self.record.order is not None
         self._expected = self.record.order or ()
 
-    def called(self, keys: Keys) -> int:
-        """Notes a call; its number."""
+    def called(self, keys: Keys, op: Running | None = None) -> int:
+        """Notes a call, and what runs it, which can be pulled back; its number."""
         count = len(self._called)
-        self.note_use(keys)
+        for key in keys:
+            self.used[key] += 1
         self._on_track = self._on_track and count < len(self._expected) and self._expected[count] == keys
         self._called.append(keys)
-        self._calls.append(_gone)
+        self._calls.append(_gone if op is None else weakref.ref(op))
         return count
 
     def note_use(self, keys: Sequence[Key]) -> None:
         """Notes a use of groups; or a derivative of one, which comes through the graph and so at an unknown time."""
         for key in keys:
             self.used[key] += 1
-
-    def runs(self, op: Running) -> None:
-        """Notes what runs a call."""
-        self._calls[op.number] = weakref.ref(op)
 
     def signatures(self) -> list[object]:
         """The signatures of the next call under which earlier runs of it were proven."""
@@ -157,19 +156,19 @@ class Schedule:
     def gather_next(self) -> None:
         """Starts the gather of the unit that will probably be called after the one that runs."""
         count = len(self._called)
-        if self._on_track and count < len(self._expected):
+        if self._gathers and self._on_track and count < len(self._expected):
             self.gather_ahead(self._expected[count])
-            if count + 1 < len(self._expected):
+            if self._fetches and count + 1 < len(self._expected):
                 self.fetch_ahead(self._expected[count + 1])
 
-    def fetch_ahead(self, keys: Keys) -> None:
+    def fetch_ahead(self, keys: Sequence[Key]) -> None:
         """Starts to bring shards to the device that will be gathered next but one: a gather must wait for them."""
         for key in keys:
             use, begun = self.uses[key], (self._fetching, self._ahead, self._kept)
             if use.gathers and use.fetches and not any(key in each for each in begun):
                 self._fetching[key] = use.start_fetch()
 
-    def gather_ahead(self, keys: Keys) -> None:
+    def gather_ahead(self, keys: Sequence[Key]) -> None:
         for key in keys:
             if self.uses[key].transient and key not in self._ahead and key not in self._kept:
                 self._ahead[key] = self._gather(key)
@@ -243,13 +242,13 @@ class Schedule:
         previous = self._calls[op.number - 1]() if self._pulls and op.number > 0 else None
         if previous is not None:
             previous.gather_ahead()
-        before = self._calls[op.number - 2]() if self._pulls and op.number > 1 else None
+        before = self._calls[op.number - 2]() if self._fetches and self._pulls and op.number > 1 else None
         if before is not None:
             before.fetch_ahead()
 
     def make_room(self, key: Key) -> None:
         """Before the full cotangent of a group is made: then nothing but its unit's other groups is in flight."""
-        if key in self._reducing or any(other.unit != key.unit for other in self._reducing):
+        if self._reducing and (key in self._reducing or any(other.unit != key.unit for other in self._reducing)):
             self.finish_reductions()
 
     def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:

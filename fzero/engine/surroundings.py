@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import types
 from collections.abc import Callable, Iterator
 
 from fzero.base import private
 from fzero.base.ambient import attentions, with_attentions
-from fzero.base.context import values_here
+from fzero.base.context import variables
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
 from fzero.purity.look import own_modes
@@ -23,7 +24,7 @@ class Surroundings:
     """
 
     def __init__(self, attention: bool) -> None:
-        self._attentions, self._variables = attentions() if attention else None, values_here()
+        self._attentions, self._variables = attentions() if attention else None, contextvars.copy_context()
         self._modes = own_modes() if function_modes_on() else []
 
     @contextlib.contextmanager
@@ -31,7 +32,7 @@ class Surroundings:
         """Inside, all are as in the call."""
         attention = with_attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
         with attention, private.under_function_modes(self._modes):
-            tokens = [(variable, variable.set(value)) for variable, value in self._variables]
+            tokens = [(x, x.set(value)) for x, value in self._variables.items() if x not in variables]  # of others
             try:
                 yield
             finally:

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import operator
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -24,7 +23,6 @@ from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
-from fzero.engine.weights import Grad
 from fzero.purity.collectives import Collectives
 from fzero.table.counting import Mask
 from fzero.table.handle import Handle
@@ -82,8 +80,6 @@ class Traversal:
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
-        # in the first half of one: what the second is to collect, in order
-        self.late: deque[tuple[Key, list[Grad]]] | None = None
         self.hooks = Registrations()
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.schedule = Schedule(uses)
@@ -155,25 +151,23 @@ class Traversal:
 
         Where cotangents are delivered None, otherwise what has arrived.
         """
-        if self.late is not None:
-            self.late.append((key, list(cotangents)))
-            return None
-        if self.delivery is not None and self.delivery.used is not None:
-            self.delivery.note(key, cotangents)
-        own = [None] * len(cotangents) if self.mask.masked else cotangents
-        if self.delivery is not None and self.delivery.add_into(key, own):
+        delivery, use = self.delivery, self.uses[key]
+        if delivery is not None and delivery.used is not None:
+            delivery.note(key, cotangents)
+        own = [None] * len(cotangents) if self.mask.counts is not True and self.mask.masked else cotangents
+        if delivery is not None and delivery.into and delivery.add_into(key, own):
             return None
         self.schedule.make_room(key)
-        full = self.layout.groups[key].full_of(own, self.uses[key].wire, self.uses[key].device)
+        full = self.layout.groups[key].full_of(own, use.wire, use.device)
         if isinstance(cotangents, list):
             cotangents.clear()
-        if self.delivery is not None:
-            self.delivery.add(key, full)
+        if delivery is not None:
+            delivery.add(key, full)
             return None
         arrived: list[torch.Tensor] = []
         self.schedule.reduce(key, full, arrived.append)
         self.schedule.finish_reductions()
-        return arrived[0].to(self.uses[key].reduce)
+        return arrived[0].to(use.reduce)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

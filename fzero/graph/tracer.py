@@ -17,7 +17,7 @@ from fzero.comm import pieces
 from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
-from fzero.engine.outlets import Leaving, Same, Slot
+from fzero.engine.outlets import Dressed, Same
 from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
@@ -200,15 +200,13 @@ class Tracer(Traversal, Regions):
         known = self._traced.get(key)
         if known is not None:
             traced, op._spec_out, takes, recipes, signature.collects = known
-            op._leaving = Leaving([], takes, list(recipes))
+            op._takes, op._recipes = takes, recipes
             return traced
         traced = self._region(op, operands, wanted, count)
-        assert op._leaving is not None
-        recipes = list(op._leaving.recipes)
-        made_inside = all(isinstance(x, (Slot, Same)) and not isinstance(x, torch.Tensor) for x in recipes)
-        if made_inside and not any(isinstance(x, Same) and isinstance(x.value, torch.Tensor) for x in recipes):
+        given = (Dressed, torch.Tensor)  # what is this call's own
+        if not any(isinstance(x.value if isinstance(x, Same) else x, given) for x in op._recipes):
             if not signature.carriers:
-                self._traced[key] = traced, op._spec_out, op._leaving.takes, recipes, signature.collects
+                self._traced[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
         return traced
 
     def _region(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:

@@ -88,8 +88,10 @@ class Group:
 
     def cut(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer that nothing differentiates."""
-        base = full.storage_offset()
-        return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
+        base, views = full.storage_offset(), dict[int, torch.Tensor]()
+        for leaf, shape, strides, offset in self._places:
+            views[leaf] = full.as_strided(shape, strides, base + offset)
+        return views
 
     def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
