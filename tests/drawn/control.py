@@ -145,7 +145,6 @@ def over_self(c: Writer) -> None:
             f"{name} = self.blocks[{own}].forward",
             f"self.blocks[{own}].forward = lambda h: {name}(h) * (1 + 0.1 * self.g)",
         ]
-        c.effect(own, captured=True)
         c.do(f"h = {c.call(own, 'h')}")
     else:  # of the unit itself
         own = c.unit("h", "return self.act(h)", init=[f"self.act = lambda h: h + 0.3 * torch.tanh(h @ {w} + {b})"])
