@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import sys
 import threading
 import types
@@ -30,8 +31,8 @@ from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
 from fzero.modules.kept import forgetting
-from fzero.modules.places import Absent, Places, full, need_names, places_of
-from fzero.modules.private_copy import evaluating, private_copy, refuse_kinds
+from fzero.modules.places import Absent, Places, full, need_names
+from fzero.modules.private_copy import evaluating, need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
@@ -91,9 +92,10 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
 
     Raises:
         TypeError: `module` is no `nn.Module`.
-        ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or code that
-            reads the module and cannot be made anew. From `apply`: the forward changes a buffer, and `buffers` is
-            False; or its code reads the module's own params, by a global name or a class.
+        ValueError: the module cannot be copied or called with other params: a ScriptModule, a lazy module, or a hook or
+            an attribute that leads to the module itself, such as a closure over it. From `apply`: the forward changes a
+            buffer, and `buffers` is False; or its code reads the module's own params, by a global name or a class.
+        RuntimeError: from `apply`: it reads a param that is held besides its module, in a list or an object.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
@@ -116,14 +118,14 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
-    memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
-    pristine, reach, _ = private_copy(module, memo)
+    carried = values_of(module) if buffers else {}
+    named = itertools.chain(module.named_parameters(), carried.items())
+    pristine, constants = private_copy(module, {id(x): Absent.like(x, path=name) for name, x in named})
+    need_no_way_back(pristine, module)
     if buffers:
-        need_apart(module)
-    for registry in ("_parameters", "_buffers")[: 1 + buffers]:
-        places_of(pristine, reach, registry)  # what cannot be put anywhere is refused here
+        need_apart(module, constants)
     apply = Apply(pristine, tuple(frozen), buffers, sync_batch_norm, False, originals_of(module))
-    values = {name: x.detach().clone() for name, x in values_of(module).items()} if buffers else {}
+    values = {name: x.detach().clone() for name, x in carried.items()}
     return (apply, params, values) if buffers else (apply, params)
 
 
@@ -260,24 +262,24 @@ class _Copy:
 
     def __init__(self, of: Apply, cuts: Cuts | None) -> None:
         pristine, carries, synchronises = of._pristine, of._carries, of._synchronises
-        module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        self.module, constants = private_copy(pristine)
+        module = self.module
         self._over_ranks = synchronise(module, synchronises)
-        self.module, self.elsewhere = module, places_of(module, reach)
-        self.carried = Carried(module, places_of(module, reach, "_buffers"), synchronises) if carries else None
-        self.apart = converted(module, self.elsewhere, cuts) if cuts else {}
+        self.carried = Carried(module, synchronises) if carries else None
+        self.apart = converted(module, cuts) if cuts else {}
         self.watches = cuts.axis if cuts is not None else None
         self._is_of = weakref.ref(pristine)  # other threads' copies run as this one did
         self.synchronises = synchronises
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
-        self.untouched = Untouched(module, reach, sources, of._originals, carries)
+        self.untouched = Untouched(module, constants, of._originals, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.call, self.root = root.call, root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
-        places = Places(module, self.elsewhere, apart)
+        places = Places(module, apart)
         call = functools.partial(places.call, self._fresh(run, prefix))
         # compiled code sees neither pieces nor batch norms that no layer calls
         stays = self.synchronises or self.pieces is not None

@@ -1,4 +1,4 @@
-"""Hooks, closures and holders that read a module or its params, and what plain torch makes of them."""
+"""Hooks, closures and holders that read a module or its params, and what plain torch makes of those that may."""
 
 from __future__ import annotations
 
@@ -126,44 +126,26 @@ def scaled_by(owner: Any, module: Any, inputs: Any, out: Any) -> Any:
     return out * owner.gain
 
 
-def closure(at: Any, owner: Any) -> None:
-    at.register_forward_hook(lambda m, i, o: o * owner.gain)
+def partial(at: Any, owner: Any) -> None:
+    at.register_forward_hook(functools.partial(scaled_by, owner))
 
 
 def pre_hook(at: Any, owner: Any) -> None:
-    at.register_forward_pre_hook(lambda m, i: (i[0] * owner.gain,))
-
-
-def pre_hook_with_kwargs(at: Any, owner: Any) -> None:
-    at.register_forward_pre_hook(lambda m, i, k: ((i[0] * owner.gain,), k), with_kwargs=True)
+    at.register_forward_pre_hook(functools.partial(lambda owner, m, i: (i[0] * owner.gain,), owner))
 
 
 def hook_with_kwargs(at: Any, owner: Any) -> None:
-    at.register_forward_hook(lambda m, i, k, o: o * owner.gain, with_kwargs=True)
-
-
-def always_called(at: Any, owner: Any) -> None:
-    at.register_forward_hook(lambda m, i, o: o * owner.gain, always_call=True)
+    hook = functools.partial(lambda owner, m, i, k, o: o * owner.gain, owner)
+    at.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
 
 def prepended(at: Any, owner: Any) -> None:
-    at.register_forward_hook(lambda m, i, o: o + owner.gain)
-    at.register_forward_hook(lambda m, i, o: o * owner.gain, prepend=True)
+    at.register_forward_hook(functools.partial(lambda owner, m, i, o: o + owner.gain, owner))
+    at.register_forward_hook(functools.partial(scaled_by, owner), prepend=True)
 
 
-def wrapped_forward(at: Any, owner: Any) -> None:
-    old = at.forward
-    at.forward = lambda *a: old(*a) * owner.gain
-
-
-def wrapped_twice(at: Any, owner: Any) -> None:
-    wrapped_forward(at, owner)
-    at.old = at.forward
-    at.forward = types.MethodType(lambda self, x: self.old(x) + owner.shift, at)
-
-
-def partial(at: Any, owner: Any) -> None:
-    at.register_forward_hook(functools.partial(scaled_by, owner))
+def partial_forward(at: Any, owner: Any) -> None:
+    at.forward = functools.partial(lambda old, owner, x: old(x) * owner.gain, at.forward, owner)
 
 
 def bound_method(at: Any, owner: Any) -> None:
@@ -182,6 +164,42 @@ def callable_with_slots(at: Any, owner: Any) -> None:
     at.register_forward_hook(Slotted(owner))
 
 
+def cycle(at: Any, owner: Any) -> None:
+    at.parent = [owner]
+    at.register_forward_hook(lambda m, i, o: o * m.parent[0].gain)
+
+
+READERS: dict[str, Callable[[Any, Any], None]] = {
+    fn.__name__.replace("_", " "): fn
+    for fn in (
+        partial, pre_hook, hook_with_kwargs, prepended, partial_forward, bound_method, bound_to_a_submodule,
+        callable_object, callable_with_slots, cycle,
+    )
+}  # fmt: skip
+
+
+# ---- what leads to the module itself also in a copy of it
+
+
+def closure(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, o: o * owner.gain)
+
+
+def backward_hook(at: Any, owner: Any) -> None:
+    at.register_full_backward_hook(lambda m, before, after: (before[0] * owner.gain,))
+
+
+def wrapped_forward(at: Any, owner: Any) -> None:
+    old = at.forward
+    at.forward = lambda *a: old(*a) * owner.gain
+
+
+def wrapped_twice(at: Any, owner: Any) -> None:
+    wrapped_forward(at, owner)
+    at.old = at.forward
+    at.forward = types.MethodType(lambda self, x: self.old(x) + owner.shift, at)
+
+
 def list_of_lambdas(at: Any, owner: Any) -> None:
     at.functions = [lambda x: x * owner.gain, {"then": lambda x: x + owner.shift}]
     at.register_forward_hook(lambda m, i, o: m.functions[1]["then"](m.functions[0](o)))
@@ -196,16 +214,6 @@ def keyword_default(at: Any, owner: Any) -> None:
         return o * owner.gain
 
     at.register_forward_hook(hook)
-
-
-def nested_closure(at: Any, owner: Any) -> None:
-    def outer() -> Any:
-        def inner(x: Any) -> Any:
-            return x * owner.gain
-
-        return lambda m, i, o: inner(o)
-
-    at.register_forward_hook(outer())
 
 
 def function_attribute(at: Any, owner: Any) -> None:
@@ -231,38 +239,9 @@ def weak_reference(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * reference().gain)  # type: ignore[union-attr]
 
 
-def cycle(at: Any, owner: Any) -> None:
-    at.parent = [owner]
-    at.register_forward_hook(lambda m, i, o: o * m.parent[0].gain)
-
-
 def weak_parent(at: Any, owner: Any) -> None:
     at.parent = weakref.ref(owner)
     at.register_forward_hook(lambda m, i, o: o * m.parent().gain)
-
-
-def buffer_by_closure(at: Any, owner: Any) -> None:
-    table = owner.get_buffer("table") if hasattr(owner, "table") else owner.gain.detach()
-    at.register_forward_hook(lambda m, i, o: o * table * owner.gain)
-
-
-READERS: dict[str, Callable[[Any, Any], None]] = {
-    fn.__name__.replace("_", " "): fn
-    for fn in (
-        closure, pre_hook, pre_hook_with_kwargs, hook_with_kwargs, always_called, prepended, wrapped_forward,
-        wrapped_twice, partial, bound_method, bound_to_a_submodule, callable_object, callable_with_slots,
-        list_of_lambdas, default_argument, keyword_default, nested_closure, function_attribute, dataclass_in_a_closure,
-        default_dict, weak_reference, cycle, weak_parent, buffer_by_closure,
-    )
-}  # fmt: skip
-
-
-# ---- a param that is held besides its module: plain autograd differentiates it there
-
-
-def params_in_a_list(at: Any, owner: Any) -> None:
-    at.held = [owner.gain, (owner.shift, 1), {"deep": [owner.gain]}]
-    at.register_forward_hook(lambda m, i, o: o * m.held[0] + m.held[1][0] + m.held[2]["deep"][0])
 
 
 def param_in_a_closure(at: Any, owner: Any) -> None:
@@ -270,19 +249,63 @@ def param_in_a_closure(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * gain)
 
 
+def buffer_in_a_closure(at: Any, owner: Any) -> None:
+    table = owner.table
+    at.register_forward_hook(lambda m, i, o: o * table)
+
+
 def weakly_held_param(at: Any, owner: Any) -> None:
     at.held = weakref.ref(owner.gain)
     at.register_forward_hook(lambda m, i, o: o * m.held())
 
 
-def param_of_an_object(at: Any, owner: Any) -> None:
+def cache(at: Any, owner: Any) -> None:
+    at.register_forward_hook(functools.lru_cache(lambda m, i, o: o * owner.gain))
+
+
+def generator(at: Any, owner: Any) -> None:
+    at.made = (owner.gain for _ in range(9))
+
+
+def weak_dict(at: Any, owner: Any) -> None:
+    at.owners = weakref.WeakKeyDictionary({owner: 1})
+
+
+def method_of_a_param(at: Any, owner: Any) -> None:
+    at.held = owner.gain.mul
+
+
+CLOSED: dict[str, Callable[[Any, Any], None]] = {
+    fn.__name__.replace("_", " "): fn
+    for fn in (
+        closure, backward_hook, wrapped_forward, wrapped_twice, list_of_lambdas, default_argument, keyword_default,
+        function_attribute, dataclass_in_a_closure, default_dict, weak_reference, weak_parent, param_in_a_closure,
+        buffer_in_a_closure, weakly_held_param, cache, generator, weak_dict, method_of_a_param,
+    )
+}  # fmt: skip
+
+
+# ---- a param that is held besides its module
+
+
+def in_a_list(at: Any, owner: Any) -> None:
+    at.held = [owner.gain]
+    at.register_forward_hook(lambda m, i, o: o * m.held[0])
+
+
+def in_a_dict(at: Any, owner: Any) -> None:
+    at.held = {owner.gain: 1}
+    at.register_forward_hook(lambda m, i, o: o * next(iter(m.held)))
+
+
+def in_an_object(at: Any, owner: Any) -> None:
     at.box = Box(owner.gain)
     at.register_forward_hook(lambda m, i, o: o * m.box.owner)
 
 
-HOLDERS = {
-    fn.__name__.replace("_", " "): fn
-    for fn in (
-        params_in_a_list, param_in_a_closure, weakly_held_param, param_of_an_object,
-    )
-}  # fmt: skip
+def in_a_partial(at: Any, owner: Any) -> None:
+    at.scale = functools.partial(torch.mul, owner.gain)
+    at.register_forward_hook(lambda m, i, o: m.scale(o))
+
+
+HOLDERS = {fn.__name__.replace("_", " "): fn for fn in (in_a_list, in_a_dict, in_an_object, in_a_partial)}

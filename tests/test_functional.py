@@ -1,4 +1,4 @@
-"""fz.functional: what hooks and closures lead to is mapped to the private copy; what is somebody else's stays."""
+"""fz.functional: methods and partials go with the private copy, closures over the module are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils.prune
-from hooked import HOLDERS, READERS, Gained, Net, X, by_autograd, by_functional_call, check, param_in_a_closure
+from hooked import CLOSED, HOLDERS, READERS, Gained, Net, X, by_functional_call, check
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import in_turns
@@ -26,12 +26,11 @@ from fzero.testing import assert_trees_close, run_ranks
 def test_what_reads_the_module_reads_the_copy(how: str) -> None:
     module = Net()
     READERS[how](module.blocks[0].lin, module.blocks[0])
-    if how not in ("list of lambdas", "wrapped twice"):
-        READERS[how](module.head, module)
+    READERS[how](module.head, module)
     check(module, by_functional_call(module))
 
 
-@pytest.mark.parametrize("how", ["closure", "bound to a submodule", "partial"])
+@pytest.mark.parametrize("how", ["bound to a submodule", "partial"])
 def test_a_hook_of_a_unit_itself(how: str) -> None:
     module = Net()
     READERS[how](module.blocks[0], module.blocks[0])
@@ -53,7 +52,7 @@ def test_any_hooks_on_any_modules(data: Any, stage: int, remat: bool, count: int
         if not gathered:
             owner = data.draw(st.sampled_from([block, module.blocks[-1]]), label="owner")
             at = data.draw(st.sampled_from([at, block]), label="at")
-        if how == "wrapped forward":
+        if how == "partial forward":
             at = block
         READERS[how](at, owner)
     if data.draw(st.booleans(), label="one block at two paths"):
@@ -61,13 +60,13 @@ def test_any_hooks_on_any_modules(data: Any, stage: int, remat: bool, count: int
     check(module, by_functional_call(module), forms=[(stage, remat)])
 
 
-@in_turns(5, "compiled by torch")
-@pytest.mark.parametrize("how", ["closure", "param in a closure"])
+@in_turns(2, "compiled by torch")
+@pytest.mark.parametrize("how", ["partial"])
 def test_compiled_units_of_one_class_with_and_without_hooks(how: str) -> None:
     """What the compiler made for a block with a hook does not serve the block without one, nor the reverse."""
     module = Net()
-    ({**READERS, **HOLDERS})[how](module.blocks[0].lin, module.blocks[0])
-    want = by_autograd(module)
+    READERS[how](module.blocks[0].lin, module.blocks[0])
+    want = by_functional_call(module)
     apply, params = fz.functional(module)
     step = fz.compile(fz.remat(fz.train_step(apply, fz.sgd(0.1))))
     for _ in range(2):
@@ -75,14 +74,44 @@ def test_compiled_units_of_one_class_with_and_without_hooks(how: str) -> None:
         assert_trees_close(dict(fz.gather(pullback(torch.ones_like(out))[0])), want, rtol=1e-9)
 
 
-@in_turns(3)
+@pytest.mark.parametrize("how", sorted(CLOSED))
+def test_what_leads_to_the_module_also_in_a_copy_is_refused(how: str) -> None:
+    module = Net()
+    CLOSED[how](module.blocks[0].lin, module.blocks[0])
+    with pytest.raises(ValueError, match=r"submodule 'blocks\.0\.lin', .* leads to its .* 'blocks\.0.*Use self"):
+        fz.functional(module)
+
+
 @pytest.mark.parametrize("how", sorted(HOLDERS))
-def test_a_param_that_is_held_besides_its_module(how: str) -> None:
+def test_a_param_that_is_held_besides_its_module_is_refused_where_it_is_read(how: str) -> None:
     module = Net()
     HOLDERS[how](module.blocks[0].lin, module.blocks[0])
-    want = by_autograd(module)
-    assert want["blocks.0.gain"].abs().sum() > 0
-    check(module, want)
+    apply, params = fz.functional(module)
+    step = fz.train_step(apply, fz.sgd(0.1))
+    for run in (lambda: torch.func.grad(apply)(params, X), lambda: step(step.init(params), X)):
+        with pytest.raises(RuntimeError, match=r"Leaf 'blocks\.0\.gain' of a module .* besides its module holds it"):
+            run()
+
+
+def test_a_buffer_that_is_held_besides_its_module_is_refused_where_it_is_read() -> None:
+    """Where buffers are values: otherwise it is a constant."""
+    module: Any = Net()
+    module.held = [module.blocks[0].table]
+    module.head.register_forward_hook(functools.partial(lambda own, m, i, o: o * own.held[0], module))
+    apply, params = fz.functional(module)
+    assert torch.equal(apply(params, X), module(X))
+    apply, params, buffers = fz.functional(module, buffers=True)
+    with pytest.raises(RuntimeError, match=r"Leaf 'blocks\.0\.table' of a module .* besides its module holds it"):
+        apply(params, buffers, X)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_read_what_they_are_given(kind: Any) -> None:
+    module, x = kind(3, 4, num_layers=2).double(), X.view(2, 2, 3)
+    apply, params = fz.functional(module)
+    twice = {name: 2 * p for name, p in params.items()}
+    for values in (params, twice, params):
+        assert torch.equal(apply(values, x)[0], torch.func.functional_call(module, dict(values), (x,))[0])
 
 
 class Shares(nn.Module):
@@ -134,39 +163,6 @@ def test_units_that_others_call(wrap: Any) -> None:
         assert_trees_close(got, (grads, products), rtol=1e-10, atol=1e-13)
 
 
-def test_a_param_of_another_unit_that_is_held_is_refused() -> None:
-    module = Net()
-    param_in_a_closure(module.blocks[0].lin, module.blocks[1])
-    apply, params = fz.functional(module)
-
-    def rank_main(rank: int) -> None:
-        for remat in (False, True):
-            step = fz.shard_zero3(fz.train_step(apply, fz.sgd(0.1)))
-            step = fz.remat(step) if remat else step
-            state = step.init(params)
-            with pytest.raises(TypeError, match=r"read inside another unit, .*: leaf 'blocks.1.gain'"):
-                step.vjp(state, X)
-
-    run_ranks(rank_main, 2)
-
-
-NOWHERE: dict[str, Any] = {
-    "set": lambda gain: {gain},
-    "dict": lambda gain: {gain: 1},
-    "partial": lambda gain: functools.partial(torch.mul, gain),
-    "function": lambda gain: lambda x, gain=gain: x * gain,
-    "builtin_function_or_method": lambda gain: gain.mul,
-}
-
-
-@pytest.mark.parametrize("kind", NOWHERE)
-def test_a_param_that_is_held_where_nothing_can_be_put(kind: str) -> None:
-    module: Any = Net()
-    module.held = NOWHERE[kind](module.gain)
-    with pytest.raises(ValueError, match=rf"the module, attribute 'held'.* is a {kind} that holds param 'gain'"):
-        fz.functional(module)
-
-
 # ---- what is somebody else's stays what it is
 
 
@@ -175,10 +171,9 @@ def test_a_list_that_a_hook_appends_to_is_the_users() -> None:
     recorder = Gained(seen)
     recorder.hook = lambda m, i, o: seen.append(o.shape)  # type: ignore[method-assign]
 
-    def hook(m: Any, i: Any, o: Any) -> Any:
+    def hook(m: Any, i: Any, o: Any) -> None:
         seen.append(o.shape)
         counts["calls"] += 1
-        return o * module.gain
 
     module.head.register_forward_hook(hook)
     module.head.register_forward_hook(lambda m, i, o: recorder.hook(m, i, o))
@@ -192,10 +187,9 @@ def test_a_list_that_a_hook_appends_to_is_the_users() -> None:
 def test_a_count_in_a_closure_is_shared() -> None:
     module, calls = Net(), 0
 
-    def hook(m: Any, i: Any, o: Any) -> Any:
+    def hook(m: Any, i: Any, o: Any) -> None:
         nonlocal calls
         calls += 1
-        return o * module.gain
 
     module.head.register_forward_hook(hook)
     apply, params = fz.functional(module)

@@ -1,10 +1,9 @@
-"""The writing of safetensors files: what lies there stays a whole model until the new one is."""
+"""The writing of safetensors files: one file that lies there stays whole until the new one is."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import os
 import re
 import uuid
@@ -17,12 +16,10 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import CODES
 from fzero.checkpoint.staging import bytes_of, on_host
 from fzero.compat.headers import INDEX, SINGLE, index_of, planned
-from fzero.compat.models import NAMED
 from fzero.compat.names import Names, renamed
 from fzero.state.sharded import Sharded, check_buffers
 from fzero.state.stream import stream
 
-_MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
 _PEFT = re.compile(
     r"(.*\.)?base_layer\..*|(.*\.)?prompt_encoder\.[^.]+\.embedding\.weight|.*\.adaption_prompt"
 )  # of peft
@@ -75,8 +72,7 @@ class Export:
         self._files = planned(path, single, self.tensors, most)
         self._places = {own.name: own for file in self._files for own in file.entries}
         self._leads = Everyone(tree.axis).leads
-        self._named = {file.name: file.name for file in self._files}  # as they are planned -> as they will be
-        self._index: bytes | None = None
+        self._in_folder = single is None
         self._open, self._locked = dict[str, int](), contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -85,26 +81,22 @@ class Export:
             return
         self._folder.make()
         self._locked.enter_context(self._folder.only_writer())
-        there = self._tidied()
-        if len(self._files) > 1:
-            if any(name.endswith(".safetensors") for name in there - {SINGLE}) or INDEX in there:
-                self._named = {name: f"model-{self._token}{name.removeprefix('model')}" for name in self._named}
-            self._index = index_of(self._files, self._named)
+        there = self._folder.names()
+        for name in filter(_UNFINISHED.fullmatch, there):  # of saves that never ended
+            self._folder.remove(name)
+        taken = [name for name in (INDEX, SINGLE)[: len(self._files)] if name in there]
+        if taken and self._in_folder:
+            raise FileExistsError(
+                f"fz.save_safetensors: {self._folder.path} has a model of several files, or is to have one, and got "
+                f"{taken[0]} there; expected a folder without a model: one file takes the place of another at one "
+                "moment, several do not. Save into a new folder, or remove this model before."
+            )
         for file in self._files:
             path = self._unfinished(file.name)
             descriptor = self._open[file.name] = files.create(path)
             with files.naming(path):
                 os.posix_fallocate(descriptor, 0, file.nbytes)
                 files.write(descriptor, memoryview(file.header), 0)
-
-    def _tidied(self) -> set[str]:
-        """The names in the folder, without what saves have left that never ended: nobody else writes here."""
-        known, there = _named_by_index(self._folder), {*self._folder.names()}
-        for name in sorted(there):
-            if _UNFINISHED.fullmatch(name) or (NAMED.fullmatch(name) and known is not None and name not in known):
-                self._folder.remove(name)
-                there.remove(name)
-        return there
 
     @torch.no_grad()
     def write(self) -> None:
@@ -125,27 +117,14 @@ class Export:
             files.write(self._open[file], bytes_of(on_host(values.reshape(-1))), place.offset)
 
     def end(self) -> None:
-        """The first rank gives the files their names; at one moment all that reads the folder goes over to them.
-
-        Of one file that is the moment of its renaming, as loaders prefer it to an index. Of several, whose names are
-        those of none that lie there, it is that of the index's; or, where there was one file, that of its removal.
-        """
+        """The first rank gives the files their names; with the one file, or the index, the model is there."""
         if not self._leads:
             return
-        folder, names = self._folder, {*self._named.values()}
         for file in self._files:
-            files.rename(self._unfinished(file.name), os.path.join(folder.path, self._named[file.name]))
-        files.sync_folder(folder.path)
-        if self._index is not None:
-            folder.replace(INDEX, self._index)
-            names.add(INDEX)
-            folder.remove(SINGLE)
-            files.sync_folder(folder.path)
-        if self._index is not None or SINGLE in names:
-            with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
-                for name in folder.names():
-                    if name not in names and (name in (INDEX, f"{INDEX}.new") or _MODEL.fullmatch(name)):
-                        folder.remove(name)
+            files.rename(self._unfinished(file.name), os.path.join(self._folder.path, file.name))
+        files.sync_folder(self._folder.path)
+        if len(self._files) > 1:
+            self._folder.replace(INDEX, index_of(self._files))
         self._locked.close()
 
     def leave(self) -> None:
@@ -180,13 +159,3 @@ def _check(name: str, dtype: torch.dtype) -> None:
             f"fz.save_safetensors: got a tensor named {name!r}, which the format keeps for metadata. Give it another "
             "name with names=."
         )
-
-
-def _named_by_index(folder: files.Folder) -> set[str] | None:
-    """The files that the index of a folder names, none where it has none; None where it cannot be read."""
-    try:
-        return {str(name) for name in json.loads(folder.read(INDEX))["weight_map"].values()}
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

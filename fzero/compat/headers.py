@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,10 +96,10 @@ def planned(folder: str, single: str | None, tensors: Sequence[Tensor], most: in
     return [_planned(folder, name, lot) for name, lot in zip(names, lots, strict=True)]
 
 
-def index_of(files: Sequence[Planned], names: Mapping[str, str]) -> bytes:
-    """The text of the index of several files, by the names that they are given."""
+def index_of(files: Sequence[Planned]) -> bytes:
+    """The text of the index of several files."""
     total = sum(own.nbytes for file in files for own in file.entries)
-    places = {own.name: names[file.name] for file in files for own in file.entries}
+    places = {own.name: file.name for file in files for own in file.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +14,10 @@ import torch
 from fzero.checkpoint.files import read_at
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.checkpoint.snapshot import bytes_of
-from fzero.compat.headers import Entry, entries_of
-from fzero.compat.models import Model, check_index, model_of
+from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of
 
 _SOME = 64  # bytes of a tensor that stand for it
+_PART = re.compile(r".*-of-0*([2-9]|1\d)\d*\.safetensors")  # of several files
 
 
 class _File(NamedTuple):
@@ -35,25 +37,18 @@ class Opened:
         self.entries: dict[str, Entry] = {}
 
     def open(self) -> None:
-        """Opens all of them as they lie there at one moment.
+        """Opens all of them.
 
         Raises:
             FileNotFoundError: a file is not there.
             DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
             ValueError: two files have one tensor.
-            BlockingIOError: they are saved over meanwhile.
         """
         models = [model_of(path) for path in self._paths]
         for path in [path for model in models for path in model.files]:
             self._open(path)
         for model in models:
             check_index(model, {name: own.file for name, own in self.entries.items()})
-        # one file is what it is; of several, one may have been opened before a save and one after it
-        if len(self._files) > 1 and not self._in_place(models):
-            raise BlockingIOError(
-                f"{self._paths[0]}: got other files while they were opened, as another run is saving over them; "
-                "expected them to stay. Wait until it has ended."
-            )
 
     def _open(self, path: str) -> None:
         if path in self._files:
@@ -74,14 +69,6 @@ class Opened:
                     "one file. Give the files of one model."
                 )
             self.entries[entry.name] = entry
-
-    def _in_place(self, models: Sequence[Model]) -> bool:
-        """Whether the paths still stand for the files that are open: then all lay there as the last was opened."""
-        try:
-            stay = all(os.path.samestat(os.stat(path), own.stat) for path, own in self._files.items())
-            return stay and [model_of(path) for path in self._paths] == models
-        except (OSError, ValueError):
-            return False
 
     def said(self) -> str:
         """A text by which ranks see that they have opened one model, also where each node has a copy of the files.
@@ -112,14 +99,18 @@ class Opened:
             )
 
     def check(self) -> None:
-        """Refuses what was read of files that somebody wrote into meanwhile; others do so in place.
+        """Refuses what was read of files that somebody wrote into meanwhile, or of several if one is another one now.
 
         Raises:
-            DamagedCheckpoint: one has another size, or was written to later than as it was opened.
+            DamagedCheckpoint: naming the file.
         """
         for path, own in self._files.items():
-            now = os.fstat(own.descriptor)
-            if (now.st_size, now.st_mtime_ns) != (own.stat.st_size, own.stat.st_mtime_ns):
+            try:  # one file is what it is; of several, one may have been opened before a save and one after it
+                now = os.stat(path) if len(self._files) > 1 else os.fstat(own.descriptor)
+                same = os.path.samestat(now, own.stat)
+            except OSError:
+                now, same = own.stat, False
+            if not same or (now.st_size, now.st_mtime_ns) != (own.stat.st_size, own.stat.st_mtime_ns):
                 raise DamagedCheckpoint(f"{path}: was written to while it was read. Load it again once it is whole.")
 
     def close(self) -> None:
@@ -132,3 +123,71 @@ def _spots(nbytes: int) -> tuple[int, ...]:
     """Where those bytes of a tensor begin that stand for it: at its start there may be what is never trained."""
     last = max(nbytes - _SOME, 0)
     return (0, last // 2, last) if last else (0,)
+
+
+class Model(NamedTuple):
+    """What a path stands for.
+
+    Attributes:
+        files: their paths.
+        index: the path of the index that names them; "" where none does.
+        places: of an index, the name of each tensor and the path of its file.
+    """
+
+    files: list[str]
+    index: str
+    places: Mapping[str, str]
+
+
+def model_of(path: str) -> Model:
+    """The files of a model: of a file itself, of an index those that it names, of a folder its one model.
+
+    Raises:
+        FileNotFoundError: a folder has none, or several and no index.
+        DamagedCheckpoint: an index that cannot be read.
+    """
+    if os.path.isdir(path):
+        index = os.path.join(path, INDEX)
+        if os.path.exists(os.path.join(path, SINGLE)):  # as others' loaders prefer
+            return Model([os.path.join(path, SINGLE)], "", {})
+        if os.path.exists(index):
+            return _indexed(index)
+        return Model([os.path.join(path, _only(path))], "", {})
+    return _indexed(path) if path.endswith(".json") else Model([path], "", {})
+
+
+def _indexed(path: str) -> Model:
+    try:
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file)["weight_map"]
+        folder = os.path.dirname(path)
+        places = {name: os.path.join(folder, own) for name, own in said.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path}: got no index with a weight_map: {error!r}.") from None
+    return Model([*dict.fromkeys(places.values())], path, places)
+
+
+def _only(folder: str) -> str:
+    """The name of a folder's one file."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if len(names) != 1 or _PART.fullmatch(names[0]):
+        raise FileNotFoundError(
+            f"{folder}: got {' and '.join(names[:2]) or 'a folder without safetensors files'} and no {INDEX}, expected "
+            f"one file, such as {SINGLE}, or several and an index that names them. Otherwise give the files as a list."
+        )
+    return names[0]
+
+
+def check_index(model: Model, found: Mapping[str, str]) -> None:
+    """Refuses an index that names a tensor which its file does not have.
+
+    Args:
+        found: the name of each tensor that is there -> the path of its file.
+    """
+    for name, path in model.places.items():
+        if found.get(name) != path:
+            where = f", but {found[name]} has it" if name in found else ""
+            raise DamagedCheckpoint(
+                f"{model.index}: names a tensor {name!r} in {os.path.basename(path)}, and it is not there{where}. "
+                "Bring the files that belong to this index."
+            )

@@ -183,8 +183,8 @@ def save_safetensors(
     the model's `config.json` is there too.
 
     Args:
-        path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. A model
-            that is there stays whole until the new one is whole.
+        path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. One file
+            that is there stays whole until the new one is whole. Several files need a folder without a model.
         state: its params are written. Or a tree like them, such as `state.extra["ema"]`.
         names: a function of a leaf's path that gives its name in the files. By default the name is the path.
         also: more tensors by name, such as a module's persistent buffers. Those of rank 0 are written.
@@ -195,7 +195,8 @@ def save_safetensors(
         ValueError: two tensors have one name, the format cannot have a name, the ranks differ in their
             arguments, or the path is a folder for a model of peft (its `save_pretrained` writes what others read).
         TypeError: the format does not have the dtype.
-        OSError: the disk is full, or the folder is not writable. It is raised on every rank.
+        OSError: the disk is full, the folder is not writable, or it has a model of several files (FileExistsError). It
+            is raised on every rank.
 
     Example:
         >>> import tempfile

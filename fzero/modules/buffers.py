@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from fzero.base.refusals import noted
 from fzero.engine.dispatch import call_unit
 from fzero.engine.outlets import overlap
 from fzero.modules.batch_norms import need_moved_alike, others_in
-from fzero.modules.places import Place, Places
-from fzero.modules.reach import Reach
+from fzero.modules.places import Places
+from fzero.modules.private_copy import Constant
 from fzero.parallel.batch_norm import ranks_of_means
 from fzero.table.handle import Function, storage_of
 
@@ -31,23 +31,24 @@ def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, tor
     return {name: x for name, x in named_buffers if x.layout not in texts.COMPRESSED}
 
 
-def need_apart(module: nn.Module) -> None:
+def need_apart(module: nn.Module, constants: Sequence[Constant]) -> None:
     """Refuses buffers that share memory with something else, as each would be a value by itself.
+
+    Args:
+        constants: what else the module holds.
 
     Raises:
         ValueError: naming both.
     """
-    reach = Reach(module)
-    names = {id(x): f"buffer {name!r}" for name, x in module.named_buffers()}
-    params = {id(x): f"param {name!r}" for name, x in module.named_parameters()}
-    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor)}
-    memory = {i: storage_of(x) for i, x in tensors.items() if x.layout == torch.strided}
-    for number, x in [(id(x), x) for x in values_of(module).values()]:
-        for other, where in memory.items() if memory.get(number) else ():
-            if other != number and where == memory[number] and overlap((x, tensors[other])):
-                what = names.get(other) or params.get(other) or reach.way(other)
+    others = [(f"buffer {name!r}", x) for name, x in values_of(module).items()]
+    buffers = list(others)
+    others += [(f"param {name!r}", x) for name, x in module.named_parameters()]
+    others += [(constant.label, constant.source) for constant in constants]
+    for name, x in buffers:
+        for what, other in others:
+            if x is not other and storage_of(x) and storage_of(x) == storage_of(other) and overlap((x, other)):
                 raise ValueError(
-                    f"fz.functional(buffers=True): {names[number]} and {what} share memory, and would be two values, "
+                    f"fz.functional(buffers=True): {name} and {what} share memory, and would be two values, "
                     "of which a write to one does not change the other. Compute the view in forward, from the buffer, "
                     "or register a copy (.clone())."
                 )
@@ -57,12 +58,11 @@ class Carried:
     """Where a module's buffers stand, each under all of its names.
 
     Args:
-        elsewhere: `places_of` its buffers.
         synchronises: whether the module's batch norms take their statistics over ranks.
     """
 
-    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]], synchronises: bool) -> None:
-        self.places = Places(module, elsewhere, registry="_buffers")
+    def __init__(self, module: nn.Module, synchronises: bool) -> None:
+        self.places = Places(module, registry="_buffers")
         every = values_of(module, remove_duplicate=False)
         first = {id(x): name for name, x in values_of(module).items()}
         self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
@@ -133,23 +133,6 @@ class Carried:
         for name, first in self._first.items():
             registry, key = self.places.of[name]
             registry[key] = new[first]
-        for name, (placeholder, others) in self._elsewhere():
-            for place in others:
-                place.put(placeholder, new[self._first[name]])
-
-    @contextlib.contextmanager
-    def only_in_modules(self) -> Iterator[None]:
-        """Inside, what holds buffers besides their modules (a list) holds what a second run finds there, too."""
-        held = [(place, old) for _, (old, others) in self._elsewhere() for place in others]
-        before = [place.put(old, old) for place, old in held]
-        try:
-            yield
-        finally:
-            for (place, old), x in zip(held, before, strict=True):
-                place.put(old, x)
-
-    def _elsewhere(self) -> list[tuple[str, tuple[torch.Tensor, list[Place]]]]:
-        return [(name, found) for name, found in self.places.elsewhere.items() if name in self._first]
 
     def undo(self) -> Callable[[], None]:
         """Notes the buffers; what it returns puts them back."""
@@ -219,8 +202,7 @@ def call_carrying(
 
     own, quick = functools.partial(carrying, call), functools.partial(carrying, fast)
     try:
-        with carried.only_in_modules():
-            out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, around)
+        out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, around)
     except Exception as error:
         if carried.names:
             error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")

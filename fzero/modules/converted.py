@@ -12,7 +12,6 @@ from torch import nn
 from fzero.comm.axis import Axis
 from fzero.modules.conversion import Converted, CutLeaf
 from fzero.modules.hints import heads_of, kind_of
-from fzero.modules.places import Place
 from fzero.parallel import maps
 from fzero.parallel.piece import whole
 from fzero.table.rows import Row
@@ -69,18 +68,12 @@ def need_slices(params: Mapping[str, object], origins: Mapping[str, Row | None],
             )
 
 
-def converted(
-    module: nn.Module, elsewhere: Mapping[int, list[Place]], cuts: Cuts
-) -> dict[str, tuple[dict[str, object], str]]:
+def converted(module: nn.Module, cuts: Cuts) -> dict[str, tuple[dict[str, object], str]]:
     """Converts the modules that leaves are cut of; name of a leaf -> where their forwards read it.
-
-    Args:
-        elsewhere: id of a param -> where it is held besides its module.
 
     Raises:
         ValueError: there is no conversion for a module.
     """
-    before = dict(module.named_parameters(remove_duplicate=False))
     by_module: dict[str, list[CutLeaf]] = {}
     for leaf in cuts.leaves:
         by_module.setdefault(leaf.name.rpartition(".")[0], []).append(leaf)
@@ -93,9 +86,6 @@ def converted(
         _share_heads(path, own, made, cuts)
     for each in {id(each): each for each in made.values()}.values():
         each.install()
-    for name, now in module.named_parameters(remove_duplicate=False):
-        for place in elsewhere.get(id(before[name]), ()) if now is not before[name] else ():
-            place.put(before[name], now)
     return {
         (f"{path}.{name}" if path else name): (each.leaves, name) for path, each in made.items() for name in each.leaves
     }

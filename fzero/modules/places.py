@@ -1,10 +1,7 @@
-"""Where a module's params stand, in its submodules and wherever else it holds one; what is read of them there."""
+"""Where a module's params stand, and what is read of them there."""
 
 from __future__ import annotations
 
-import collections
-import types
-import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,19 +12,16 @@ from torch import nn
 from fzero.base import private
 from fzero.base.refusals import noted
 from fzero.engine.traversal import current, here, read
-from fzero.modules.reach import Reach
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Function, Handle, Valueless, name_of
 
 Leaves = Mapping[str, object]
-_FIXED = (tuple, weakref.ref)  # whoever holds one holds another instead
 
 
 class Places:
     """Where a module's params are, found once: torch's functional_call looks for them at every call.
 
     Args:
-        elsewhere: `places_of` the copy that the module is part of.
         apart: name of a param -> where it is read instead of from its module.
         registry: where modules hold them; "_buffers" for buffers.
     """
@@ -35,18 +29,23 @@ class Places:
     def __init__(
         self,
         module: nn.Module,
-        elsewhere: Mapping[int, list[Place]],
         apart: Mapping[str, tuple[dict[str, Any], str]] = MappingProxyType({}),
         registry: str = "_parameters",
     ) -> None:
+        modules = list(module.named_modules(remove_duplicate=False))
         self.of: dict[str, tuple[dict[str, Any], str]] = {
             (f"{path}.{name}" if path else name): (getattr(owner, registry), name)
-            for path, owner in module.named_modules(remove_duplicate=False)
+            for path, owner in modules
             for name in getattr(owner, registry)
         }
         self.of.update(apart)
-        held = {name: owner[own] for name, (owner, own) in self.of.items()}
-        self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
+        self._lists: list[tuple[str, list[Any], int]] = [  # of recurrent layers, which read their params there
+            (name, own._flat_weights, i)
+            for path, own in modules
+            if isinstance(own, nn.RNNBase)
+            for i, key in enumerate(own._flat_weights_names)
+            if (name := f"{path}.{key}" if path else key) in self.of
+        ]
 
     def now(self, leaves: Leaves) -> Leaves:
         """Returns what stands for the module's params, if others were put there (torch.func.functional_call)."""
@@ -63,7 +62,7 @@ class Places:
             return run(*args, **kwargs)
 
     def installed(self, leaves: Leaves) -> _Installed:
-        """Inside, these leaves are the module's params, also where they are held besides their module."""
+        """Inside, these leaves are the module's params."""
         return _Installed(self, leaves)
 
 
@@ -72,27 +71,19 @@ class _Installed:
 
     def __init__(self, places: Places, leaves: Leaves) -> None:
         self._places, self._leaves = places, leaves
-        self._old: list[tuple[dict[str, Any], str, object]] = []
-        self._moved: list[tuple[Place, torch.Tensor, object]] = []
+        self._old: list[tuple[Any, Any, object]] = []
 
     def __enter__(self) -> None:
-        try:
-            old, of = self._old, self._places.of
-            for name, leaf in self._leaves.items():
-                owner, own = of[name]
-                old.append((owner, own, owner[own]))
-                owner[own] = leaf
-            for name, (placeholder, others) in self._places.elsewhere.items():
-                if name in self._leaves:
-                    for place in others:
-                        self._moved.append((place, placeholder, place.put(placeholder, self._leaves[name])))
-        except BaseException:
-            self.__exit__()
-            raise
+        for name, leaf in self._leaves.items():
+            owner, own = self._places.of[name]
+            self._old.append((owner, own, owner[own]))
+            owner[own] = leaf
+        for name, held, i in self._places._lists:
+            if name in self._leaves:
+                self._old.append((held, i, held[i]))
+                held[i] = self._leaves[name]
 
     def __exit__(self, *_: object) -> None:
-        for place, placeholder, before in reversed(self._moved):
-            place.put(placeholder, before)
         for owner, own, leaf in reversed(self._old):
             owner[own] = leaf
 
@@ -113,79 +104,6 @@ def need_names(params: Leaves, names: Mapping[str, None]) -> None:
         )
 
 
-class Place:
-    """One that holds params' placeholders besides their modules: an entry of a dict or a list, or a closure."""
-
-    def __init__(self, holder: Any, key: Any) -> None:
-        self._holder, self._key = holder, key
-        self._holds = holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
-        self._now: dict[int, object] = {}
-
-    def put(self, placeholder: torch.Tensor, leaf: object) -> object:
-        """Puts a leaf there for the placeholder, or the placeholder itself; returns what stood there for it."""
-        before = self._now.get(id(placeholder), placeholder)
-        self._now[id(placeholder)] = leaf
-        value = _with(self._holds, self._now)
-        if isinstance(self._holder, types.CellType):
-            self._holder.cell_contents = value
-        else:
-            self._holder[self._key] = value
-        return before
-
-
-def places_of(module: nn.Module, reach: Reach, registry: str = "_parameters") -> dict[int, list[Place]]:
-    """Id of a param's placeholder, or of a buffer -> where it is held besides its module.
-
-    Raises:
-        ValueError: something holds one that can hold no other in its place.
-    """
-    own = {id(getattr(m, registry)) for m in module.modules()}
-    what, named = ("buffer", module.named_buffers()) if registry == "_buffers" else ("param", module.named_parameters())
-    found: dict[int, list[Place]] = {}
-    known: dict[object, Place] = {}  # one that holds several params is filled with all of them
-    for name, param in named:
-        waiting, seen = [id(param)], set[tuple[int, int]]()
-        while waiting:
-            value = waiting.pop()
-            for user in reach.users.get(value, ()):
-                if (value, user) in seen or user in own or user not in reach.objects:
-                    continue
-                seen.add((value, user))
-                holder = reach.objects[user]
-                if type(holder) in _FIXED:
-                    waiting.append(user)
-                    continue
-                keys = _keys(holder, reach.objects[value])
-                places = [known.setdefault((user, key), Place(holder, key)) for key in keys]
-                found.setdefault(id(param), []).extend(places)
-                if not places:
-                    raise ValueError(
-                        f"fz.functional: {reach.way(user)} is a {type(holder).__name__} that holds {what} {name!r} "
-                        "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
-                        "or hold its name."
-                    )
-    return {number: places for number, places in found.items() if places}
-
-
-def _keys(holder: object, value: object) -> list[object]:
-    """Where a holder has a value that can be exchanged."""
-    if isinstance(holder, types.CellType):
-        return [None]
-    if isinstance(holder, (dict, list, collections.deque)):
-        return [key for key, x in (holder.items() if isinstance(holder, dict) else enumerate(holder)) if x is value]
-    return []
-
-
-def _with(x: object, now: Mapping[int, object]) -> object:
-    """The same with leaves in the placeholders' places."""
-    if id(x) in now:
-        return now[id(x)]
-    if type(x) is tuple:
-        return tuple([_with(item, now) for item in x])
-    leaf = now.get(id(x())) if isinstance(x, weakref.ref) else None
-    return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
-
-
 def full(handle: Handle) -> torch.Tensor:
     """A module's leaf of another unit in full, differentiable."""
     leaves = here.get()
@@ -202,7 +120,7 @@ def full(handle: Handle) -> torch.Tensor:
 
 
 class Absent(Valueless):
-    """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
+    """A module's param or buffer where its function does not put values: nobody is to go on without."""
 
     path: str
 
@@ -214,9 +132,11 @@ class Absent(Valueless):
 
     def refusal(self, func: object) -> RuntimeError:
         return RuntimeError(
-            f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made "
-            "of it is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and "
-            "hooks of a backward do so). Leave the checkpoint out (of a model of Hugging Face: "
+            f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, where its values are not. Either something "
+            "besides its module holds it (a list, a dict, an object): let that hold its module, or its name. Or a unit "
+            "runs again and reads a buffer of another module: give it to the unit as an argument. Or the function that "
+            "fz.functional made is not running (torch.utils.checkpoint under plain autograd and hooks of a backward "
+            "read it then). Leave the checkpoint out (of a model of Hugging Face: "
             "model.gradient_checkpointing_disable()), as fz.remat(step) recomputes units; or pull back by step.vjp in "
             "place of step(...) and fz.tape."
         )

@@ -1,62 +1,170 @@
-"""A copy of a module that leads nowhere to the original: what its hooks and functions close over is mapped to the copy.
-
-`copy.deepcopy` takes functions as they are, so that a hook of the copy would go on reading the original's params.
-"""
+"""A copy of a module that does not lead to the original: `copy.deepcopy`, and a refusal of what that leaves behind."""
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import copy
+import enum
+import gc
+import logging
 import types
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fzero.base import private
-from fzero.base.node import edges_to
+from fzero.base.random import is_shared
 from fzero.base.texts import COMPRESSED
 from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.outlets import overlap
-from fzero.modules.reach import BOUND, Reach, is_atom
 from fzero.table.handle import StandIn, storage_of
+
+REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
+_HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
+_ATOMS = (
+    *(type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, logging.Logger),
+    *(type, enum.Enum, types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.GenericAlias),
+)
+
+
+class Constant(NamedTuple):
+    """A tensor of a copy that is no argument of its calls, and the one that it was copied from."""
+
+    label: str
+    tensor: torch.Tensor
+    source: torch.Tensor
 
 
 def private_copy(
-    module: nn.Module, shared: Mapping[int, torch.Tensor]
-) -> tuple[nn.Module, Reach, dict[int, torch.Tensor]]:
-    """A copy of a module, everything that is reached from it, and id of its tensors -> what they were copied from.
+    module: nn.Module, stand_ins: Mapping[int, torch.Tensor] = types.MappingProxyType({})
+) -> tuple[nn.Module, list[Constant]]:
+    """A copy of a module, and its tensors that have no stand-in.
 
-    Functions, hooks, bound methods and the like that lead to the module, a submodule, a param or a buffer are made anew
-    for the copy. What they hold besides stays what it is: a list that a hook appends to is the user's.
+    As by `copy.deepcopy`: functions, and what they close over, stay what they are. So does what cannot be copied, such
+    as a lock or a process group.
 
     Args:
-        shared: id of a tensor -> what stands for it in the copy.
-
-    Raises:
-        ValueError: the copy would still lead to the original, and on which way.
+        stand_ins: id of a tensor -> what stands for it in the copy. Those that stand in the module already stay.
     """
     with private.below_transforms(), private.outside_inference(), torch.no_grad():
-        reach = Reach(module)
-        copier = _Copier(reach, module, shared)
-        new = copier(module)
-        found = Reach(new)
-    kept = set(shared) & {id(tensor) for tensor in shared.values()}
-    held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
-    for what, named in (("submodule", module.named_modules()), *held):
-        for name, original in named:
-            if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
-                whose = f"its {what} {name!r}" if name else "the module itself"
-                raise ValueError(
-                    f"fz.functional: {found.way(id(original))} leads to {whose}, and cannot be made anew for the copy "
-                    "that apply works on, so that its gradient would be lost. Use self, or the module that a hook is "
-                    "given, in its place; hold it in a closure, a default argument or a partial of a function that is "
-                    "a hook or an attribute of the module; or, where it is not read, take it out there."
-                )
-    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
-    return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
+        memo: dict[int, Any] = dict(stand_ins)
+        constants = list[Constant]()
+        names = {id(x): f"its buffer {name!r}" for name, x in module.named_buffers()}
+        trained = [(name, x) for name, x in module.named_parameters() if x.requires_grad]
+        for way, x in _reached(module, through_functions=False):
+            if isinstance(x, StandIn) or is_shared(x) or type(x) is object:  # which says that it is itself
+                memo[id(x)] = x
+            elif isinstance(x, torch.Tensor) and id(x) not in memo:
+                if why := _stale(x, trained):
+                    memo[id(x)] = Stale.like(_NOTHING, where=f"{way} {why}")
+                    continue
+                memo[id(x)] = _copied(x)
+                constants.append(Constant(names.get(id(x), f"the tensor of {way}"), memo[id(x)], x))
+        return _by_attributes(module, memo), constants
+
+
+def _by_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The copy: first its modules without attributes, as these lead back to them."""
+    made = [(own, object.__new__(type(own))) for own in module.modules()]  # a __new__ of its own may want arguments
+    memo.update({id(own): new for own, new in made})
+    tried = list[object]()  # which keeps their ids valid
+
+    def copied(x: object) -> object:
+        trial = collections.ChainMap[int, Any]({}, memo)
+        tried.append(trial)
+        try:
+            out = copy.deepcopy(x, trial)  # type: ignore[arg-type]
+        except Exception:  # it stays; if it leads to the module, `need_no_way_back` says so
+            return x
+        memo.update(trial.maps[0])
+        return out
+
+    for own, new in made:
+        for name, x in vars(own).items():
+            each = name in _HOOKS or name in REGISTRIES
+            vars(new)[name] = type(x)((key, copied(item)) for key, item in x.items()) if each else copied(x)
+        if "_compiled_call_impl" in vars(new):  # of module.compile(): its code reads the original's params
+            vars(new)["_compiled_call_impl"] = None
+        if isinstance(new, nn.RNNBase):  # by which it would find that its params are others now, and lay them out anew
+            new._flat_weight_refs = [None] * len(new._flat_weights)
+    return made[0][1]
+
+
+def need_no_way_back(new: nn.Module, module: nn.Module) -> None:
+    """Refuses a copy that leads to the original.
+
+    Raises:
+        ValueError: saying by which attribute.
+    """
+    held = {"submodule": module.named_modules(), "param": module.named_parameters(), "buffer": module.named_buffers()}
+    originals = {id(x): (what, name) for what, named in held.items() for name, x in named}
+    for way, x in _reached(new, through_functions=True):
+        if id(x) in originals:
+            what, name = originals[id(x)]
+            raise ValueError(
+                f"fz.functional: {way} leads to {f'its {what} {name!r}' if name else 'the module itself'}, also in the "
+                "copy that apply works on, so that its gradient would be lost. A closure over the module, or a weak "
+                "reference to it, may be no hook and no attribute. Use self, or the module that a hook is given, in "
+                "its place; methods of the module and functools.partial are copied with it."
+            )
+
+
+def _reached(root: nn.Module, through_functions: bool) -> Iterator[tuple[str, object]]:
+    """What a module's attributes lead to, and which it is; by global names and classes they lead nowhere."""
+    modules = dict(root.named_modules())
+    seen = set(map(id, modules.values()))
+    for path, own in modules.items():
+        for name, value in vars(own).items():
+            kind = _HOOKS.get(name) or REGISTRIES.get(name)
+            for key, item in [(name, value)] if kind is None else value.items():
+                label = getattr(item, "__qualname__", type(item).__name__) if name in _HOOKS else repr(key)
+                way = f"{f'submodule {path!r}' if path else 'the module'}, {kind or 'attribute'} {label}"
+                waiting = [item]
+                while waiting:
+                    x = waiting.pop()
+                    if id(x) not in seen and not isinstance(x, _ATOMS):
+                        seen.add(id(x))
+                        yield way, x
+                        waiting += _parts(x, through_functions)
+
+
+def _parts(x: object, through_functions: bool) -> Sequence[object]:
+    """What an object holds itself."""
+    if isinstance(x, types.FunctionType):
+        own = *(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), vars(x)
+        return own if through_functions else ()
+    if isinstance(x, weakref.ref):
+        return (x(),) if through_functions else ()
+    return () if isinstance(x, (torch.Tensor, torch.Generator)) else gc.get_referents(x)
+
+
+def _stale(x: torch.Tensor, trained: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Why a copy of a tensor would not be what the tensor is to the module."""
+    if private.is_wrapped(_inner(x)):
+        return "takes part in a transform of torch.func around fz.functional"
+    if _inner(x).grad_fn is not None:
+        return "was computed from params before fz.functional"
+    memory = storage_of(x)
+    for name, param in trained:
+        if memory and storage_of(param) == memory and overlap((param, x)):
+            return f"shares its memory with param {name!r}, and here is none that follows it"
+    return ""
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    x = _inner(x)
+    if x.layout in COMPRESSED:  # which deepcopy does not know
+        return x.detach().clone().requires_grad_(x.requires_grad)
+    return copy.deepcopy(x)
+
+
+def _inner(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that was made inside of a transform, which does not go on through it, without its wrapper."""
+    differs = private.is_differentiated(x) or private.is_mapped(x)
+    return private.unwrapped(x) if private.is_wrapped(x) and not differs else x
 
 
 _NO_EVAL = (
@@ -67,13 +175,13 @@ _NO_EVAL = (
 
 
 def evaluating(pristine: nn.Module) -> nn.Module:
-    """A copy of such a copy in evaluation mode, with the same stand-ins for its params.
+    """A copy of such a copy in evaluation mode, with the same stand-ins.
 
     Raises:
         ValueError: the module's own `train` or `eval` needs values of its params.
     """
     with without_dispatch_modes():  # others run on it later
-        module, _, _ = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        module, _ = private_copy(pristine)
         try:
             module.eval()
         except Exception as error:
@@ -147,129 +255,3 @@ class Stale(StandIn):
             f"apply: {self.where}, so that its gradient and its changes would be lost. Compute it in forward, of the "
             "param itself, before it is read."
         )
-
-
-class _Copier:
-    """Copies what it is called with, every object once, as `copy.deepcopy` does, and functions too.
-
-    Attributes:
-        memo: id of an object -> its copy, or the object itself where it stays.
-    """
-
-    def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
-        self.reach, self.params = reach, {id(param) for param in module.parameters()}
-        self.trained = [(name, x, storage_of(x)) for name, x in module.named_parameters() if x.requires_grad]
-        owned = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
-        concerned = owned | reach.reaching(owned)
-        self.memo: dict[int, Any] = {i: x for i, x in reach.objects.items() if i not in concerned} | dict(shared)
-        self._built: list[object] = []  # which keeps their ids valid
-        own = [x for i, x in reach.objects.items() if i not in self.memo]
-        for x in own:  # shells first: what they hold leads back to them, on ways of any length
-            if isinstance(x, nn.Module):
-                self.memo[id(x)] = object.__new__(type(x))  # a __new__ of its own may want arguments
-            elif isinstance(x, types.CellType):
-                self.memo[id(x)] = types.CellType()
-        functions = [x for x in own if isinstance(x, types.FunctionType)]
-        for x in functions:
-            cells = tuple(map(self, x.__closure__ or ()))
-            self.memo[id(x)] = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, cells)
-        for x in own:
-            if isinstance(x, nn.Module):
-                self._fill_module(x)
-            elif isinstance(x, types.CellType):
-                with contextlib.suppress(ValueError):  # an empty one
-                    self.memo[id(x)].cell_contents = self(x.cell_contents)
-        for x in functions:
-            new = self.memo[id(x)]
-            new.__defaults__, new.__kwdefaults__ = self(x.__defaults__), self(x.__kwdefaults__)
-            new.__dict__.update(self(vars(x)))
-            for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
-                setattr(new, name, getattr(x, name))
-
-    def __call__(self, x: object) -> Any:
-        if is_atom(x):
-            return x
-        if id(x) not in self.memo:
-            made = self._made(x)
-            self.memo.setdefault(id(x), made)
-            self._built.append(x)
-        return self.memo[id(x)]
-
-    def _fill_module(self, x: nn.Module) -> None:
-        new, state = self.memo[id(x)], object.__getstate__(x)  # type: ignore[attr-defined]
-        own, slots = state if isinstance(state, tuple) else (vars(x), {})
-        vars(new).update({name: self(value) for name, value in own.items()})
-        for name, value in slots.items():
-            object.__setattr__(new, name, self(value))
-        if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
-            vars(new)["_compiled_call_impl"] = None
-
-    def _made(self, x: object) -> object:
-        if isinstance(x, torch.Tensor):
-            return self._tensor(x)
-        if isinstance(x, torch.Generator):
-            return x.clone_state()
-        if isinstance(x, weakref.ref):
-            return x if x() is None else type(x)(self(x()))
-        if isinstance(x, BOUND):
-            return getattr(self(x.__self__), x.__name__)
-        if isinstance(x, types.MethodType):
-            return types.MethodType(self(x.__func__), self(x.__self__))
-        if type(x) is tuple:
-            return tuple(map(self, x))
-        with contextlib.suppress(Exception):  # what cannot be built again stays; if it leads to the module, that shows
-            return self._instance(x)
-        self.memo[id(x)] = x
-        return x
-
-    def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, Stale):
-            return x
-        why = self._stale(x)
-        if why:
-            return Stale.like(_NOTHING, where=f"{self.reach.way(id(x))} {why}")
-        x = _inner(x).detach() if x.grad_fn is not None else _inner(x)
-        if x.layout in COMPRESSED:  # which deepcopy does not know
-            return x.detach().clone().requires_grad_(x.requires_grad)
-        return copy.deepcopy(x, self.memo)
-
-    def _stale(self, x: torch.Tensor) -> str:
-        if private.is_wrapped(_inner(x)):
-            return "takes part in a transform of torch.func around fz.functional"
-        if any(id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((_inner(x),))):
-            return "was computed from the module's params before fz.functional"
-        memory = storage_of(x)
-        for name, own, of in self.trained:
-            if memory and of == memory and overlap((own, x)):
-                return f"shares its memory with param {name!r}, and here is none that follows it"
-        return ""
-
-    def _instance(self, x: Any) -> object:
-        if hasattr(type(x), "__deepcopy__") or type(x).__module__.partition(".")[0] == "numpy":
-            return copy.deepcopy(x, self.memo)
-        build: Any = x.__reduce_ex__(4)
-        if isinstance(build, str):
-            return x
-        make, arguments, *others = build
-        state, items, pairs = (*others, None, None, None)[:3]
-        if not any((state, items, pairs, isinstance(x, Iterator))) and all(map(is_atom, arguments)):
-            return x  # it says nothing but that it is itself
-        new = self.memo[id(x)] = make(*map(self, arguments))
-        if hasattr(new, "__setstate__"):
-            if state is not None:
-                new.__setstate__(self(state))
-        else:
-            for part in state if isinstance(state, tuple) else (state,):
-                for name, value in (part or {}).items():
-                    object.__setattr__(new, name, self(value))
-        for item in items or ():
-            new.append(self(item))
-        for key, value in pairs or ():
-            new[self(key)] = self(value)
-        return new
-
-
-def _inner(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that was made inside of a transform, which does not go on through it, without its wrapper."""
-    differs = private.is_differentiated(x) or private.is_mapped(x)
-    return private.unwrapped(x) if private.is_wrapped(x) and not differs else x

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree, texts
 from fzero.base.refusals import noted
-from fzero.modules.private_copy import Stale
-from fzero.modules.reach import REGISTRIES, Reach
+from fzero.modules.private_copy import REGISTRIES, Constant
 
 Originals = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 
@@ -48,19 +46,10 @@ class Apart(TorchFunctionMode):
                     ValueError(
                         f"apply: code that the module runs leads to its {name} as the module had it, by a global name "
                         "or a class, so that its gradient would be lost. Use self, or the module that a hook is given, "
-                        "in its place, or hold it in a closure of a function that is a hook or an attribute."
+                        "in its place."
                     )
                 )
         return out
-
-
-class _Constant(NamedTuple):
-    """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
-
-    label: str
-    tensor: torch.Tensor
-    source: torch.Tensor
-    state: tuple[int, int]
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -87,7 +76,7 @@ class Untouched:
     """Refuses a first call that changes the copy, which is of no use then. Later calls are not looked at.
 
     Args:
-        sources: id of a tensor of the copy -> the tensor that it was copied from.
+        constants: the copy's tensors that are no arguments of its calls.
         originals: `originals_of` the user's module.
         carries: whether buffers are values of each call, and no constants.
 
@@ -100,29 +89,19 @@ class Untouched:
     def __init__(
         self,
         module: nn.Module,
-        reach: Reach,
-        sources: Mapping[int, torch.Tensor],
+        constants: Sequence[Constant],
         originals: Originals,
         carries: bool = False,
     ) -> None:
         self.module, self._originals, self._carries = module, originals, carries
         self.depth, self.proven, self.changed = 0, False, False
-        names = {id(buffer): name for name, buffer in module.named_buffers()}
         # modules' params, buffers and submodules: them, what they are, what is before their names, and what they were
         self._registries: list[tuple[dict[str, object], str, str, dict[str, object]]] = [
             (getattr(own, name), f"its {what}", f"{path}." if path else "", dict(getattr(own, name)))
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
-        self._constants: list[_Constant] = []
-        for number, x in reach.objects.items():
-            own = names.get(number)
-            if number not in reach.owned or number not in sources or not isinstance(x, torch.Tensor):
-                continue
-            if isinstance(x, Stale) or (carries and own is not None and x.layout not in texts.COMPRESSED):
-                continue
-            label = f"the tensor of {reach.way(number)}" if own is None else f"its buffer {own!r}"
-            self._constants.append(_Constant(label, x, sources[number], _state(x)))
+        self._constants = [(constant, _state(constant.tensor)) for constant in constants]
 
     @contextlib.contextmanager
     def around_call(self, given: Mapping[str, object]) -> Iterator[None]:
@@ -149,7 +128,7 @@ class Untouched:
     def _changes(self) -> list[str]:
         """What is to be said of all that a call has changed."""
         with private.below_transforms():
-            changed = [x for x in self._constants if _state(x.tensor) != x.state or not _same(x.tensor, x.source)]
+            changed = [x for x, state in self._constants if _state(x.tensor) != state or not _same(x.tensor, x.source)]
         said = [_changed(constant.label, self._carries) for constant in changed]
         for of, what, prefix, before in self._registries:
             for name in {**before, **of}:

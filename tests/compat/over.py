@@ -14,7 +14,6 @@ import torch
 from checkpoint import test_crashes
 from checkpoint.crashes import LOST, Recorder, build, crashes, replayed
 from checkpoint.crashes import _durable as durable
-from safetensors.torch import save_file
 
 import fzero as fz
 from fzero.checkpoint import files
@@ -72,12 +71,10 @@ def by_us(folder: Path) -> float | None:
 
 
 def before(folder: Path, kind: str, ranks: int) -> None:
-    """A model of ones, as one call or several have left it."""
+    """A folder with a model of ones in one file, or with none."""
     folder.mkdir(parents=True)
-    for save in {"none": [], "one": [exported], "several": [several], "renamed": [several] * 2}.get(kind, []):
-        saved(folder, ranks, 1.0, save)
-    if kind == "loose":
-        save_file(params(1.0), folder / "a.safetensors")
+    if kind == "one":
+        saved(folder, ranks, 1.0, exported)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, top: Path, job: Callable[[], object]) -> Recorder:

@@ -44,7 +44,7 @@ def test_a_disk_that_is_full(tmp_path: Path, ranks: int) -> None:
     """The file is named on every rank, and nothing is left of it, nor of a save that was killed before."""
     saved(tmp_path, ranks, 1.0, exported)
     there, before = {*os.listdir(tmp_path)}, resource.getrlimit(resource.RLIMIT_FSIZE)
-    (tmp_path / f"model-{TOKEN}-00001-of-00002.safetensors").touch()
+    (tmp_path / f".model.safetensors.{TOKEN}").touch()
 
     def rank_main(rank: int) -> Any:
         step = step_of(ranks)

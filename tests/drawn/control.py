@@ -119,8 +119,8 @@ def hook(c: Writer) -> None:
     own = f"self.blocks[{block}]"
     c.init.append(
         [
-            f"{own}.register_forward_hook(lambda m, i, o: o * (1 + 0.1 * self.g))",
-            f"{own}.register_forward_pre_hook(lambda m, i: (i[0] + 0.1 * self.g,))",
+            f"{own}.register_forward_hook(functools.partial(lambda own, m, i, o: o * (1 + 0.1 * own.g), self))",
+            f"{own}.register_forward_pre_hook(functools.partial(lambda own, m, i: (i[0] + 0.1 * own.g,), self))",
             f"{own}.register_forward_pre_hook(lambda m, i: (i[0] * 0.9,))",
             f"{own}.register_forward_hook(lambda m, i, o: o * (1 + 0.1 * m.b))",
         ][form]
@@ -132,19 +132,19 @@ def hook(c: Writer) -> None:
 def over_self(c: Writer) -> None:
     form, name = c.number(3), c.name("fns")
     w, b, _ = c.own()
-    if form == 0:  # a list of lambdas
+    if c.remedied:
+        own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
+        after = ["h * (1 + 0.1 * self.g) + self.head.weight.mean() * 0.1", "h * (1 + 0.1 * self.g)", "h"][form]
+        c.do(f"h = {c.call(own, 'h')}", f"h = {after}")
+    elif form == 0:  # a list of lambdas
         c.init.append(f"self.{name} = [lambda h: h * (1 + 0.1 * self.g), lambda h: self.head.weight.mean() * 0.1 + h]")
         c.do(f"for f in self.{name}:", "    h = f(h)")
-    elif form == 1 and c.remedied:
-        own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
-        c.do(f"h = {c.call(own, 'h')} * (1 + 0.1 * self.g)")
     elif form == 1:  # a wrapped forward
         own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
         c.init += [
             f"{name} = self.blocks[{own}].forward",
             f"self.blocks[{own}].forward = lambda h: {name}(h) * (1 + 0.1 * self.g)",
         ]
-        c.effect(own, captured=True)
         c.do(f"h = {c.call(own, 'h')}")
     else:  # of the unit itself
         own = c.unit("h", "return self.act(h)", init=[f"self.act = lambda h: h + 0.3 * torch.tanh(h @ {w} + {b})"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import functools
 import random
 import zlib
 from collections.abc import Callable
@@ -145,6 +146,7 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         "random": random,
         "np": np,
         "deque": collections.deque,
+        "functools": functools,
         "ContextVar": contextvars.ContextVar,
         "Config": Config,
         "Pair": Pair,

@@ -288,51 +288,6 @@ def test_a_weight_inside_a_custom_function(how: str, verb: str) -> None:
         assert_trees_close(dict(fz.gather(grads())), want, rtol=1e-5)
 
 
-class Checkpointing(nn.Module):
-    """A block with a checkpoint that reads what it finds by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=torch.float64)
-        self.other: Any = None
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x)) @ self.other()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("which", ["root", "another block"])
-def test_a_unit_that_comes_to_a_leaf_of_another_one_by_a_closure_is_refused(which: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.root = nn.Parameter(torch.eye(3, dtype=torch.float64))
-            self.blocks = nn.ModuleList([Checkpointing(), Checkpointing()])
-            first, second = self.blocks
-            first.other = (lambda: self.root) if which == "root" else (lambda: second.linear.weight)  # type: ignore[assignment]
-            second.other = lambda: torch.eye(3, dtype=torch.float64)  # type: ignore[assignment]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x.square().mean()
-
-    apply, params = fz.functional(Model())
-    x = torch.ones(2, 3, dtype=torch.float64)
-
-    def rank_main(rank: int) -> None:
-        for shard in SHARDS.values():
-            for wrap in (lambda step: step, fz.remat):
-                step = wrap(shard(fz.train_step(apply, fz.sgd(0.1))))
-                with pytest.raises((ValueError, TypeError), match=r"closes over|another unit") as info:
-                    step.vjp(step.init(params), x)
-                assert "blocks.0" in str(info.value) or "leaf 'blocks.1.linear.weight'" in str(info.value)
-
-    run_ranks(rank_main, 1)
-
-
 def test_what_stands_for_a_param_is_pickled() -> None:
     absent = Absent.like(draw(2, 3), path="blocks.0.weight")
     again = pickle.loads(pickle.dumps([absent, absent]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,10 +108,10 @@ def test_memory_that_comes_again_is_no_output_that_shared_it() -> None:
 class Child(nn.Module):
     def __init__(self, parent: Any) -> None:
         super().__init__()
-        self.lin, self.parent = nn.Linear(4, 4), [weakref.ref(parent)]
+        self.lin, self.parent = nn.Linear(4, 4), [parent]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.lin(x) * self.parent[0]().scale)  # type: ignore[union-attr]
+        return torch.tanh(self.lin(x) * self.parent[0].scale)
 
 
 class Parent(nn.Module):
