@@ -14,7 +14,7 @@ from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
 from fzero.graph.alike import Identity, ambient_of, closed_over, meta_of
-from fzero.graph.hosts import Hosts
+from fzero.graph.effects import OverAxes
 from fzero.graph.opened import Opened
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
@@ -29,13 +29,13 @@ class Bodies(Regions):
     """The regions of one trace of a function.
 
     Args:
-        hosts: what the graph calls besides torch's operators.
+        effects: what the graph calls besides torch's operators.
     """
 
-    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, hosts: Hosts) -> None:
+    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: OverAxes) -> None:
         super().__init__(mode, decompositions, inline)
-        self.hosts = self.messages = hosts
-        self.sent, self.begun = hosts.sent, hosts.begun
+        self.effects = effects
+        self.sent, self.begun = effects.sent, effects.begun
         self._known: dict[object, tuple[int, Opened]] = {}
         self._runs: list[Run] = []
         self._maps: dict[object, tuple[int, Sequence[int | None]]] = {}
@@ -55,12 +55,12 @@ class Bodies(Regions):
         """
         own = step.optimizer, step.fn, step.extras
         held = {id(x): x for x in tensors_held(own) if follows(x)}
-        opened = Opened((state, given), numbers=False)
+        opened = Opened((state, given))
         operands = [*opened.tensors, *held.values()]
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
         wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
         metas = tuple(map(meta_of, operands))
-        places = tuple(map(self.hosts.place_of, opened.axes))
+        places = tuple(map(self.effects.place_of, opened.axes))
         now = closed_over(step.fn), ambient_of("cpu")
         of = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())
@@ -88,7 +88,7 @@ class Bodies(Regions):
             optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
             made = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras) if held else step
             state, given = opened.made(tensors[:count], values=False)
-            results[:] = [Opened(verb(made, state, *given), numbers=False)]
+            results[:] = [Opened(verb(made, state, *given))]
             return results[0].tensors
 
         number = self._add(run, operands, wanted, still=lambda: results[0].counts)
@@ -97,7 +97,7 @@ class Bodies(Regions):
     def _add(
         self, run: Run, operands: Sequence[torch.Tensor], wanted: Sequence[int], still: Callable[[], Collection[int]]
     ) -> int:
-        inner = Bodies(self.mode, self.decompositions, True, self.hosts)
+        inner = Bodies(self.mode, self.decompositions, True, self.effects)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(x if private.is_mapped(x) else private.unwrapped(x)) for x in operands]
             traced = trace(run, given, wanted, self.decompositions, level=True, still=still)

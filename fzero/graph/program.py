@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -14,7 +13,13 @@ from fzero.graph import operators
 from fzero.graph.trace import Traced
 
 Run = Callable[..., list[Any]]
-_PLAIN = (int, float, bool, str, type(None))
+
+
+class Region(NamedTuple):
+    """The programs of a region and of its pullback, and the numbers of the seeds that each draws by, if it does."""
+
+    runs: tuple[Run, Run]
+    seeds: tuple[int | None, int | None] = None, None
 
 
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
@@ -41,113 +46,74 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
 def compiled(
     module: GraphModule,
     constants: Sequence[torch.Tensor] = (),
-    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
+    regions: Mapping[int, Region] | None = None,
     keeps: GraphModule | None = None,
 ) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
+    It is torch.fx's code of a graph in which the graph's own operators are what they stand for.
+
     Args:
         constants: tensors behind the inputs.
-        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
+        regions: by number.
         keeps: the graph of the pullback.
     """
-    graph: Graph = module.graph
-    names: dict[Node, str] = {}
-    scope: dict[str, Any] = {"getitem": operator.getitem}
-    lines: list[str] = []
-    known: dict[int, str] = {}
-
-    def constant(value: object) -> str:
-        if type(value) in _PLAIN and value == value and value not in (float("inf"), -float("inf")):
-            return repr(value)
-        if isinstance(value, Node):
-            return names[value]
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            inner = ", ".join(map(constant, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if value else ''})"
-        name = known.setdefault(id(value), f"k{len(known)}")
-        scope[name] = value
-        return name
-
-    def call(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        said = getattr(target, "__name__", "").replace(".", "_")  # "<lambda>" is no name in code
-        name = known.setdefault(id(target), f"f{len(known)}_{said if said.isidentifier() else ''}")
-        scope[name] = target
-        given = [*map(constant, args), *[f"{k}={constant(v)}" for k, v in kwargs.items()]]
-        return f"{name}({', '.join(given)})"
-
-    nodes = list(graph.nodes)
-    last: dict[Node, Node] = {}
-    for node in nodes:
-        for x in node.all_input_nodes:
-            last[x] = node
-    dying: dict[Node, list[Node]] = {}
-    for x, node in last.items():
-        dying.setdefault(node, []).append(x)
+    nodes = list(module.graph.nodes)
     gathers = [n for n in nodes if n.target is operators.GATHER]
     parts = [[*own] for _, own in itertools.groupby(gathers, lambda node: min(node.users, key=nodes.index))]
     following = {before[-1]: after for before, after in itertools.pairwise(parts)}
     pulls = [] if keeps is None else keeps.graph.find_nodes(op="call_function", target=operators.PULL)
     again = [n.args for n in pulls[0].all_input_nodes if n.target is operators.GATHER] if pulls else []
     kept = [n for n in parts[-1] if n.args in again] if parts else []
-    placeholders = [n for n in nodes if n.op == "placeholder"]
+    inputs = sum(node.op == "placeholder" for node in nodes) - len(constants)
+
+    graph, made, held = Graph(), dict[Node, Node](), dict[str, Any]()
+    xs, calls = graph.placeholder("xs"), graph.placeholder("calls", default_value=None)
+
+    def own(value: Any, *args: Any) -> Node:
+        """The call of what is none of torch's operators."""
+        name = next((name for name, known in held.items() if known is value), f"call_{len(held)}")
+        held[name] = value
+        return graph.create_node("call_module", name, args)
+
     for i, node in enumerate(nodes):
-        names[node] = f"v{i}"
-    own = placeholders[: len(placeholders) - len(constants)]
-    if own:
-        lines.append(f"{', '.join(names[n] for n in own)}, = xs")
-    for n, value in zip(placeholders[len(own) :], constants, strict=True):
-        scope[names[n]] = value
-        lines.append(f"{names[n]}_ = {names[n]}")
-        names[n] += "_"
-    lines.append("xs.clear()")
-    unused = [n for n in placeholders if n not in last]
-    if unused:
-        lines.append(" = ".join(names[n] for n in unused) + " = None")
-    for node in nodes:
-        indent = ""
-        if node.op == "placeholder":
-            continue
-        if node.op == "output":
-            lines.append(f"return {constant(list(node.args[0]))}")  # type: ignore[call-overload]
-            break
-        name = names[node]
-        if node.op == "call_module":
-            lines.append(f"{name} = {call(getattr(module, str(node.target)), ([*node.args],), {})}")
-        elif node.target is operators.GATHER:
-            lines.append(f"{name} = calls.take({node.args[0]})")
-            if node in following:
-                lines.append(f"calls.ahead({[n.args[0] for n in following[node]]})")
-            if node in kept:
-                lines.append(f"calls.keep({node.args[0]}, {name})")
-        elif node.target is operators.REDUCE:
-            x, group = node.args
-            lines.append(f"{name} = None; calls.reduce({names[x]}, {group})")  # type: ignore[index]
-        elif node.target in (operators.REGION, operators.PULL):
-            assert regions is not None
-            given, number = node.args
-            forward, pullback, *drawing, seed = regions[number]  # type: ignore[index]
-            pulls = node.target is operators.PULL
-            if drawing[pulls]:
-                lines.append(f"with calls.seeded({seed}):")
-                indent = "    "
-            lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
-        elif node.target in (operators.SEND, operators.HOST):
-            lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
-        elif node.target is operators.ARRIVED:
-            lines.append(f"{name} = {constant(node.args[0])}()")
-        elif node.target is operator.getitem:
-            lines.append(f"{name} = {constant(node.args[0])}[{node.args[1]}]")
-        else:
-            lines.append(f"{name} = {call(node.target, node.args, node.kwargs)}")
-        gone = [names[x] for x in dying.get(node, ())] + ([name] if node not in last else [])
-        if gone:
-            lines.append(" = ".join(gone) + " = None")
-    source = "def run(xs, calls=None):\n" + "\n".join(f"    {line}" for line in lines)
-    exec(compile(source, f"<graph {id(graph):x}>", "exec"), scope)
-    run: Run = scope["run"]
-    run.source = source  # type: ignore[attr-defined]
-    return run
+        args = torch.fx.map_arg(node.args, made.__getitem__)
+        first: Any = args[0] if args else None
+        match node.target:
+            case _ if node.op == "placeholder" and i < inputs:
+                new = graph.call_method("pop", (xs, 0))
+            case _ if node.op == "placeholder":
+                held[f"constant_{i}"] = constants[i - inputs]
+                new = graph.get_attr(f"constant_{i}")
+            case _ if node.op == "output":
+                new = graph.output(list(first))
+            case _ if node.op == "call_module":
+                new = own(getattr(module, str(node.target)), [*args])
+            case operators.GATHER:
+                new = graph.call_method("take", (calls, first))
+                if node in following:
+                    graph.call_method("ahead", (calls, [n.args[0] for n in following[node]]))
+                if node in kept:
+                    graph.call_method("keep", (calls, first, new))
+            case operators.REDUCE:
+                new = graph.call_method("reduce", (calls, *args))
+            case operators.REGION | operators.PULL as target:
+                region, second = (regions or {})[args[1]], target is operators.PULL
+                run, seed = region.runs[second], region.seeds[second]
+                new = own(run, first) if seed is None else own(_drawing(run, seed), first, calls)
+            case operators.SEND | operators.HOST:
+                new = own(node.meta["effect"].start, *args[:-1])
+            case operators.ARRIVED:
+                new = graph.call_method("__call__", (first,))
+            case _:
+                new = graph.node_copy(node, made.__getitem__)
+        made[node] = new
+    code: Run = GraphModule(held, graph).forward
+    return code
+
+
+def _drawing(run: Run, seed: int) -> Run:
+    return lambda xs, calls: calls.drawn(run, xs, seed)
 
 
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:

@@ -18,7 +18,7 @@ from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import inductor, of_torch, operators, program
-from fzero.graph.program import compiled, joined, scheduled
+from fzero.graph.program import Region, compiled, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
 from fzero.graph.tracer import Call, Tracer, traced_call
@@ -34,7 +34,10 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        regions = compiled_regions(call.regions, call.region_seeds, backend)
+        regions = compiled_regions(dict(enumerate(call.regions)), backend)
+        for (number, own), each, seed in zip(regions.items(), call.regions, call.region_seeds, strict=True):
+            drawn = [seed if draws else None for draws in each.draws]
+            regions[number] = own._replace(seeds=(drawn[0], drawn[1]))
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
@@ -47,44 +50,27 @@ class Program:
         self.pullback = compiled(self.pullback_graph, traced.pulled_constants, regions)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
 
-    def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
-        """Refuses outputs of other dtypes than a run without a graph has."""
-        for i, (_, dtype, _) in zip(self.call.traced.real, meta, strict=True):
-            got = self.call.traced.values[i].dtype
-            if got != dtype:
-                raise ValueError(
-                    f"jit: output {i} has {got} in the graph, and {dtype} without. A number of Python among the inputs "
-                    "is a 0-d tensor there: where the function asks for its type, make it a static argument "
-                    "(static_argnums=)."
-                )
-
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
         return joined(self.forward_graph, self.pullback_graph, self.call.traced)
 
 
-Regions = dict[int, tuple[program.Run, program.Run, bool, bool, int]]
-
-
-def compiled_regions(regions: Sequence[Traced], seeds: Sequence[int], backend: str) -> Regions:
-    """The programs of regions, each with the number of its seed; those of one trace share them."""
+def compiled_regions(regions: Mapping[int, Traced], backend: str) -> dict[int, Region]:
+    """The programs of regions; those of one trace share them."""
     compile_one = inductor.compiled if backend == "inductor" else compiled
     pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-    out: Regions = {}
-    for number, (traced, seed) in enumerate(zip(regions, seeds, strict=True)):
+    for traced in regions.values():
         if traced not in pairs:
             forward = compile_one(traced.forward, traced.constants)
             pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants)
-        out[number] = (*pairs[traced], *traced.draws, seed)
-    return out
+    return {number: Region(pairs[traced]) for number, traced in regions.items()}
 
 
 def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
     """The program of a forward that calls regions."""
     nodes = traced.forward.graph.nodes
-    called = list(dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL)))
-    own = compiled_regions([regions[number] for number in called], [0] * len(called), backend)
-    own = dict(zip(called, own.values(), strict=True))
+    called = dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL))
+    own = compiled_regions({number: regions[number] for number in called}, backend)
     graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
     return compiled(graph, traced.constants, own)
 
@@ -117,7 +103,7 @@ class Calls:
     """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
 
     def __init__(self, traversal: Traversal, keys: Sequence[Key], seeds: Sequence[int]) -> None:
-        self._schedule, self._keys, self._seeds = traversal.schedule, keys, seeds
+        self._schedule, self._keys, self.seeds = traversal.schedule, keys, seeds
         self.delivery: Delivery | None = None
         self.masked = False
         self._traversal = traversal
@@ -143,9 +129,10 @@ class Calls:
         assert self.delivery is not None
         self.delivery.add(key, x.zero_() if self.masked else x)
 
-    def seeded(self, number: int) -> seeded:
-        """Around a region that draws random numbers."""
-        return seeded(self._seeds[number])
+    def drawn(self, run: program.Run, xs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """What a program that draws random numbers makes of tensors, by the number of its seed."""
+        with seeded(self.seeds[seed]):
+            return run(xs)
 
 
 class Asked(TypedDict):
@@ -231,7 +218,7 @@ class GraphRun(Outcome):
             held = [*self._held, *cotangents]
             if not retain_graph:
                 self._held = None
-            drawing = self._calls.seeded(0) if traced.draws[1] else contextlib.nullcontext()
+            drawing = seeded(self._calls.seeds[0] if traced.draws[1] else None)
             with failing("a pullback"), torch.no_grad(), private.without_autocast():
                 with traversal.schedule.pullback(before), drawing:
                     out = self._program.pullback(held, self._calls)
@@ -296,6 +283,6 @@ def _forward(
     """The messages and the outputs of a forward."""
     seeds = Seeds(*seed)
     calls = Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
-    drawing = calls.seeded(0) if program.call.traced.draws[0] else contextlib.nullcontext()
+    drawing = seeded(calls.seeds[0] if program.call.traced.draws[0] else None)
     with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
         return calls, program.forward([*given], calls)

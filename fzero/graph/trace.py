@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators
 from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
-from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
@@ -77,16 +76,13 @@ def trace(
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
     real: list[int] = []
-    kinds: list[type | None] = []  # of outputs that are numbers of Python
     count = 0
 
     def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
         nonlocal count
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            with Made(), Numbers():
-                outs, places, others = fn(own)
-            kinds[:] = map(number_of, outs)
+            outs, places, others = fn(own)
             outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
             places = [i for i in places if not of_torch.is_constant(outs[i])]
         real[:], count = places, len(outs)
@@ -108,9 +104,7 @@ def trace(
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            with Made(), Numbers():
-                outs = fn(every)
-            kinds[:] = map(number_of, outs)
+            outs = fn(every)
             reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
             kept = [x for x, own in zip(outs, reals, strict=True) if own]
             others = [x for x, own in zip(outs, reals, strict=True) if not own]
@@ -141,11 +135,8 @@ def trace(
     for node in graph.nodes:
         _tidied(node)
         if node.target in operators.EFFECTS:
-            node.meta["message"] = operators.now().messages[node.args[-1]]
+            node.meta["effect"] = operators.now().effects[node.args[-1]]
     outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    for out, kind in zip(outs, kinds, strict=True):
-        if kind and isinstance(out, Node):
-            marked(out.meta["val"], kind)
     parts = outs, tangents, grads
     return _parted(module, *parts, constants, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
@@ -215,15 +206,15 @@ def _parted(
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
-    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.EFFECTS]}  # the pullback's own
+    effects = {n: None for n in nodes if draws(n) or n.target in operators.EFFECTS}
+    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n in effects]}  # the pullback's own
     for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    effects = [n for n in nodes if draws(n) or n.target in operators.EFFECTS]
     needed = ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    sent = [n for n in effects if n in after and n.target in operators.EFFECTS]
+    sent = [n for n in effects if n in after]
     pulled = ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)

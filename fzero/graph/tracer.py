@@ -23,8 +23,8 @@ from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
 from fzero.graph.alike import Identity, ambient_of, form_of, meta_of
+from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain
-from fzero.graph.messages import Messages
 from fzero.graph.operators import like
 from fzero.graph.regions import Inline, Regions
 from fzero.graph.trace import Traced, is_real, trace
@@ -73,7 +73,7 @@ class Tracer(Traversal, Regions):
     ) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
         Regions.__init__(self, mode, decompositions, inline)
-        self.params, self.messages = params, Messages()
+        self.params, self.effects = params, Effects()
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.derived = derived
         self.acts = True
@@ -284,7 +284,7 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         returned[:] = [(outputs, others), counts]
         return put, range(len(real)), [full for _, full in tracer.fulls]
 
-    own = during(pieces.graph, tracer.messages), during(naming, operators.NAMED)
+    own = during(pieces.graph, tracer.effects), during(naming, operators.NAMED)
     with tracer.mode, during(operators.tracing, tracer), own[0], own[1]:
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
@@ -300,7 +300,7 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
     groups = [group for group, _ in tracer.fulls]
     splits, counts = returned
     own = tracer.regions, tracer.seeds
-    return Call(traced, *own, splits, counts, tracer.drawn, tracer.keys, bool(tracer.messages), groups)
+    return Call(traced, *own, splits, counts, tracer.drawn, tracer.keys, bool(tracer.effects), groups)
 
 
 def _given_out(x: object) -> object:

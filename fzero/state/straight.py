@@ -48,7 +48,7 @@ class _Rounding:
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         counters = None
         if self.draw is not None and self.draws and isinstance(self.draw.count, torch.Tensor):
-            return tuple(jitting.get().hosts.of_count(self._at, self.draw.count, values, values))
+            return tuple(jitting.get().effects.of_count(self._at, self.draw.count, values, values))
         if self.draw is not None:
             rank = self.tree.rank_of(self.key)
             counters = self.draw.counters(self.tree.layout, self.key, rank) if self.draws else Counters()
