@@ -40,9 +40,6 @@ class Bodies(Regions):
         self._runs: list[Run] = []
         self._maps: dict[object, tuple[int, Sequence[int | None]]] = {}
 
-    def gathered(self, group: int) -> torch.Tensor:
-        raise NotImplementedError
-
     def takes(self) -> bool:
         """Whether a step that is called now is a region: at most one derivative of first order goes through it."""
         return not self.inline and of_torch.grad_levels() in (1, 2)
@@ -117,7 +114,7 @@ class Bodies(Regions):
         known = self._maps.get(key)
         if known is None:
             out_dims: list[int | None] = []
-            real, count = self.regions[number].real, len(self.regions[number].values)
+            real, count = self.regions[number].real, self.regions[number].outputs
 
             def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                 alike: dict[int, torch.Tensor] = {}

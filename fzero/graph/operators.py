@@ -10,22 +10,12 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
 
 from fzero.base.context import variable
-
-
-class Metas(Protocol):
-    """What a trace knows of its groups, regions and messages: tensors without values."""
-
-    @property
-    def effects(self) -> Sequence[Effect]: ...
-    def gathered(self, group: int) -> torch.Tensor: ...
-    def called(self, region: int) -> list[torch.Tensor]: ...
-    def pulled(self, region: int) -> list[torch.Tensor]: ...
 
 
 class Effect(NamedTuple):
@@ -41,13 +31,7 @@ class Effect(NamedTuple):
     streams: int = 0
 
 
-tracing: contextvars.ContextVar[Metas | None] = variable("tracing", None)
-
-
-def now() -> Metas:
-    metas = tracing.get()
-    assert metas is not None
-    return metas
+tracing: contextvars.ContextVar[Any] = variable("tracing", None)  # the `Regions` of a trace
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -55,16 +39,16 @@ def like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _come(effect: int) -> list[torch.Tensor]:
-    return [like(x) for x in now().effects[effect].like]
+    return [like(x) for x in tracing.get().effects[effect].like]
 
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 for _schema, _fake in (
     ("tangent(Tensor x) -> Tensor", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)),
-    ("gather(int group) -> Tensor", lambda group: now().gathered(group)),
+    ("gather(int group) -> Tensor", lambda group: tracing.get().gathered(group)),
     ("reduce(Tensor x, int group) -> Tensor", lambda x, group: x.new_empty(())),
-    ("region(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().called(region)),
-    ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().pulled(region)),
+    ("region(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: tracing.get().called(region)),
+    ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: tracing.get().pulled(region)),
     ("send(Tensor[] xs, int effect) -> Tensor", lambda xs, effect: xs[0].new_empty(())),
     ("arrived(Tensor sent, int effect) -> Tensor[]", lambda sent, effect: _come(effect)),
     ("named(Tensor x, str name) -> Tensor", lambda x, name: x.new_empty(())),

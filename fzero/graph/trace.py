@@ -32,7 +32,6 @@ class Traced:
         constants: tensors that the function closes over.
         pulled: the numbers of those that the pullback is given, too, behind the cotangents.
         reached: for each differentiated primal, and for what else is, whether its cotangent is there.
-        values: the outputs, without values.
         draws: whether the forward, and the pullback, draw random numbers.
     """
 
@@ -44,7 +43,6 @@ class Traced:
     constants: Sequence[torch.Tensor]
     pulled: Sequence[int]
     reached: Sequence[bool]
-    values: Sequence[torch.Tensor]
     draws: tuple[bool, bool]
 
     @property
@@ -130,13 +128,15 @@ def trace(
     graph = module.graph
     of_torch.draw_in_place(graph)
     constants = _lifted(module)
+    for same in _SAME:  # another tensor of the same values, for autograd alone
+        for node in graph.find_nodes(op="call_function", target=same):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
-        _tidied(node)
         if node.target in operators.EFFECTS:
-            node.meta["effect"] = operators.now().effects[node.args[-1]]
-    outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
+            node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]
     parts = outs, tangents, grads
     return _parted(module, *parts, constants, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
@@ -166,19 +166,6 @@ def _lifted(module: GraphModule) -> list[torch.Tensor]:
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
-
-
-def _resolved(x: object) -> object:
-    while isinstance(x, Node) and x.op == "call_function" and x.target in _SAME:
-        x = x.args[0]
-    return x
-
-
-def _tidied(node: Node) -> None:
-    """Takes out what makes another tensor of the same values for autograd alone."""
-    if node.op == "call_function":
-        node.args = torch.fx.map_arg(node.args, _resolved)  # type: ignore[assignment,arg-type]
-        node.kwargs = torch.fx.map_arg(node.kwargs, _resolved)  # type: ignore[assignment,arg-type]
 
 
 def is_real(x: torch.Tensor) -> bool:
@@ -214,8 +201,8 @@ def _parted(
     needed = ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    sent = [n for n in effects if n in after]
-    pulled = ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
+    ends = [*[x for x in grads if isinstance(x, Node)], *[n for n in effects if n in after]]
+    pulled = ancestors(ends, stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}
@@ -238,27 +225,21 @@ def _parted(
     fused = {n for n in forward if fuses and is_pointwise(n)}
     least: Collection[Node] = ()
     if fused and recompute is None:
-        ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
-        ends |= {x for x in grads if isinstance(x, Node)}
-        least = _cut([n for n in ends if n in first], again, {*forward}, fused, stored)
+        given = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
+        least = _cut([n for n in given.union(ends) if n in first], again, {*forward}, fused, stored)
     if recompute is not None:
         drawing = any(draws(n) for n in pulled)
         sends = not recompute  # else what has come is kept, as it is without a graph
-        effects = [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
-        pulled = ancestors(pulled.union(effects), stop=set(tangents))
-    own: set[Node] = set()
-    saved: dict[Node, None] = {}
-    todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
-    todo += effects if recompute is not None else []
-    todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
+        ends += [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
+    own, saved, todo = set[Node](), set[Node](), [*ends]
     for node in todo:  # which grows
-        if node in own or node in saved:
+        if node in own or node in saved or node in tangents:
             continue
         if node not in after and not again(node):
-            saved[node] = None
+            saved.add(node)
             continue
         own.add(node)
-        todo += [x for x in node.all_input_nodes if x not in tangents]
+        todo += node.all_input_nodes
     closed = placeholders[len(placeholders) - len(constants) :]
     held = [n for n in nodes if n in saved and n not in closed]
     pulled_too = [n for n in closed if n in saved]
@@ -277,7 +258,6 @@ def _parted(
         constants=constants,
         pulled=[closed.index(n) for n in pulled_too],
         reached=tuple(isinstance(x, Node) for x in grads),
-        values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
 
