@@ -16,7 +16,7 @@ from fzero.graph import of_torch
 from fzero.graph.nodes import draws
 from fzero.graph.trace import OWN_GENERATOR
 
-one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
+one_at_a_time = threading.RLock()  # torch's regions is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
     "jit: the function exchanges values between ranks by torch.distributed or a synchronised batch norm, which graphs "
     "do not take. Take the maps of fz.parallel, or leave jit out."

@@ -11,14 +11,14 @@ import torch
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.alike import ambient_of, closed_over, meta_of
-from fzero.graph.bodies import Bodies
 from fzero.graph.effects import OverAxes
 from fzero.graph.errors import need_plain, need_streams, tracing
-from fzero.graph.opened import Opened, kinds_of, over_axes
+from fzero.graph.flatten import Flat, kinds_of, over_axes
 from fzero.graph.programs import Programs, place
 from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
+from fzero.graph.signatures import ambient_of, closed_over, meta_of
+from fzero.graph.step_regions import StepRegions
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
 
@@ -29,7 +29,7 @@ class Made(NamedTuple):
     """The program of one signature: what runs, the form of its result, its graph, and what that calls."""
 
     run: program.Run
-    result: Opened
+    result: Flat
     traced: Traced
     effects: OverAxes
 
@@ -83,43 +83,44 @@ class Function(Programs[Made]):
         given, key = self._given(args, kwargs)
         return self._programs.get(key) or self._add(key, given)
 
-    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Opened, Key]:
+    def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Flat, Key]:
         self.need_static(args)
-        given = Opened((args, dict(kwargs)))
+        given = Flat((args, dict(kwargs)))
         metas = tuple(map(meta_of, given.tensors))
         return given, (metas, (given.form, place()), ambient_of("cpu"), closed_over(self.fn))
 
-    def _add(self, key: Key, given: Opened) -> Made:
-        results: list[Opened] = []
+    def _add(self, key: Key, given: Flat) -> Made:
+        results: list[Flat] = []
 
         def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             args, kwargs = given.made(tensors, values=False)
-            results[:] = [Opened(self.fn(*args, **kwargs))]
+            results[:] = [Flat(self.fn(*args, **kwargs))]
             return tuple(results[0].tensors)
 
         table = of_torch.decompositions(self.backend)
         for inline in (False, True):
             with tracing(), during(pieces.heard, self._heard), (mode := of_torch.fake_mode()):
                 own = [mode.from_tensor(x.detach()) for x in given.tensors]
-                bodies = Bodies(mode, table, inline, effects := OverAxes(given.axes))
-                parts = during(jitting, bodies), during(operators.tracing, bodies), during(pieces.graph, effects)
+                regions = StepRegions(mode, table, inline, effects := OverAxes(given.axes))
+                parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
                     try:
                         traced = trace(run, own, (), table, level=True)
                     except Inline:
                         continue
             break
-        passes.of_use(traced.forward, bodies.regions, bodies.silent)
-        every = [traced.forward, *[each for region in bodies.regions for each in (region.forward, region.pullback)]]
-        for module in every:
-            need_plain(module.graph.nodes)
-            need_streams(module.graph.nodes)
-        program_of = compiled_call(traced, bodies.regions, self.backend)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in traced.constants):
+        passes.of_use(traced.forward, regions.traced, regions.silent)
+        every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
+        nodes = [node for module in every for node in module.graph.nodes]
+        need_plain(nodes)
+        need_streams(nodes)
+        closed: list[Any] = [getattr(node.graph.owning_module, node.target) for node in nodes if node.op == "get_attr"]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in closed):
             raise ValueError(
                 "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "
                 "would not give. Give it as an input, or detach() it."
             )
+        program_of = compiled_call(traced, regions.traced, self.backend)
 
         def changed() -> str:
             shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"

@@ -14,11 +14,11 @@ from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
-from fzero.graph.alike import ambient_of, closed_over, meta_of
 from fzero.graph.errors import tracing
-from fzero.graph.opened import value_of
+from fzero.graph.flatten import value_of
 from fzero.graph.programs import Programs, place
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
+from fzero.graph.signatures import ambient_of, closed_over, meta_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
@@ -66,13 +66,9 @@ class Jit(Programs[Program]):
         **asked: Unpack[Asked],
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
-        if self.is_plain():
-            return own()
-        given, wanted = self._given(step, inputs), wanted_of(inputs, argnums)
-        out, program = self._called("vjp", step, state, given, wanted, asked["seed"], own)
-        if program is None:
-            return out
-        return GraphRun(program, step, state, given, wanted, **asked) if out is None else out
+        wanted = wanted_of(inputs, argnums)
+        go = lambda program, given: GraphRun(program, step, state, given, wanted, **asked)
+        return self._called("vjp", step, state, inputs, wanted, asked["seed"], own, go)
 
     def forward(
         self,
@@ -85,30 +81,32 @@ class Jit(Programs[Program]):
         mask: Mask | None,
     ) -> tuple[object, object]:
         """Outputs and aux."""
-        if self.is_plain():
-            return own()
-        given = self._given(step, inputs)
-        out, program = self._called("forward", step, state, given, None, seed, own)
-        if program is None:
-            return out
-        return forward_only(program, step, state, given, seed, mask) if out is None else out
+        go = lambda program, given: forward_only(program, step, state, given, seed, mask)
+        out: tuple[object, object] = self._called("forward", step, state, inputs, None, seed, own, go)
+        return out
 
     def _called(
         self,
         verb: str,
         step: Spec,
         state: TrainState,
-        given: Sequence[object],
+        inputs: Sequence[object],
         wanted: Sequence[int] | None,
         seed: tuple[int, ...],
         own: Callable[[], Any],
-    ) -> tuple[Any, Program | None]:
-        """What a run without a graph returns, if this is one, and the program."""
+        go: Callable[[Program, Sequence[object]], Any],
+    ) -> Any:
+        """What a run without a graph returns, if this is one, or `go(program, inputs)`."""
+        if self.is_plain():
+            return own()
+        given = self._given(step, inputs)
         key = self._key(verb, step, state, given, wanted or ())
         first = key if place() is None else (*key[:4], state.params.axis.identity, place())
         if first not in self._begun:
             need_traceable(step, state)
-        return self.called(step.name, first, own, lambda: self._program(key, step, state, given, wanted, seed))
+        make = lambda: self._program(key, step, state, given, wanted, seed)
+        out, program = self.called(step.name, first, own, make)
+        return go(program, given) if out is None and program is not None else out
 
     def _program(
         self,

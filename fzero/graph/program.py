@@ -1,15 +1,17 @@
-"""A graph as flat Python: each operator a call, each tensor freed after its last use, each message begun early."""
+"""A graph as code: flat Python in which each message begins early, and runs of torch's operators by Inductor."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
+from fzero.graph.nodes import draws, extracted, is_view, result_of
 from fzero.graph.trace import Traced
 
 Run = Callable[..., list[Any]]
@@ -19,7 +21,7 @@ class Region(NamedTuple):
     """The programs of a region and of its pullback, and the numbers of the seeds that each draws by, if it does."""
 
     runs: tuple[Run, Run]
-    seeds: tuple[int | None, int | None] = None, None
+    seeds: Sequence[int | None]
 
 
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
@@ -45,7 +47,6 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
 
 def compiled(
     module: GraphModule,
-    constants: Sequence[torch.Tensor] = (),
     regions: Mapping[int, Region] | None = None,
     keeps: GraphModule | None = None,
 ) -> Run:
@@ -54,7 +55,6 @@ def compiled(
     It is torch.fx's code of a graph in which the graph's own operators are what they stand for.
 
     Args:
-        constants: tensors behind the inputs.
         regions: by number.
         keeps: the graph of the pullback.
     """
@@ -65,7 +65,6 @@ def compiled(
     pulls = [] if keeps is None else keeps.graph.find_nodes(op="call_function", target=operators.PULL)
     again = [n.args for n in pulls[0].all_input_nodes if n.target is operators.GATHER] if pulls else []
     kept = [n for n in parts[-1] if n.args in again] if parts else []
-    inputs = sum(node.op == "placeholder" for node in nodes) - len(constants)
 
     graph, made, held = Graph(), dict[Node, Node](), dict[str, Any]()
     xs, calls = graph.placeholder("xs"), graph.placeholder("calls", default_value=None)
@@ -76,15 +75,15 @@ def compiled(
         held[name] = value
         return graph.create_node("call_module", name, args)
 
-    for i, node in enumerate(nodes):
+    for node in nodes:
         args = torch.fx.map_arg(node.args, made.__getitem__)
         first: Any = args[0] if args else None
         match node.target:
-            case _ if node.op == "placeholder" and i < inputs:
-                new = graph.call_method("pop", (xs, 0))
             case _ if node.op == "placeholder":
-                held[f"constant_{i}"] = constants[i - inputs]
-                new = graph.get_attr(f"constant_{i}")
+                new = graph.call_method("pop", (xs, 0))
+            case str() if node.op == "get_attr":
+                held[node.target] = getattr(module, node.target)
+                new = graph.get_attr(node.target)
             case _ if node.op == "output":
                 new = graph.output(list(first))
             case _ if node.op == "call_module":
@@ -117,22 +116,94 @@ def _drawing(run: Run, seed: int) -> Run:
 
 
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
-    """Two graphs as one: `(*inputs, *constants, *cotangents) -> (outputs, cotangents of inputs)`."""
+    """Two graphs as one: `(*inputs, *cotangents) -> (outputs, cotangents of inputs)`."""
     graph, made = Graph(), dict[Node, Node]()
     outs: list[Any] = list(graph.graph_copy(forward.graph, made))  # type: ignore[arg-type]
     inputs = list(graph.find_nodes(op="placeholder"))
     given = list(pullback.graph.find_nodes(op="placeholder"))
-    begin, end = len(traced.saved), len(given) - len(traced.pulled)
     made.update(zip(given, [outs[i] if i >= 0 else inputs[-1 - i] for i in traced.saved], strict=False))
-    for node, number in zip(given[end:], traced.pulled, strict=True):
-        made[node] = inputs[len(inputs) - len(traced.constants) + number]
-    for node in reversed(given[begin:end]):
+    for node in reversed(given[len(traced.saved) :]):
         with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
             made[node] = graph.placeholder(f"cotangent_{node.name}")
         made[node].meta = dict(node.meta)
     grads = graph.graph_copy(pullback.graph, made)  # type: ignore[arg-type]
     graph.output((outs[: traced.outputs], grads))
+    constants = dict[str, Any]()
     for module in (forward, pullback):
-        for node in module.graph.find_nodes(op="call_module"):
-            made[node].op, made[node].target = "call_function", getattr(module, str(node.target))
-    return GraphModule(torch.nn.Module(), graph)
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                made[node].op, made[node].target = "call_function", getattr(module, node.target)
+            elif node.op == "get_attr":
+                constants[node.target] = getattr(module, node.target)
+    return GraphModule(constants, graph)
+
+
+# ---- Inductor
+
+_made: dict[str, Run] = {}
+
+
+def by_inductor(module: GraphModule) -> Run:
+    """`run(xs) -> outputs`, which empties the list of inputs.
+
+    What draws random numbers runs as it is: its numbers are those of torch's operators. So do messages.
+    """
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if not calls or any(draws(n) or n.target in operators.OWN for n in calls):
+        return compiled(in_pieces(module))
+    constants = [getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"]
+    inputs = [n for op in ("placeholder", "get_attr") for n in module.graph.nodes if n.op == op]
+    module = extracted(module, inputs, calls, result_of(module))
+    given = [n.meta["val"] for n in inputs]
+    text = "\n".join([module.code, *map(_form, given), str(torch.get_num_threads())])
+    run = _made.get(text)
+    if run is None:
+        run = _made[text] = of_torch.by_inductor(module, given)
+    if not constants:
+        return run
+
+    def call(xs: list[Any]) -> list[Any]:
+        xs += constants
+        return run(xs)
+
+    return call
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
+
+
+LEAST = 8  # operators that are worth a compilation, and a call of compiled code
+
+
+def in_pieces(module: GraphModule) -> GraphModule:
+    """A graph in which runs of torch's operators between messages and regions are compiled, each as one call."""
+    nodes = list(module.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    module = extracted(module, inputs, nodes[len(inputs) : -1], result_of(module))
+    runs: list[list[Node]] = [[]]
+    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+        if node.target in operators.OWN or draws(node):
+            runs.append([])
+        elif node.target is not operator.getitem or node.args[0].target not in operators.OWN:
+            runs[-1].append(node)
+    for number, run in enumerate(runs):
+        if sum(not is_view(node) for node in run) >= LEAST:
+            _fuse(module, f"piece_{number}", run)
+    return module
+
+
+def _fuse(module: GraphModule, name: str, run: Sequence[Node]) -> None:
+    """Puts the call of a compiled piece in the place of operators."""
+    graph, inside = module.graph, set(run)
+    inputs = list(dict.fromkeys(x for n in run for x in n.all_input_nodes if x not in inside))
+    outputs = [n for n in run if any(user not in inside for user in n.users)]
+    setattr(module, name, by_inductor(extracted(module, inputs, run, outputs)))
+    with graph.inserting_before(run[-1].next):
+        called = graph.create_node("call_module", name, tuple(inputs))
+        for i, n in enumerate(outputs):
+            item = graph.call_function(operator.getitem, (called, i))
+            item.meta = dict(n.meta)
+            n.replace_all_uses_with(item)
+    for n in reversed(run):
+        graph.erase_node(n)

@@ -17,11 +17,11 @@ from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
-from fzero.graph import inductor, of_torch, operators, program
-from fzero.graph.program import Region, compiled, joined, scheduled
+from fzero.graph import of_torch, operators, program
+from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
-from fzero.graph.tracer import Call, Tracer, traced_call
+from fzero.graph.unit_regions import Call, UnitRegions, traced_call
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -34,20 +34,17 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        regions = compiled_regions(dict(enumerate(call.regions)), backend)
-        for (number, own), each, seed in zip(regions.items(), call.regions, call.region_seeds, strict=True):
-            drawn = [seed if draws else None for draws in each.draws]
-            regions[number] = own._replace(seeds=(drawn[0], drawn[1]))
+        regions = compiled_regions(dict(enumerate(call.regions)), backend, call.region_seeds)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
         self.forward_graph = scheduled(traced.forward)
         self.pullback_graph = scheduled(traced.pullback, groups)
         if backend == "inductor":
-            self.forward_graph = inductor.in_pieces(self.forward_graph)
-            self.pullback_graph = inductor.in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, traced.constants, regions, keeps=self.pullback_graph)
-        self.pullback = compiled(self.pullback_graph, traced.pulled_constants, regions)
+            self.forward_graph = in_pieces(self.forward_graph)
+            self.pullback_graph = in_pieces(self.pullback_graph)
+        self.forward = compiled(self.forward_graph, regions, keeps=self.pullback_graph)
+        self.pullback = compiled(self.pullback_graph, regions)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
 
     def joined(self) -> torch.fx.GraphModule:
@@ -55,15 +52,22 @@ class Program:
         return joined(self.forward_graph, self.pullback_graph, self.call.traced)
 
 
-def compiled_regions(regions: Mapping[int, Traced], backend: str) -> dict[int, Region]:
-    """The programs of regions; those of one trace share them."""
-    compile_one = inductor.compiled if backend == "inductor" else compiled
+def compiled_regions(
+    regions: Mapping[int, Traced], backend: str, seeds: Sequence[int] | None = None
+) -> dict[int, Region]:
+    """The programs of regions; those of one trace share them.
+
+    Args:
+        seeds: of each the number of its seed, where a run has any.
+    """
+    compile_one = by_inductor if backend == "inductor" else compiled
     pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-    for traced in regions.values():
+    out: dict[int, Region] = {}
+    for number, traced in regions.items():
         if traced not in pairs:
-            forward = compile_one(traced.forward, traced.constants)
-            pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants)
-    return {number: Region(pairs[traced]) for number, traced in regions.items()}
+            pairs[traced] = compile_one(traced.forward), compile_one(traced.pullback)
+        out[number] = Region(pairs[traced], [seeds[number] if seeds and draws else None for draws in traced.draws])
+    return out
 
 
 def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
@@ -71,8 +75,8 @@ def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> pr
     nodes = traced.forward.graph.nodes
     called = dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL))
     own = compiled_regions({number: regions[number] for number in called}, backend)
-    graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, traced.constants, own)
+    graph = in_pieces(traced.forward) if backend == "inductor" else traced.forward
+    return compiled(graph, own)
 
 
 def made(
@@ -93,9 +97,9 @@ def made(
     table = of_torch.decompositions(backend)
     for inline in (False, True):
         mode = of_torch.fake_mode()
-        tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
-        with contextlib.suppress(Inline), tracer:
-            return Program(traced_call(step, tracer, flat, spec, wanted or ()), backend)
+        regions = UnitRegions(traversal, state.params, mode, table, inline, wanted is not None)
+        with contextlib.suppress(Inline), regions:
+            return Program(traced_call(step, regions, flat, spec, wanted or ()), backend)
     raise AssertionError
 
 
@@ -183,7 +187,7 @@ class GraphRun(Outcome):
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
         self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
         self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
-        self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
+        self._metas = [(flat[place].shape, flat[place].dtype, flat[place].device) for place in wanted]
 
     def pull(
         self,
@@ -224,8 +228,8 @@ class GraphRun(Outcome):
                     out = self._program.pullback(held, self._calls)
                     own.finish({})
             wanted = [
-                out[i] if out[i] is not None else torch.zeros_like(self._zeros[place])
-                for i, place in enumerate(self.wanted)
+                torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+                for x, (shape, dtype, device) in zip(out, self._metas, strict=False)
             ]
             placed = self._placed(wanted)
             if not retain_graph:
@@ -245,9 +249,6 @@ class GraphRun(Outcome):
             raise RuntimeError(no_first_half("this forward"))
         return rest
 
-    def _reached(self, place: int) -> bool:
-        return self._program.call.traced.reached[self.wanted.index(place)]
-
     def note_use(self, used: set[int]) -> None:
         assert self._traversal is not None
         used.update(range(len(self._traversal.layout.rows)))
@@ -261,7 +262,7 @@ class GraphRun(Outcome):
     def drop(self) -> None:
         """Forgets what the forward saved, and the state."""
         self._held = self.state = self._traversal = self._calls = None
-        self._zeros, self._guarded, self._again = {}, [], _gone
+        self._guarded, self._again = [], _gone
 
 
 def _gone() -> Run:

@@ -22,15 +22,15 @@ Traceable = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(eq=False)
 class Traced:
-    """Two graphs: `forward(*primals, *constants) -> (*outputs, *saved)`, `pullback(*saved, *cotangents, *pulled)`.
+    """Two graphs: `forward(*primals) -> (*outputs, *saved)`, `pullback(*saved, *cotangents)`.
+
+    Tensors that the function closes over are attributes of them.
 
     Attributes:
         outputs: the number of outputs.
         real: the places of those that have cotangents.
         saved: for each tensor that the pullback is given first, its place: among the outputs of the forward (from 0),
             or among its inputs (from -1 down).
-        constants: tensors that the function closes over.
-        pulled: the numbers of those that the pullback is given, too, behind the cotangents.
         reached: for each differentiated primal, and for what else is, whether its cotangent is there.
         draws: whether the forward, and the pullback, draw random numbers.
     """
@@ -40,14 +40,8 @@ class Traced:
     outputs: int
     real: Sequence[int]
     saved: Sequence[int]
-    constants: Sequence[torch.Tensor]
-    pulled: Sequence[int]
     reached: Sequence[bool]
     draws: tuple[bool, bool]
-
-    @property
-    def pulled_constants(self) -> list[torch.Tensor]:
-        return [self.constants[number] for number in self.pulled]
 
 
 def trace(
@@ -127,7 +121,6 @@ def trace(
     module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
     graph = module.graph
     of_torch.draw_in_place(graph)
-    constants = _lifted(module)
     for same in _SAME:  # another tensor of the same values, for autograd alone
         for node in graph.find_nodes(op="call_function", target=same):
             node.replace_all_uses_with(node.args[0])
@@ -135,34 +128,15 @@ def trace(
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target))
+            if isinstance(value, torch.Generator):
+                raise ValueError(OWN_GENERATOR)
+            node.meta.setdefault("val", value)
         if node.target in operators.EFFECTS:
             node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]
     parts = outs, tangents, grads
-    return _parted(module, *parts, constants, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
-
-
-def _lifted(module: GraphModule) -> list[torch.Tensor]:
-    """Makes tensors that the function closes over inputs, behind the others."""
-    graph, constants = module.graph, list[torch.Tensor]()
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    by_name: dict[str, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "get_attr":
-            continue
-        name = str(node.target)
-        if name not in by_name:
-            value = getattr(module, name)
-            if isinstance(value, torch.Generator):
-                raise ValueError(OWN_GENERATOR)
-            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-                made = graph.placeholder(f"constant_{len(constants)}")
-            made.meta = {"val": node.meta.get("val", value)}
-            last = [made]
-            by_name[name] = made
-            constants.append(value)
-        node.replace_all_uses_with(by_name[name])
-        graph.erase_node(node)
-    return constants
+    return _parted(module, *parts, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
@@ -177,7 +151,6 @@ def _parted(
     outs: Sequence[Any],
     tangents: Sequence[Node],
     grads: Sequence[Any],
-    constants: Sequence[torch.Tensor],
     real: Sequence[int],
     recompute: Collection[str] | None,
     free: Collection[int],
@@ -209,8 +182,8 @@ def _parted(
 
     def again(node: Node) -> bool:
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
-        if node.op == "placeholder":
-            return False
+        if node.op in ("placeholder", "get_attr"):
+            return node.op == "get_attr"
         if node not in first or node.target is operators.GATHER:
             return node not in first or node.args[0] not in stays
         if recompute is not None:
@@ -240,13 +213,11 @@ def _parted(
             continue
         own.add(node)
         todo += node.all_input_nodes
-    closed = placeholders[len(placeholders) - len(constants) :]
-    held = [n for n in nodes if n in saved and n not in closed]
-    pulled_too = [n for n in closed if n in saved]
+    held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
     apart = [n for n in held if n.op != "placeholder" and n not in out_of]
     fw = extracted(module, placeholders, forward, [*outs, *apart])
-    bw = extracted(module, [*held, *tangents, *pulled_too], [n for n in nodes if n in own], list(grads))
+    bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
     numbers = {**out_of, **{node: i for i, node in enumerate(apart, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
@@ -255,8 +226,6 @@ def _parted(
         outputs=len(outs),
         real=tuple(real),
         saved=tuple(numbers[n] if n in numbers else places[n] for n in held),
-        constants=constants,
-        pulled=[closed.index(n) for n in pulled_too],
         reached=tuple(isinstance(x, Node) for x in grads),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )

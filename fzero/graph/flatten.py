@@ -20,7 +20,7 @@ T = TypeVar("T")
 Count = int | float | torch.Tensor
 
 
-class Opened:
+class Flat:
     """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
 
     Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values.
