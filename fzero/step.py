@@ -216,8 +216,8 @@ class Step(Spec):
         check_same_optimizer("step", self.optimizer, state.params)
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
-        if (bodies := jitting.get()) is not None and bodies.takes():
-            return cast(Updated, bodies.call(self, _call, state, inputs, cotangent, rng))
+        if (regions := jitting.get()) is not None and regions.takes():
+            return cast(Updated, regions.call(self, _call, state, inputs, cotangent, rng))
         inputs, cotangent = here((inputs, cotangent))
         if not can_follow_here(self, state, inputs, cotangent):
             follows_step(self, state, "step", inputs=inputs, cotangent=cotangent)

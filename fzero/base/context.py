@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
-_OURS = "fzero_"  # the names of this library's begin so
+OURS = "fzero_"  # the names of this library's begin so
 
 
 class Members(Protocol):
@@ -22,7 +22,7 @@ class Members(Protocol):
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     """A variable with a value for each thread."""
-    return contextvars.ContextVar(f"{_OURS}{name}", default=default)
+    return contextvars.ContextVar(f"{OURS}{name}", default=default)
 
 
 # the axes that the running step takes means over, one of each process group

@@ -80,7 +80,7 @@ class seeded:
         if self.seed is None:
             return
         if (graph := jitting.get()) is not None:
-            self.traced = drawing = graph.hosts.drawing(self.seed)
+            self.traced = drawing = graph.effects.drawing(self.seed)
             drawing.__enter__()
             return
         if not intercept.acts_for_main():
@@ -113,12 +113,6 @@ class seeded:
         assert self.seed is not None
         generator.manual_seed(self.seed) if state is None else generator.set_state(state)
         return generator
-
-    def state(self, device: torch.device) -> torch.Tensor:
-        """The state of what is drawn from on a device, inside."""
-        own = next((each for each in self.default if each.device.type == device.type), None) or self.generator(device)
-        assert own is not None
-        return own.get_state()
 
     # ---- a stream, as `intercept` asks for it
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from fzero.base import private
 from fzero.base.ambient import attentions, with_attentions
-from fzero.base.context import variables
+from fzero.base.context import OURS
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
 from fzero.purity.look import own_modes
@@ -32,7 +32,7 @@ class Surroundings:
         """Inside, all are as in the call."""
         attention = with_attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
         with attention, private.under_function_modes(self._modes):
-            tokens = [(x, x.set(value)) for x, value in self._variables.items() if x not in variables]  # of others
+            tokens = [(x, x.set(value)) for x, value in self._variables.items() if not x.name.startswith(OURS)]
             try:
                 yield
             finally:

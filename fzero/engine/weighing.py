@@ -52,7 +52,7 @@ def counted(micro: Microbatches, state: TrainState | None, inputs: Sequence[obje
             with private.below_transforms():
                 given = torch.stack(own)
                 likes = [given, given, given.bool()]
-                found = graph.hosts.over(axis, functools.partial(_of_run, device=device), [given], likes)
+                found = graph.effects.over(axis, functools.partial(_of_run, device=device), [given], likes)
                 counts.factors, counts.of_rank, counts.anywhere = [x.unbind() for x in found]
     return parts, counts
 

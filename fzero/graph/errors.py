@@ -13,9 +13,10 @@ from fzero.base.refusals import is_ours, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.comm.divergence import silent
 from fzero.graph import of_torch
+from fzero.graph.nodes import draws
 from fzero.graph.trace import OWN_GENERATOR
 
-one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
+one_at_a_time = threading.RLock()  # torch's regions is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
     "jit: the function exchanges values between ranks by torch.distributed or a synchronised batch norm, which graphs "
     "do not take. Take the maps of fz.parallel, or leave jit out."
@@ -50,7 +51,7 @@ def tracing() -> Iterator[None]:
             raise ValueError(
                 f"jit: the function{place_of(error)} {what} ({operator}), and a graph has none. Write torch.where(...) "
                 "in the place of a branch or a mask, and leave .item() and float(...) out; a number that shapes depend "
-                "on is a static argument (static_argnums=)."
+                "on is a static argument: one of Python."
             ) from error
         if CHECKPOINTS in str(error):
             raise ValueError(CHECKPOINTS) from error
@@ -65,8 +66,7 @@ def tracing() -> Iterator[None]:
             ) from error
         raise ValueError(
             f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
-            "have no values and no memory. Leave that line to torch's operators, or out of the function; a number of "
-            "Python that it takes is a static argument (static_argnums=)."
+            "have no values and no memory. Leave that line to torch's operators, or out of the function."
         ) from error
 
 
@@ -81,4 +81,17 @@ def need_plain(nodes: Iterable[Node]) -> None:
             raise ValueError(
                 "jit: the function runs an RNN of torch.nn by oneDNN, which no graph takes. Turn that off around it: "
                 "with torch.backends.mkldnn.flags(enabled=False): ..."
+            )
+
+
+def need_streams(nodes: Iterable[Node]) -> None:
+    """Refuses random numbers that a function draws outside of steps."""
+    streams = 0
+    for node in nodes:
+        streams += node.meta["effect"].streams if "effect" in node.meta else 0
+        if not streams and draws(node):
+            raise ValueError(
+                f"jit: the function draws random numbers ({node.target}) outside of steps, from torch's default "
+                "generator, which a graph would leave as it is. Give the noise as an input, or draw in a step's "
+                "function, whose seed is the state's."
             )

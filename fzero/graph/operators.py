@@ -10,61 +10,49 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
 
 from fzero.base.context import variable
-from fzero.graph.numbers import marked, number_of
 
 
-class Metas(Protocol):
-    """What a trace knows of its groups, regions and messages: tensors without values."""
+class Effect(NamedTuple):
+    """What a run does besides torch's operators: `start(tensors)`.
 
-    @property
-    def messages(self) -> Sequence[Message]: ...
-    def gathered(self, group: int) -> torch.Tensor: ...
-    def called(self, region: int) -> list[torch.Tensor]: ...
-    def pulled(self, region: int) -> list[torch.Tensor]: ...
-
-
-class Message(NamedTuple):
-    """What a run does besides torch's operators: `start(tensors)`, and tensors without values like those that come."""
+    Attributes:
+        like: tensors without values like those that come.
+        streams: how many streams of random numbers begin there, or end.
+    """
 
     start: Callable[[Sequence[torch.Tensor]], object]
     like: Sequence[torch.Tensor] = ()
+    streams: int = 0
 
 
-tracing: contextvars.ContextVar[Metas | None] = variable("tracing", None)
-
-
-def now() -> Metas:
-    metas = tracing.get()
-    assert metas is not None
-    return metas
+tracing: contextvars.ContextVar[Any] = variable("tracing", None)  # the `Regions` of a trace
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return marked(made, kind) if (kind := number_of(x)) else made
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _come(message: int) -> list[torch.Tensor]:
-    return [like(x) for x in now().messages[message].like]
+def _come(effect: int) -> list[torch.Tensor]:
+    return [like(x) for x in tracing.get().effects[effect].like]
 
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
 for _schema, _fake in (
     ("tangent(Tensor x) -> Tensor", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)),
-    ("gather(int group) -> Tensor", lambda group: now().gathered(group)),
+    ("gather(int group) -> Tensor", lambda group: tracing.get().gathered(group)),
     ("reduce(Tensor x, int group) -> Tensor", lambda x, group: x.new_empty(())),
-    ("region(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().called(region)),
-    ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: now().pulled(region)),
-    ("send(Tensor[] xs, int message) -> Tensor", lambda xs, message: xs[0].new_empty(())),
-    ("arrived(Tensor sent, int message) -> Tensor[]", lambda sent, message: _come(message)),
+    ("region(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: tracing.get().called(region)),
+    ("pull(Tensor[] xs, int region) -> Tensor[]", lambda xs, region: tracing.get().pulled(region)),
+    ("send(Tensor[] xs, int effect) -> Tensor", lambda xs, effect: xs[0].new_empty(())),
+    ("arrived(Tensor sent, int effect) -> Tensor[]", lambda sent, effect: _come(effect)),
     ("named(Tensor x, str name) -> Tensor", lambda x, name: x.new_empty(())),
-    ("host(Tensor[] xs, int message) -> Tensor[]", lambda xs, message: _come(message)),
+    ("host(Tensor[] xs, int effect) -> Tensor[]", lambda xs, effect: _come(effect)),
 ):
     _LIBRARY.define(_schema)
     torch.library.register_fake(f"fzero::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)

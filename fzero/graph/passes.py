@@ -91,8 +91,7 @@ def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Coll
             if node.args[1] == number:
                 node.args = [x for i, x in enumerate(node.args[0]) if i not in gone], number
         saved = [place for i, place in enumerate(region.saved) if i not in gone]
-        pulled = [k for i, k in enumerate(region.pulled, len(inputs) - len(region.pulled)) if i not in gone]
-        regions[number] = dataclasses.replace(region, saved=saved, pulled=pulled)
+        regions[number] = dataclasses.replace(region, saved=saved)
     graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in operators.OWN)  # which may send
     used: dict[object, set[object]] = {}
     for node in graph.find_nodes(op="call_function", target=operators.REGION):

@@ -1,20 +1,27 @@
-"""A graph as flat Python: each operator a call, each tensor freed after its last use, each message begun early."""
+"""A graph as code: flat Python in which each message begins early, and runs of torch's operators by Inductor."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.graph import operators
+from fzero.graph import of_torch, operators
+from fzero.graph.nodes import draws, extracted, is_view, result_of
 from fzero.graph.trace import Traced
 
 Run = Callable[..., list[Any]]
-_PLAIN = (int, float, bool, str, type(None))
+
+
+class Region(NamedTuple):
+    """The programs of a region and of its pullback, and the numbers of the seeds that each draws by, if it does."""
+
+    runs: tuple[Run, Run]
+    seeds: Sequence[int | None]
 
 
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
@@ -40,133 +47,163 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
 
 def compiled(
     module: GraphModule,
-    constants: Sequence[torch.Tensor] = (),
-    regions: Mapping[int, tuple[Run, Run, bool, bool, int]] | None = None,
+    regions: Mapping[int, Region] | None = None,
     keeps: GraphModule | None = None,
 ) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
+    It is torch.fx's code of a graph in which the graph's own operators are what they stand for.
+
     Args:
-        constants: tensors behind the inputs.
-        regions: by number the programs of a region, whether each draws random numbers, and the number of its seed.
+        regions: by number.
         keeps: the graph of the pullback.
     """
-    graph: Graph = module.graph
-    names: dict[Node, str] = {}
-    scope: dict[str, Any] = {"getitem": operator.getitem}
-    lines: list[str] = []
-    known: dict[int, str] = {}
-
-    def constant(value: object) -> str:
-        if type(value) in _PLAIN and value == value and value not in (float("inf"), -float("inf")):
-            return repr(value)
-        if isinstance(value, Node):
-            return names[value]
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            inner = ", ".join(map(constant, value))
-            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if value else ''})"
-        name = known.setdefault(id(value), f"k{len(known)}")
-        scope[name] = value
-        return name
-
-    def call(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        said = getattr(target, "__name__", "").replace(".", "_")  # "<lambda>" is no name in code
-        name = known.setdefault(id(target), f"f{len(known)}_{said if said.isidentifier() else ''}")
-        scope[name] = target
-        given = [*map(constant, args), *[f"{k}={constant(v)}" for k, v in kwargs.items()]]
-        return f"{name}({', '.join(given)})"
-
-    nodes = list(graph.nodes)
-    last: dict[Node, Node] = {}
-    for node in nodes:
-        for x in node.all_input_nodes:
-            last[x] = node
-    dying: dict[Node, list[Node]] = {}
-    for x, node in last.items():
-        dying.setdefault(node, []).append(x)
+    nodes = list(module.graph.nodes)
     gathers = [n for n in nodes if n.target is operators.GATHER]
     parts = [[*own] for _, own in itertools.groupby(gathers, lambda node: min(node.users, key=nodes.index))]
     following = {before[-1]: after for before, after in itertools.pairwise(parts)}
     pulls = [] if keeps is None else keeps.graph.find_nodes(op="call_function", target=operators.PULL)
     again = [n.args for n in pulls[0].all_input_nodes if n.target is operators.GATHER] if pulls else []
     kept = [n for n in parts[-1] if n.args in again] if parts else []
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    for i, node in enumerate(nodes):
-        names[node] = f"v{i}"
-    own = placeholders[: len(placeholders) - len(constants)]
-    if own:
-        lines.append(f"{', '.join(names[n] for n in own)}, = xs")
-    for n, value in zip(placeholders[len(own) :], constants, strict=True):
-        scope[names[n]] = value
-        lines.append(f"{names[n]}_ = {names[n]}")
-        names[n] += "_"
-    lines.append("xs.clear()")
-    unused = [n for n in placeholders if n not in last]
-    if unused:
-        lines.append(" = ".join(names[n] for n in unused) + " = None")
+
+    graph, made, held = Graph(), dict[Node, Node](), dict[str, Any]()
+    xs, calls = graph.placeholder("xs"), graph.placeholder("calls", default_value=None)
+
+    def own(value: Any, *args: Any) -> Node:
+        """The call of what is none of torch's operators."""
+        name = next((name for name, known in held.items() if known is value), f"call_{len(held)}")
+        held[name] = value
+        return graph.create_node("call_module", name, args)
+
     for node in nodes:
-        indent = ""
-        if node.op == "placeholder":
-            continue
-        if node.op == "output":
-            lines.append(f"return {constant(list(node.args[0]))}")  # type: ignore[call-overload]
-            break
-        name = names[node]
-        if node.op == "call_module":
-            lines.append(f"{name} = {call(getattr(module, str(node.target)), ([*node.args],), {})}")
-        elif node.target is operators.GATHER:
-            lines.append(f"{name} = calls.take({node.args[0]})")
-            if node in following:
-                lines.append(f"calls.ahead({[n.args[0] for n in following[node]]})")
-            if node in kept:
-                lines.append(f"calls.keep({node.args[0]}, {name})")
-        elif node.target is operators.REDUCE:
-            x, group = node.args
-            lines.append(f"{name} = None; calls.reduce({names[x]}, {group})")  # type: ignore[index]
-        elif node.target in (operators.REGION, operators.PULL):
-            assert regions is not None
-            given, number = node.args
-            forward, pullback, *drawing, seed = regions[number]  # type: ignore[index]
-            pulls = node.target is operators.PULL
-            if drawing[pulls]:
-                lines.append(f"with calls.seeded({seed}):")
-                indent = "    "
-            lines.append(f"{indent}{name} = {call(pullback if pulls else forward, (given,), {})}")
-        elif node.target in (operators.SEND, operators.HOST):
-            lines.append(f"{name} = {call(node.meta['message'].start, node.args[:-1], {})}")
-        elif node.target is operators.ARRIVED:
-            lines.append(f"{name} = {constant(node.args[0])}()")
-        elif node.target is operator.getitem:
-            lines.append(f"{name} = {constant(node.args[0])}[{node.args[1]}]")
-        else:
-            lines.append(f"{name} = {call(node.target, node.args, node.kwargs)}")
-        gone = [names[x] for x in dying.get(node, ())] + ([name] if node not in last else [])
-        if gone:
-            lines.append(" = ".join(gone) + " = None")
-    source = "def run(xs, calls=None):\n" + "\n".join(f"    {line}" for line in lines)
-    exec(compile(source, f"<graph {id(graph):x}>", "exec"), scope)
-    run: Run = scope["run"]
-    run.source = source  # type: ignore[attr-defined]
-    return run
+        args = torch.fx.map_arg(node.args, made.__getitem__)
+        first: Any = args[0] if args else None
+        match node.target:
+            case _ if node.op == "placeholder":
+                new = graph.call_method("pop", (xs, 0))
+            case str() if node.op == "get_attr":
+                held[node.target] = getattr(module, node.target)
+                new = graph.get_attr(node.target)
+            case _ if node.op == "output":
+                new = graph.output(list(first))
+            case _ if node.op == "call_module":
+                new = own(getattr(module, str(node.target)), [*args])
+            case operators.GATHER:
+                new = graph.call_method("take", (calls, first))
+                if node in following:
+                    graph.call_method("ahead", (calls, [n.args[0] for n in following[node]]))
+                if node in kept:
+                    graph.call_method("keep", (calls, first, new))
+            case operators.REDUCE:
+                new = graph.call_method("reduce", (calls, *args))
+            case operators.REGION | operators.PULL as target:
+                region, second = (regions or {})[args[1]], target is operators.PULL
+                run, seed = region.runs[second], region.seeds[second]
+                new = own(run, first) if seed is None else own(_drawing(run, seed), first, calls)
+            case operators.SEND | operators.HOST:
+                new = own(node.meta["effect"].start, *args[:-1])
+            case operators.ARRIVED:
+                new = graph.call_method("__call__", (first,))
+            case _:
+                new = graph.node_copy(node, made.__getitem__)
+        made[node] = new
+    code: Run = GraphModule(held, graph).forward
+    return code
+
+
+def _drawing(run: Run, seed: int) -> Run:
+    return lambda xs, calls: calls.drawn(run, xs, seed)
 
 
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
-    """Two graphs as one: `(*inputs, *constants, *cotangents) -> (outputs, cotangents of inputs)`."""
+    """Two graphs as one: `(*inputs, *cotangents) -> (outputs, cotangents of inputs)`."""
     graph, made = Graph(), dict[Node, Node]()
     outs: list[Any] = list(graph.graph_copy(forward.graph, made))  # type: ignore[arg-type]
     inputs = list(graph.find_nodes(op="placeholder"))
     given = list(pullback.graph.find_nodes(op="placeholder"))
-    begin, end = len(traced.saved), len(given) - len(traced.pulled)
     made.update(zip(given, [outs[i] if i >= 0 else inputs[-1 - i] for i in traced.saved], strict=False))
-    for node, number in zip(given[end:], traced.pulled, strict=True):
-        made[node] = inputs[len(inputs) - len(traced.constants) + number]
-    for node in reversed(given[begin:end]):
+    for node in reversed(given[len(traced.saved) :]):
         with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
             made[node] = graph.placeholder(f"cotangent_{node.name}")
         made[node].meta = dict(node.meta)
     grads = graph.graph_copy(pullback.graph, made)  # type: ignore[arg-type]
     graph.output((outs[: traced.outputs], grads))
+    constants = dict[str, Any]()
     for module in (forward, pullback):
-        for node in module.graph.find_nodes(op="call_module"):
-            made[node].op, made[node].target = "call_function", getattr(module, str(node.target))
-    return GraphModule(torch.nn.Module(), graph)
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                made[node].op, made[node].target = "call_function", getattr(module, node.target)
+            elif node.op == "get_attr":
+                constants[node.target] = getattr(module, node.target)
+    return GraphModule(constants, graph)
+
+
+# ---- Inductor
+
+_made: dict[str, Run] = {}
+
+
+def by_inductor(module: GraphModule) -> Run:
+    """`run(xs) -> outputs`, which empties the list of inputs.
+
+    What draws random numbers runs as it is: its numbers are those of torch's operators. So do messages.
+    """
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    if not calls or any(draws(n) or n.target in operators.OWN for n in calls):
+        return compiled(in_pieces(module))
+    constants = [getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"]
+    inputs = [n for op in ("placeholder", "get_attr") for n in module.graph.nodes if n.op == op]
+    module = extracted(module, inputs, calls, result_of(module))
+    given = [n.meta["val"] for n in inputs]
+    text = "\n".join([module.code, *map(_form, given), str(torch.get_num_threads())])
+    run = _made.get(text)
+    if run is None:
+        run = _made[text] = of_torch.by_inductor(module, given)
+    if not constants:
+        return run
+
+    def call(xs: list[Any]) -> list[Any]:
+        xs += constants
+        return run(xs)
+
+    return call
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
+
+
+LEAST = 8  # operators that are worth a compilation, and a call of compiled code
+
+
+def in_pieces(module: GraphModule) -> GraphModule:
+    """A graph in which runs of torch's operators between messages and regions are compiled, each as one call."""
+    nodes = list(module.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    module = extracted(module, inputs, nodes[len(inputs) : -1], result_of(module))
+    runs: list[list[Node]] = [[]]
+    for node in [n for n in module.graph.nodes if n.op == "call_function"]:
+        if node.target in operators.OWN or draws(node):
+            runs.append([])
+        elif node.target is not operator.getitem or node.args[0].target not in operators.OWN:
+            runs[-1].append(node)
+    for number, run in enumerate(runs):
+        if sum(not is_view(node) for node in run) >= LEAST:
+            _fuse(module, f"piece_{number}", run)
+    return module
+
+
+def _fuse(module: GraphModule, name: str, run: Sequence[Node]) -> None:
+    """Puts the call of a compiled piece in the place of operators."""
+    graph, inside = module.graph, set(run)
+    inputs = list(dict.fromkeys(x for n in run for x in n.all_input_nodes if x not in inside))
+    outputs = [n for n in run if any(user not in inside for user in n.users)]
+    setattr(module, name, by_inductor(extracted(module, inputs, run, outputs)))
+    with graph.inserting_before(run[-1].next):
+        called = graph.create_node("call_module", name, tuple(inputs))
+        for i, n in enumerate(outputs):
+            item = graph.call_function(operator.getitem, (called, i))
+            item.meta = dict(n.meta)
+            n.replace_all_uses_with(item)
+    for n in reversed(run):
+        graph.erase_node(n)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, TypeVar
 
-from fzero.base import private
-from fzero.base.context import in_differentiated
-from fzero.comm import backend
+from fzero.base import private, pytree
+from fzero.base.context import during, in_differentiated
+from fzero.comm import backend, pieces
 
 P = TypeVar("P")
 MANY, KEPT = 10, 64  # traces that are said; programs that are kept
@@ -32,22 +32,42 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
-        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other in runs without a graph
+        self._begun: dict[object, None] = {}  # what had its first run
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
-    def or_plain(self, name: str, make: Callable[[], P], ranks: bool = False) -> P | None:
-        """What `make` traces; None where it cannot be traced, and need not.
+    def called(
+        self, name: str, first: object, own: Callable[[], Any], make: Callable[[], P], ranks: bool = False
+    ) -> tuple[Any, P | None]:
+        """What a run without a graph returns, if it is the first one or nothing can be traced, and the program.
+
+        The first run proves that the function is pure. On several ranks it is the first call of all, which all make at
+        once, whatever shapes each is given: messages come in one order, and no rank may send what others do not.
 
         Args:
-            ranks: whether others run their graphs, so that it must.
+            first: what such a run is made for once.
+            ranks: whether others run their graphs, so that this must be traced.
         """
+        out = None
+        if first not in self._begun:
+            with during(pieces.heard, self._heard):
+                out = own()
+            self._begun[first] = None
+            if len(self._begun) > KEPT:
+                del self._begun[next(iter(self._begun))]
         try:
-            return make()
+            return out, make()
         except Exception as error:
             if not self.fallback or ranks:
                 raise
             self._plain = True
-            warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=4)
-            return None
+            warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
+            return own() if out is None else out, None
+
+    def need_static(self, inputs: Sequence[object]) -> None:
+        """Refuses tensors among the inputs that are said to be static."""
+        for i in self.static:
+            if i < len(inputs) and pytree.tensors_in(inputs[i]):
+                raise ValueError(f"jit: got a tensor in input {i}, which is static; expected values, such as numbers.")
 
     def add(self, key: object, program: P, now: Callable[[], str]) -> P:
         """Keeps a program.

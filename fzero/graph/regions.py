@@ -32,35 +32,20 @@ class Regions:
 
     def __init__(self, mode: AbstractContextManager[object], decompositions: of_torch.Table, inline: bool) -> None:
         self.mode, self.decompositions, self.inline = mode, decompositions, inline
-        self.regions: list[Traced] = []
+        self.traced: list[Traced] = []
         self.silent: dict[int, set[int]] = {}
 
     def called(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.regions[region].forward)]
+        return [like(x.meta["val"]) for x in result_of(self.traced[region].forward)]
 
     def pulled(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.regions[region].pullback) if x is not None]
-
-    def mapped(
-        self,
-        number: int,
-        dims: Sequence[int | None],
-        operands: Sequence[torch.Tensor],
-        wanted: Sequence[int],
-        randomness: str,
-    ) -> tuple[int, Sequence[int | None]]:
-        """The region that is a map over a region, and the dims of its outputs that it maps over.
-
-        Args:
-            dims: of the operands.
-        """
-        raise Inline
+        return [like(x.meta["val"]) for x in result_of(self.traced[region].pullback) if x is not None]
 
     def call_region(
         self, number: int, wanted: Sequence[int], operands: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """The outputs of a region, differentiable by the operands in the places `wanted`."""
-        return _Called.apply(self, number, tuple(wanted), *operands)[: self.regions[number].outputs]
+        return _Called.apply(self, number, tuple(wanted), *operands)[: self.traced[number].outputs]
 
 
 class _Called(torch.autograd.Function):
@@ -75,7 +60,7 @@ class _Called(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: private.Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.regions, ctx.number, ctx.wanted, *operands = inputs
-        traced: Traced = ctx.regions.regions[ctx.number]
+        traced: Traced = ctx.regions.traced[ctx.number]
         ctx.count = len(operands)
         ctx.save_for_backward(*[output[i] if i >= 0 else operands[-1 - i] for i in traced.saved])
         ctx.metas = [(output[i].shape, output[i].dtype, output[i].device) for i in traced.real]
@@ -89,7 +74,7 @@ class _Called(torch.autograd.Function):
         if levels > 2 or (levels == 0 and torch.is_grad_enabled()) or mapped:
             raise Inline
         regions: Regions = ctx.regions
-        traced, own = regions.regions[ctx.number], [cotangents[i] for i in regions.regions[ctx.number].real]
+        traced, own = regions.traced[ctx.number], [cotangents[i] for i in regions.traced[ctx.number].real]
         silent = {place for place, x in enumerate(own) if x is None}
         regions.silent[ctx.number] = regions.silent.get(ctx.number, silent) & silent
         given = [
@@ -106,7 +91,7 @@ class _Called(torch.autograd.Function):
     def vmap(  # type: ignore[override]
         info: Any,
         in_dims: Sequence[int | None],
-        regions: Regions,
+        regions: Any,  # of steps: units are none under a map
         number: int,
         wanted: Sequence[int],
         *operands: torch.Tensor,

@@ -17,11 +17,11 @@ from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
-from fzero.graph import inductor, of_torch, operators, program
-from fzero.graph.program import compiled, joined, scheduled
+from fzero.graph import of_torch, operators, program
+from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
-from fzero.graph.tracer import Call, Tracer, traced_call
+from fzero.graph.unit_regions import Call, UnitRegions, traced_call
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -34,59 +34,49 @@ class Program:
 
     def __init__(self, call: Call, backend: str) -> None:
         self.call = call
-        regions = compiled_regions(call.regions, call.region_seeds, backend)
+        regions = compiled_regions(dict(enumerate(call.regions)), backend, call.region_seeds)
         traced = call.traced
         wanted = len(traced.reached) - len(call.differentiated)
         groups: list[int | None] = [*[None] * wanted, *call.differentiated]
         self.forward_graph = scheduled(traced.forward)
         self.pullback_graph = scheduled(traced.pullback, groups)
         if backend == "inductor":
-            self.forward_graph = inductor.in_pieces(self.forward_graph)
-            self.pullback_graph = inductor.in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, traced.constants, regions, keeps=self.pullback_graph)
-        self.pullback = compiled(self.pullback_graph, traced.pulled_constants, regions)
+            self.forward_graph = in_pieces(self.forward_graph)
+            self.pullback_graph = in_pieces(self.pullback_graph)
+        self.forward = compiled(self.forward_graph, regions, keeps=self.pullback_graph)
+        self.pullback = compiled(self.pullback_graph, regions)
         self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
-
-    def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
-        """Refuses outputs of other dtypes than a run without a graph has."""
-        for i, (_, dtype, _) in zip(self.call.traced.real, meta, strict=True):
-            got = self.call.traced.values[i].dtype
-            if got != dtype:
-                raise ValueError(
-                    f"jit: output {i} has {got} in the graph, and {dtype} without. A number of Python among the inputs "
-                    "is a 0-d tensor there: where the function asks for its type, make it a static argument "
-                    "(static_argnums=)."
-                )
 
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
         return joined(self.forward_graph, self.pullback_graph, self.call.traced)
 
 
-Regions = dict[int, tuple[program.Run, program.Run, bool, bool, int]]
+def compiled_regions(
+    regions: Mapping[int, Traced], backend: str, seeds: Sequence[int] | None = None
+) -> dict[int, Region]:
+    """The programs of regions; those of one trace share them.
 
-
-def compiled_regions(regions: Sequence[Traced], seeds: Sequence[int], backend: str) -> Regions:
-    """The programs of regions, each with the number of its seed; those of one trace share them."""
-    compile_one = inductor.compiled if backend == "inductor" else compiled
+    Args:
+        seeds: of each the number of its seed, where a run has any.
+    """
+    compile_one = by_inductor if backend == "inductor" else compiled
     pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-    out: Regions = {}
-    for number, (traced, seed) in enumerate(zip(regions, seeds, strict=True)):
+    out: dict[int, Region] = {}
+    for number, traced in regions.items():
         if traced not in pairs:
-            forward = compile_one(traced.forward, traced.constants)
-            pairs[traced] = forward, compile_one(traced.pullback, traced.pulled_constants)
-        out[number] = (*pairs[traced], *traced.draws, seed)
+            pairs[traced] = compile_one(traced.forward), compile_one(traced.pullback)
+        out[number] = Region(pairs[traced], [seeds[number] if seeds and draws else None for draws in traced.draws])
     return out
 
 
 def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
     """The program of a forward that calls regions."""
     nodes = traced.forward.graph.nodes
-    called = list(dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL)))
-    own = compiled_regions([regions[number] for number in called], [0] * len(called), backend)
-    own = dict(zip(called, own.values(), strict=True))
-    graph = inductor.in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, traced.constants, own)
+    called = dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL))
+    own = compiled_regions({number: regions[number] for number in called}, backend)
+    graph = in_pieces(traced.forward) if backend == "inductor" else traced.forward
+    return compiled(graph, own)
 
 
 def made(
@@ -107,9 +97,9 @@ def made(
     table = of_torch.decompositions(backend)
     for inline in (False, True):
         mode = of_torch.fake_mode()
-        tracer = Tracer(traversal, state.params, mode, table, inline, wanted is not None)
-        with contextlib.suppress(Inline), tracer:
-            return Program(traced_call(step, tracer, flat, spec, wanted or ()), backend)
+        regions = UnitRegions(traversal, state.params, mode, table, inline, wanted is not None)
+        with contextlib.suppress(Inline), regions:
+            return Program(traced_call(step, regions, flat, spec, wanted or ()), backend)
     raise AssertionError
 
 
@@ -117,7 +107,7 @@ class Calls:
     """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
 
     def __init__(self, traversal: Traversal, keys: Sequence[Key], seeds: Sequence[int]) -> None:
-        self._schedule, self._keys, self._seeds = traversal.schedule, keys, seeds
+        self._schedule, self._keys, self.seeds = traversal.schedule, keys, seeds
         self.delivery: Delivery | None = None
         self.masked = False
         self._traversal = traversal
@@ -143,9 +133,10 @@ class Calls:
         assert self.delivery is not None
         self.delivery.add(key, x.zero_() if self.masked else x)
 
-    def seeded(self, number: int) -> seeded:
-        """Around a region that draws random numbers."""
-        return seeded(self._seeds[number])
+    def drawn(self, run: program.Run, xs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+        """What a program that draws random numbers makes of tensors, by the number of its seed."""
+        with seeded(self.seeds[seed]):
+            return run(xs)
 
 
 class Asked(TypedDict):
@@ -196,7 +187,7 @@ class GraphRun(Outcome):
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
         self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
         self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
-        self._zeros = {p: x for p, x in enumerate(flat) if p in self.wanted and not self._reached(p)}
+        self._metas = [(flat[place].shape, flat[place].dtype, flat[place].device) for place in wanted]
 
     def pull(
         self,
@@ -231,14 +222,14 @@ class GraphRun(Outcome):
             held = [*self._held, *cotangents]
             if not retain_graph:
                 self._held = None
-            drawing = self._calls.seeded(0) if traced.draws[1] else contextlib.nullcontext()
+            drawing = seeded(self._calls.seeds[0] if traced.draws[1] else None)
             with failing("a pullback"), torch.no_grad(), private.without_autocast():
                 with traversal.schedule.pullback(before), drawing:
                     out = self._program.pullback(held, self._calls)
                     own.finish({})
             wanted = [
-                out[i] if out[i] is not None else torch.zeros_like(self._zeros[place])
-                for i, place in enumerate(self.wanted)
+                torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+                for x, (shape, dtype, device) in zip(out, self._metas, strict=False)
             ]
             placed = self._placed(wanted)
             if not retain_graph:
@@ -258,9 +249,6 @@ class GraphRun(Outcome):
             raise RuntimeError(no_first_half("this forward"))
         return rest
 
-    def _reached(self, place: int) -> bool:
-        return self._program.call.traced.reached[self.wanted.index(place)]
-
     def note_use(self, used: set[int]) -> None:
         assert self._traversal is not None
         used.update(range(len(self._traversal.layout.rows)))
@@ -274,7 +262,7 @@ class GraphRun(Outcome):
     def drop(self) -> None:
         """Forgets what the forward saved, and the state."""
         self._held = self.state = self._traversal = self._calls = None
-        self._zeros, self._guarded, self._again = {}, [], _gone
+        self._guarded, self._again = [], _gone
 
 
 def _gone() -> Run:
@@ -296,6 +284,6 @@ def _forward(
     """The messages and the outputs of a forward."""
     seeds = Seeds(*seed)
     calls = Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
-    drawing = calls.seeded(0) if program.call.traced.draws[0] else contextlib.nullcontext()
+    drawing = seeded(calls.seeds[0] if program.call.traced.draws[0] else None)
     with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
         return calls, program.forward([*given], calls)

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators
 from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
-from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
@@ -23,17 +22,16 @@ Traceable = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(eq=False)
 class Traced:
-    """Two graphs: `forward(*primals, *constants) -> (*outputs, *saved)`, `pullback(*saved, *cotangents, *pulled)`.
+    """Two graphs: `forward(*primals) -> (*outputs, *saved)`, `pullback(*saved, *cotangents)`.
+
+    Tensors that the function closes over are attributes of them.
 
     Attributes:
         outputs: the number of outputs.
         real: the places of those that have cotangents.
         saved: for each tensor that the pullback is given first, its place: among the outputs of the forward (from 0),
             or among its inputs (from -1 down).
-        constants: tensors that the function closes over.
-        pulled: the numbers of those that the pullback is given, too, behind the cotangents.
         reached: for each differentiated primal, and for what else is, whether its cotangent is there.
-        values: the outputs, without values.
         draws: whether the forward, and the pullback, draw random numbers.
     """
 
@@ -42,15 +40,8 @@ class Traced:
     outputs: int
     real: Sequence[int]
     saved: Sequence[int]
-    constants: Sequence[torch.Tensor]
-    pulled: Sequence[int]
     reached: Sequence[bool]
-    values: Sequence[torch.Tensor]
     draws: tuple[bool, bool]
-
-    @property
-    def pulled_constants(self) -> list[torch.Tensor]:
-        return [self.constants[number] for number in self.pulled]
 
 
 def trace(
@@ -77,16 +68,13 @@ def trace(
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
     real: list[int] = []
-    kinds: list[type | None] = []  # of outputs that are numbers of Python
     count = 0
 
     def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
         nonlocal count
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            with Made(), Numbers():
-                outs, places, others = fn(own)
-            kinds[:] = map(number_of, outs)
+            outs, places, others = fn(own)
             outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
             places = [i for i in places if not of_torch.is_constant(outs[i])]
         real[:], count = places, len(outs)
@@ -108,9 +96,7 @@ def trace(
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            with Made(), Numbers():
-                outs = fn(every)
-            kinds[:] = map(number_of, outs)
+            outs = fn(every)
             reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
             kept = [x for x, own in zip(outs, reals, strict=True) if own]
             others = [x for x, own in zip(outs, reals, strict=True) if not own]
@@ -135,59 +121,25 @@ def trace(
     module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
     graph = module.graph
     of_torch.draw_in_place(graph)
-    constants = _lifted(module)
+    for same in _SAME:  # another tensor of the same values, for autograd alone
+        for node in graph.find_nodes(op="call_function", target=same):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     result = list(graph.find_nodes(op="output")[0].args[0])  # type: ignore[arg-type]
     outs, tangents, grads = result[:count], result[count : count + len(real)], result[count + len(real) :]
     for node in graph.nodes:
-        _tidied(node)
-        if node.target in operators.EFFECTS:
-            node.meta["message"] = operators.now().messages[node.args[-1]]
-    outs, tangents, grads = ([_resolved(x) for x in own] for own in (outs, tangents, grads))
-    for out, kind in zip(outs, kinds, strict=True):
-        if kind and isinstance(out, Node):
-            marked(out.meta["val"], kind)
-    parts = outs, tangents, grads
-    return _parted(module, *parts, constants, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
-
-
-def _lifted(module: GraphModule) -> list[torch.Tensor]:
-    """Makes tensors that the function closes over inputs, behind the others."""
-    graph, constants = module.graph, list[torch.Tensor]()
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    by_name: dict[str, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "get_attr":
-            continue
-        name = str(node.target)
-        if name not in by_name:
-            value = getattr(module, name)
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target))
             if isinstance(value, torch.Generator):
                 raise ValueError(OWN_GENERATOR)
-            with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-                made = graph.placeholder(f"constant_{len(constants)}")
-            made.meta = {"val": node.meta.get("val", value)}
-            last = [made]
-            by_name[name] = made
-            constants.append(value)
-        node.replace_all_uses_with(by_name[name])
-        graph.erase_node(node)
-    return constants
+            node.meta.setdefault("val", value)
+        if node.target in operators.EFFECTS:
+            node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]
+    parts = outs, tangents, grads
+    return _parted(module, *parts, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
-
-
-def _resolved(x: object) -> object:
-    while isinstance(x, Node) and x.op == "call_function" and x.target in _SAME:
-        x = x.args[0]
-    return x
-
-
-def _tidied(node: Node) -> None:
-    """Takes out what makes another tensor of the same values for autograd alone."""
-    if node.op == "call_function":
-        node.args = torch.fx.map_arg(node.args, _resolved)  # type: ignore[assignment,arg-type]
-        node.kwargs = torch.fx.map_arg(node.kwargs, _resolved)  # type: ignore[assignment,arg-type]
 
 
 def is_real(x: torch.Tensor) -> bool:
@@ -199,7 +151,6 @@ def _parted(
     outs: Sequence[Any],
     tangents: Sequence[Node],
     grads: Sequence[Any],
-    constants: Sequence[torch.Tensor],
     real: Sequence[int],
     recompute: Collection[str] | None,
     free: Collection[int],
@@ -215,24 +166,24 @@ def _parted(
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
-    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n.target in operators.EFFECTS]}  # the pullback's own
+    effects = {n: None for n in nodes if draws(n) or n.target in operators.EFFECTS}
+    after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n in effects]}  # the pullback's own
     for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
             after.add(node)
-    effects = [n for n in nodes if draws(n) or n.target in operators.EFFECTS]
     needed = ancestors([x for x in outs if isinstance(x, Node)] + [n for n in effects if n not in after])
     needed |= {n for n in nodes if n not in after and is_item(n) and n.args[0] in needed}
     forward = [node for node in nodes if node in needed and node not in after]
-    sent = [n for n in effects if n in after and n.target in operators.EFFECTS]
-    pulled = ancestors([*[x for x in grads if isinstance(x, Node)], *sent], stop=set(tangents))
+    ends = [*[x for x in grads if isinstance(x, Node)], *[n for n in effects if n in after]]
+    pulled = ancestors(ends, stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
     cheap: dict[Node, bool] = {}
 
     def again(node: Node) -> bool:
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
-        if node.op == "placeholder":
-            return False
+        if node.op in ("placeholder", "get_attr"):
+            return node.op == "get_attr"
         if node not in first or node.target is operators.GATHER:
             return node not in first or node.args[0] not in stays
         if recompute is not None:
@@ -247,34 +198,26 @@ def _parted(
     fused = {n for n in forward if fuses and is_pointwise(n)}
     least: Collection[Node] = ()
     if fused and recompute is None:
-        ends = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
-        ends |= {x for x in grads if isinstance(x, Node)}
-        least = _cut([n for n in ends if n in first], again, {*forward}, fused, stored)
+        given = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
+        least = _cut([n for n in given.union(ends) if n in first], again, {*forward}, fused, stored)
     if recompute is not None:
         drawing = any(draws(n) for n in pulled)
         sends = not recompute  # else what has come is kept, as it is without a graph
-        effects = [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
-        pulled = ancestors(pulled.union(effects), stop=set(tangents))
-    own: set[Node] = set()
-    saved: dict[Node, None] = {}
-    todo = [n for n in nodes if n in pulled and n not in tangents and (n in after or n not in first)]
-    todo += effects if recompute is not None else []
-    todo += [x for x in grads if isinstance(x, Node) and x not in after and x not in tangents]
+        ends += [n for n in effects if n in first and (sends if n.target in operators.SENT else drawing)]
+    own, saved, todo = set[Node](), set[Node](), [*ends]
     for node in todo:  # which grows
-        if node in own or node in saved:
+        if node in own or node in saved or node in tangents:
             continue
         if node not in after and not again(node):
-            saved[node] = None
+            saved.add(node)
             continue
         own.add(node)
-        todo += [x for x in node.all_input_nodes if x not in tangents]
-    closed = placeholders[len(placeholders) - len(constants) :]
-    held = [n for n in nodes if n in saved and n not in closed]
-    pulled_too = [n for n in closed if n in saved]
+        todo += node.all_input_nodes
+    held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
     apart = [n for n in held if n.op != "placeholder" and n not in out_of]
     fw = extracted(module, placeholders, forward, [*outs, *apart])
-    bw = extracted(module, [*held, *tangents, *pulled_too], [n for n in nodes if n in own], list(grads))
+    bw = extracted(module, [*held, *tangents], [n for n in nodes if n in own], list(grads))
     numbers = {**out_of, **{node: i for i, node in enumerate(apart, len(outs))}}
     places = {node: -1 - i for i, node in enumerate(placeholders)}
     return Traced(
@@ -283,10 +226,7 @@ def _parted(
         outputs=len(outs),
         real=tuple(real),
         saved=tuple(numbers[n] if n in numbers else places[n] for n in held),
-        constants=constants,
-        pulled=[closed.index(n) for n in pulled_too],
         reached=tuple(isinstance(x, Node) for x in grads),
-        values=tuple(x.meta["val"] if isinstance(x, Node) else x for x in outs),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
 

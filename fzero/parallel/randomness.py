@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from fzero.base import private
-from fzero.base.context import jitting
 from fzero.base.random import Seeds, seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
@@ -42,10 +41,8 @@ def own_stream(ax: Axis) -> Iterator[None]:
     def draw() -> seeded:
         with private.below_transforms():
             drawn = torch.randint(1 << 62, (), device="cpu")
-        return seeded(Seeds(drawn if function else int(drawn), ax.rank).next())
+        return seeded(Seeds(int(drawn), ax.rank).next())
 
-    graph = jitting.get()
-    function = graph is not None and graph.hosts.streams > 0  # in a step that is traced a seed is a value, too
-    traced = None if function else pieces.graph.get()
+    traced = pieces.graph.get()
     with draw() if traced is None else traced.stream(draw):
         yield

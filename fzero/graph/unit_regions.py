@@ -22,15 +22,15 @@ from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.alike import Identity, ambient_of, form_of, meta_of
+from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain
-from fzero.graph.messages import Messages
 from fzero.graph.operators import like
-from fzero.graph.regions import Inline, Regions
+from fzero.graph.regions import Regions
+from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
 from fzero.graph.trace import Traced, is_real, trace
 from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
-from fzero.table.layout import Group, Key
+from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         return outputs.join(real, still), others.join(aux), collected
 
 
-class Tracer(Traversal, Regions):
+class UnitRegions(Traversal, Regions):
     """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
 
     def __init__(
@@ -73,12 +73,12 @@ class Tracer(Traversal, Regions):
     ) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
         Regions.__init__(self, mode, decompositions, inline)
-        self.params, self.messages = params, Messages()
+        self.params, self.effects = params, Effects()
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.derived = derived
         self.acts = True
         self.seeds: list[int] = []  # of each region's call, the number of its seed in the run
-        self._traced: dict[object, Any] = {}
+        self._alike: dict[object, Any] = {}
         self.keys = list(self.layout.groups)
         self.drawn = 0
         self.fulls: list[tuple[int, torch.Tensor]] = []  # group, its buffer, for each differentiated use
@@ -125,10 +125,7 @@ class Tracer(Traversal, Regions):
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot, stand_in)
             else:
-                full = self.full(key)
-                plain = self.inline or not full.requires_grad
-                views = group.views(full).values() if plain else _Views.apply(group, self.uses[key].wire, full)
-                for slot, view in zip(group.slots, views, strict=True):
+                for slot, view in zip(group.slots, group.views(self.full(key)).values(), strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
         return [out[index] for index in range(len(self.layout.rows))]
@@ -167,9 +164,9 @@ class Tracer(Traversal, Regions):
             operands = [*fulls, *tensors]
             wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
             traced = self._known(op, operands, wanted, len(fulls))
-            self.regions.append(traced)
+            self.traced.append(traced)
             self.seeds.append(number)
-            return op._outside(self.call_region(len(self.regions) - 1, wanted, operands), carriers)
+            return op._outside(self.call_region(len(self.traced) - 1, wanted, operands), carriers)
 
     def _views(self, keys: Sequence[Key], fulls: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         views: dict[int, torch.Tensor] = {}
@@ -197,7 +194,7 @@ class Tracer(Traversal, Regions):
         acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
         which = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
         key = which, *rest
-        known = self._traced.get(key)
+        known = self._alike.get(key)
         if known is not None:
             traced, op._spec_out, takes, recipes, signature.collects = known
             op._takes, op._recipes = takes, recipes
@@ -206,7 +203,7 @@ class Tracer(Traversal, Regions):
         given = (Dressed, torch.Tensor)  # what is this call's own
         if not any(isinstance(x.value if isinstance(x, Same) else x, given) for x in op._recipes):
             if not signature.carriers:
-                self._traced[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
+                self._alike[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
         return traced
 
     def _region(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
@@ -224,26 +221,9 @@ class Tracer(Traversal, Regions):
             return trace(run, given, wanted, self.decompositions, recompute, range(count))
 
 
-class _Views(torch.autograd.Function):
-    """`apply(group, wire, full)`: the leaves outside of units, whose gradients are reduced as soon as all are there."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: private.Context, group: Group, wire: torch.dtype, full: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.wire, ctx.device = group, wire, full.device
-        private.pull_back_early(ctx)
-        ctx.set_materialize_grads(False)
-        return tuple(group.views(full).values())
-
-    @staticmethod
-    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise Inline
-        return None, None, ctx.group.joined(cotangents, ctx.wire, ctx.device)
-
-
-def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]) -> Call:
+def traced_call(
+    step: Spec, regions: UnitRegions, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
+) -> Call:
     """Traces the step's function.
 
     Args:
@@ -251,54 +231,54 @@ def traced_call(step: Spec, tracer: Tracer, flat: Sequence[object], spec: pytree
         wanted: the places of those that are differentiated.
     """
     places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-    params, returned = tracer.params, list[Any]()
+    params, returned = regions.params, list[Any]()
 
     def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
         filled = list(flat)
         for place, x in zip(places, given, strict=True):
             filled[place] = x
         inputs: tuple[Any, ...] = pytree.unflatten(spec, filled)
-        leaves = tracer.leaves({})
+        leaves = regions.leaves({})
         tree = pytree.unflatten(params.structure, leaves)
-        about = inputs, tracer.table.sequence
-        before = first_runs(params.axis.records, step.fn, tracer.derived, about)
-        known = noted(tracer.tensor, before, about, None)
+        about = inputs, regions.table.sequence
+        before = first_runs(params.axis.records, step.fn, regions.derived, about)
+        known = noted(regions.tensor, before, about, None)
         with (
-            autocast(tracer.device, tracer.table.outside),
-            tracer.running(),
+            autocast(regions.device, regions.table.outside),
+            regions.running(),
             during(proves, False),
             during(notes, known),
             collecting.run() as collected,
         ):
             out = step.fn(tree, *inputs)
-            out = pytree.map_leaves(lambda x: tracer.read(x) if isinstance(x, Handle) else _given_out(x), out)
+            out = pytree.map_leaves(lambda x: regions.read(x) if isinstance(x, Handle) else _given_out(x), out)
         outputs, others = split_both(step, out)
         counts = {name: len(own) for name, own in collected.items()}
         (real, rest), (aux,) = outputs.leaves, others.leaves
         put = [*real, *rest, *aux, *[x for own in collected.values() for x in own]]
-        memories = {storage_of(x) for x in (*given, *[full for _, full in tracer.fulls])}
+        memories = {storage_of(x) for x in (*given, *[full for _, full in regions.fulls])}
         put = [x.clone() if storage_of(x) in memories else x for x in put]
         outputs.leaves, others.leaves = [], []
         returned[:] = [(outputs, others), counts]
-        return put, range(len(real)), [full for _, full in tracer.fulls]
+        return put, range(len(real)), [full for _, full in regions.fulls]
 
-    own = during(pieces.graph, tracer.messages), during(naming, operators.NAMED)
-    with tracer.mode, during(operators.tracing, tracer), own[0], own[1]:
+    own = during(pieces.graph, regions.effects), during(naming, operators.NAMED)
+    with regions.mode, during(operators.tracing, regions), own[0], own[1]:
         given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
         numbers = [places.index(i) for i in wanted]
-        stays = [i for i, key in enumerate(tracer.keys) if not key.unit]
-        traced = trace(run, given, numbers, tracer.decompositions, stays=stays)
-    for each in (traced, *tracer.regions):
+        stays = [i for i, key in enumerate(regions.keys) if not key.unit]
+        traced = trace(run, given, numbers, regions.decompositions, stays=stays)
+    for each in (traced, *regions.traced):
         need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
-    if tracer.inlined and any(traced.draws):
+    if regions.inlined and any(traced.draws):
         raise ValueError(
             "jit: the function differentiates a unit itself and draws random numbers, which would be others in a "
             "graph. Leave jit out."
         )
-    groups = [group for group, _ in tracer.fulls]
+    groups = [group for group, _ in regions.fulls]
     splits, counts = returned
-    own = tracer.regions, tracer.seeds
-    return Call(traced, *own, splits, counts, tracer.drawn, tracer.keys, bool(tracer.messages), groups)
+    own = regions.traced, regions.seeds
+    return Call(traced, *own, splits, counts, regions.drawn, regions.keys, bool(regions.effects), groups)
 
 
 def _given_out(x: object) -> object:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
-from fzero.graph.numbers import as_number
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.transforms.loss_scale import ScaleState
@@ -20,31 +19,22 @@ T = TypeVar("T")
 Count = int | float | torch.Tensor
 
 
-class Opened:
+class Flat:
     """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
 
-    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph, as Python's numbers are.
-
-    Args:
-        numbers: whether Python's numbers become tensors, too.
+    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values.
 
     Attributes:
         tensors: all of them.
-        leaves: of each whether it is a state, a tensor or another value.
         counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
     """
 
-    def __init__(self, tree: object, numbers: bool) -> None:
+    def __init__(self, tree: object) -> None:
         leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
         self.axes, self.updates = list[Axis](), list[int]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
-            if isinstance(node, (TrainState, Sharded)):
-                axis = node.params.axis if isinstance(node, TrainState) else node.axis
-                if axis.identity not in [own.identity for own in self.axes]:
-                    self.axes.append(axis)
-                    self.updates.append(getattr(node, "step", 0))
             scaled = isinstance(node, Sharded) and node.scale != 1.0
             if isinstance(node, pytree.Count) or scaled:
                 what = "grads with a loss scale" if scaled else "an optimizer's count outside of its state"
@@ -52,48 +42,42 @@ class Opened:
                     f"jit: got or returns {what}, which a function's graph would not see change. Give or "
                     "return the state."
                 )
+            axis = node.params.axis if is_state(node) else node.axis if isinstance(node, Sharded) else None
+            if axis is not None and axis.identity not in [own.identity for own in self.axes]:
+                self.axes.append(axis)
+                self.updates.append(getattr(node, "step", 0))
         self.tensors: list[torch.Tensor] = []
         self.counts = set[int]()
         self._makers: list[Callable[[Iterator[torch.Tensor], bool], object]] = []  # of each leaf
         forms: list[object] = []
         for leaf in leaves:
-            if isinstance(leaf, TrainState):
-                counts = [_as_count(x) for x in _counts_of(leaf)]
-                if any(isinstance(x, ScaleState) for x in leaf.extra.values()):
-                    leaf = _with_counts(leaf, [0] * len(counts), values=True)
+            if is_state(leaf):
                 own, spec = torch_pytree.tree_flatten(leaf)
-                # what no tensor of the graph holds
-                own_counts = [(x.missed, x.paused) for x in _nodes(leaf) if isinstance(x, pytree.Count)]
-                numbers_of = [value_of(x) for x in _nodes(leaf) if type(x) in (int, float, bool, str)]
-                self._makers.append(functools.partial(_state, spec, len(own), len(counts)))
-                begin = len(self.tensors) + len(own)
-                self.counts.update(range(begin, begin + len(counts)))
+                counts = [_as_count(x) for x in _counts_of(leaf)]
+                self.counts.update(range(begin := len(self.tensors) + len(own), begin + len(counts)))
                 self.tensors += [*own, *counts]
+                self._makers.append(functools.partial(_state, spec, len(own), len(counts)))
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
-                forms.append((spec, leaf.seed, leaf.signature, place, *own_counts, *numbers_of))
-            elif isinstance(leaf, torch.Tensor) or (numbers and type(leaf) in (int, float)):
+                nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
+                others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
+                forms.append((spec, leaf.seed, leaf.signature, place, *others))
+            elif isinstance(leaf, torch.Tensor):
+                self.tensors.append(leaf)
                 self._makers.append(lambda rest, _: next(rest))
-                self.tensors.append(leaf if isinstance(leaf, torch.Tensor) else as_number(leaf))
-                forms.append("tensor" if isinstance(leaf, torch.Tensor) else type(leaf))
+                forms.append("tensor")
             else:
                 self._makers.append(lambda _, __, leaf=leaf: leaf)
                 forms.append(value_of(leaf))
-        self.leaves = tuple([_kind_of(leaf, numbers) for leaf in leaves])
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
-    def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[type] = ()) -> Any:
+    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
         """The tree again, with other tensors.
 
         Args:
             values: whether counts become numbers.
-            kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        leaves = [maker(rest, values) for maker in self._makers]
-        for i, kind in enumerate(kinds):
-            if kind in (bool, int, float, complex) and isinstance(x := leaves[i], torch.Tensor):
-                leaves[i] = kind(x)
-        return pytree.unflatten(self.spec, leaves)
+        return pytree.unflatten(self.spec, [maker(rest, values) for maker in self._makers])
 
 
 def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
@@ -102,15 +86,10 @@ def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], value
     return _with_counts(state, every, values)
 
 
-def _kind_of(leaf: object, numbers: bool) -> str:
-    if isinstance(leaf, TrainState):
-        return "state"
-    return "tensor" if isinstance(leaf, torch.Tensor) or (numbers and type(leaf) in (int, float)) else "value"
-
-
-def kinds_of(tree: object) -> list[type]:
-    """The types of a result's leaves."""
-    return [type(leaf) for leaf in pytree.flatten(tree, is_leaf=is_state)[0]]
+def kinds_of(tree: object) -> list[bool]:
+    """Of each leaf of a result whether it is a tensor; None of states."""
+    leaves = pytree.flatten(tree, is_leaf=is_state)[0]
+    return [isinstance(leaf, torch.Tensor) for leaf in leaves]
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
@@ -126,7 +105,7 @@ def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
     return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))
 
 
-def is_state(x: object) -> bool:
+def is_state(x: object) -> TypeGuard[TrainState]:
     return isinstance(x, TrainState)
 
 
@@ -150,19 +129,20 @@ def _as_count(x: Count) -> torch.Tensor:
     return x
 
 
-def _nodes(state: TrainState) -> list[object]:
-    return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
-
-
 def _is_counted(x: object) -> bool:
     return isinstance(x, ScaleState) or is_item(x)
 
 
+def _nodes(state: TrainState) -> list[Any]:
+    return pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
+
+
 def _counts_of(state: TrainState) -> list[Count]:
     """The numbers of a state that each update changes: counts, and a loss scale."""
-    nodes = pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
-    each = [[x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else () for x in nodes]
-    return [state.step, *[x for own in each for x in own]]
+    out: list[Count] = [state.step]
+    for x in _nodes(state):
+        out += [x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else ()
+    return out
 
 
 def _with_counts(state: TrainState, counts: Sequence[Count], values: bool) -> TrainState:

@@ -13,11 +13,11 @@ from fzero.base.context import during, jitting
 from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
-from fzero.graph.alike import Identity, ambient_of, closed_over, meta_of
-from fzero.graph.hosts import Hosts
-from fzero.graph.opened import Opened
+from fzero.graph.effects import OverAxes
+from fzero.graph.flatten import Flat
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
+from fzero.graph.signatures import Identity, ambient_of, closed_over, meta_of
 from fzero.graph.trace import is_real, trace
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
@@ -25,23 +25,20 @@ from fzero.table.spec import Spec
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-class Bodies(Regions):
+class StepRegions(Regions):
     """The regions of one trace of a function.
 
     Args:
-        hosts: what the graph calls besides torch's operators.
+        effects: what the graph calls besides torch's operators.
     """
 
-    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, hosts: Hosts) -> None:
+    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: OverAxes) -> None:
         super().__init__(mode, decompositions, inline)
-        self.hosts = self.messages = hosts
-        self.sent, self.begun = hosts.sent, hosts.begun
-        self._known: dict[object, tuple[int, Opened]] = {}
+        self.effects = effects
+        self.sent, self.begun = effects.sent, effects.begun
+        self._known: dict[object, tuple[int, Flat]] = {}
         self._runs: list[Run] = []
         self._maps: dict[object, tuple[int, Sequence[int | None]]] = {}
-
-    def gathered(self, group: int) -> torch.Tensor:
-        raise NotImplementedError
 
     def takes(self) -> bool:
         """Whether a step that is called now is a region: at most one derivative of first order goes through it."""
@@ -55,18 +52,18 @@ class Bodies(Regions):
         """
         own = step.optimizer, step.fn, step.extras
         held = {id(x): x for x in tensors_held(own) if follows(x)}
-        opened = Opened((state, given), numbers=False)
-        operands = [*opened.tensors, *held.values()]
+        flat = Flat((state, given))
+        operands = [*flat.tensors, *held.values()]
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
-        wanted = [i for i, own in enumerate(moving) if own and i not in opened.counts]
+        wanted = [i for i, own in enumerate(moving) if own and i not in flat.counts]
         metas = tuple(map(meta_of, operands))
-        places = tuple(map(self.hosts.place_of, opened.axes))
+        places = tuple(map(self.effects.place_of, flat.axes))
         now = closed_over(step.fn), ambient_of("cpu")
-        of = Identity(step), Identity(verb), opened.form, places, metas, tuple(wanted), now
+        of = Identity(step), Identity(verb), flat.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._traced(step, verb, opened, list(held), operands, wanted)
+            known = self._known[key] = self._traced(step, verb, flat, list(held), operands, wanted)
         number, result = known
         return result.made(self.call_region(number, wanted, operands), values=False)
 
@@ -74,21 +71,21 @@ class Bodies(Regions):
         self,
         step: Spec,
         verb: Callable[..., Any],
-        opened: Opened,
+        flat: Flat,
         held: Sequence[int],
         operands: Sequence[torch.Tensor],
         wanted: Sequence[int],
-    ) -> tuple[int, Opened]:
-        results: list[Opened] = []
-        count = len(opened.tensors)
+    ) -> tuple[int, Flat]:
+        results: list[Flat] = []
+        count = len(flat.tensors)
 
         def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             new = dict(zip(held, tensors[count:], strict=True))
             own = step.optimizer, step.fn, step.extras
             optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
             made = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras) if held else step
-            state, given = opened.made(tensors[:count], values=False)
-            results[:] = [Opened(verb(made, state, *given), numbers=False)]
+            state, given = flat.made(tensors[:count], values=False)
+            results[:] = [Flat(verb(made, state, *given))]
             return results[0].tensors
 
         number = self._add(run, operands, wanted, still=lambda: results[0].counts)
@@ -97,13 +94,13 @@ class Bodies(Regions):
     def _add(
         self, run: Run, operands: Sequence[torch.Tensor], wanted: Sequence[int], still: Callable[[], Collection[int]]
     ) -> int:
-        inner = Bodies(self.mode, self.decompositions, True, self.hosts)
+        inner = StepRegions(self.mode, self.decompositions, True, self.effects)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(x if private.is_mapped(x) else private.unwrapped(x)) for x in operands]
             traced = trace(run, given, wanted, self.decompositions, level=True, still=still)
-        self.regions.append(traced)
+        self.traced.append(traced)
         self._runs.append(run)
-        return len(self.regions) - 1
+        return len(self.traced) - 1
 
     def mapped(
         self,
@@ -113,11 +110,16 @@ class Bodies(Regions):
         wanted: Sequence[int],
         randomness: str,
     ) -> tuple[int, Sequence[int | None]]:
+        """The region that is a map over a region, and the dims of its outputs that it maps over.
+
+        Args:
+            dims: of the operands.
+        """
         key = number, tuple(dims), tuple(map(meta_of, operands)), tuple(wanted), randomness
         known = self._maps.get(key)
         if known is None:
             out_dims: list[int | None] = []
-            real, count = self.regions[number].real, len(self.regions[number].values)
+            real, count = self.traced[number].real, self.traced[number].outputs
 
             def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
                 alike: dict[int, torch.Tensor] = {}
