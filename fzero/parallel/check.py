@@ -384,17 +384,22 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         if run.doubts:
             paths, found, _ = pytree.named_leaves(out)
             own = [p or "*" for p, x in zip(paths, found, strict=True) if isinstance(x, torch.Tensor) and type_of(x).varying]
-            leaves.planned, leaves.leaves = _drawn(step, params), [_on_cpu(each) for each in leaves.leaves]
-            _need_one_process(fn, leaves, over, run, dict.fromkeys(own, {over.name: None}), watch.draws)
+            leaves.leaves = [_on_cpu(each) for each in leaves.leaves]
+            for seed in range(DRAWS):
+                leaves.planned = _drawn(step, params, seed)
+                _need_one_process(fn, leaves, over, run, dict.fromkeys(own, {over.name: None}), watch.draws)
         return forms.reads
 
 
 LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
 
 
-def _drawn(step: Spec, params: Sharded) -> Planned:
+DRAWS = 4  # of one of which the largest element, say, may lie on the first rank
+
+
+def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
     """A step's function on one rank, with params that are drawn."""
-    generator, drawn = torch.Generator("cpu").manual_seed(0), []
+    generator, drawn = torch.Generator("cpu").manual_seed(seed), []
     for row in params.layout.rows:
         x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
         drawn.append(x.to(row.dtype))

@@ -19,7 +19,7 @@ from fzero.parallel import rules
 from fzero.parallel.acting import running_mode
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
-from fzero.parallel.types import WHO, Axes, AxisTypeError, is_users, need_silence, running, tensors_in, type_of
+from fzero.parallel.types import WHO, Axes, AxisTypeError, is_users, need_silence, reader, running, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, Mark, reads
 
@@ -73,7 +73,7 @@ class Forms(TorchFunctionMode):
         out, run = func(*args, **kwargs), running.get()
         x = args[0] if args else None
         looks = run is not None and run.automatic and running_mode.get() is None
-        looks = looks and reader.partition(".")[0] not in ("fzero", "torch")
+        looks = looks and reader.partition(".")[0] != "fzero"
         for axis in type_of(x).varying - self._ignored if looks and isinstance(x, torch.Tensor) else ():
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or not isinstance(form, int):
@@ -88,7 +88,7 @@ class Forms(TorchFunctionMode):
         need_silence(func)
         self.reads = self.reads or reads(func, args)
         if func in SIZES:
-            return self._sizes(func, args, kwargs or {}, str(sys._getframe(1).f_globals.get("__name__")))
+            return self._sizes(func, args, kwargs or {}, reader())
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None

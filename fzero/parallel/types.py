@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -291,8 +291,13 @@ def place(until: CodeType) -> Place:
 
 def is_users() -> bool:
     """Tells whether the caller's code has called what runs, and none of this library."""
-    every = (str(frame.f_globals.get("__name__")) for frame in frames((), _LOOKING))
-    return not next((name for name in every if name.partition(".")[0] != "torch"), "").startswith("fzero.")
+    return not reader(_LOOKING).startswith("fzero.")
+
+
+def reader(beside: Collection[str] = ("fzero.parallel.forms",)) -> str:
+    """The name of the module whose code has called what runs of torch, but for modules `beside`."""
+    every = (str(frame.f_globals.get("__name__")) for frame in frames((), (*beside, __name__)))
+    return next((name for name in every if name.partition(".")[0] != "torch"), "")
 
 
 def place_of(error: BaseException) -> Place:
