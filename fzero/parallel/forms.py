@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base.places import Place
 from fzero.parallel import rules
-from fzero.parallel.acting import running_mode
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
-from fzero.parallel.types import WHO, Axes, AxisTypeError, is_users, need_silence, reader, running, tensors_in, type_of
+from fzero.parallel.types import WHO, Axes, AxisTypeError, caller, is_users, need_silence, running, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
-from fzero.table.placements import Cut, Mark, reads
+from fzero.table.placements import Cut, Mark, notes, reads
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 NUMBERED = "replicated, but for a number that may be the rank's"
@@ -64,16 +63,17 @@ class Forms(TorchFunctionMode):
 
     def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor], forms: Sequence[Form]) -> None:
         """Notes that the caller's code does something that is not known, but where a module is looked at."""
-        run, mark_of = running.get(), getattr(running_mode.get(), "mark_of", lambda _: None)
-        if run is not None and forms and not _pulls_back() and not any(map(mark_of, operands)) and is_users():
+        run, known = running.get(), notes.get()
+        if run is None or not run.automatic or not forms or _pulls_back() or not is_users():
+            return
+        if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
             run.doubt(func if isinstance(func, str) else name_of(func))
 
     def _sizes(self, func: Function, args: Operands, kwargs: Mapping[str, object], reader: str) -> object:
         """Sizes, of which those of a piece are the rank's own for the caller's code."""
         out, run = func(*args, **kwargs), running.get()
         x = args[0] if args else None
-        looks = run is not None and run.automatic and running_mode.get() is None
-        looks = looks and reader.partition(".")[0] != "fzero"
+        looks = run is not None and run.automatic and not reader.startswith("fzero.")
         for axis in type_of(x).varying - self._ignored if looks and isinstance(x, torch.Tensor) else ():
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or not isinstance(form, int):
@@ -88,7 +88,7 @@ class Forms(TorchFunctionMode):
         need_silence(func)
         self.reads = self.reads or reads(func, args)
         if func in SIZES:
-            return self._sizes(func, args, kwargs or {}, reader())
+            return self._sizes(func, args, kwargs or {}, caller())
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None

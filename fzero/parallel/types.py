@@ -291,10 +291,10 @@ def place(until: CodeType) -> Place:
 
 def is_users() -> bool:
     """Tells whether the caller's code has called what runs, and none of this library."""
-    return not reader(_LOOKING).startswith("fzero.")
+    return not caller(_LOOKING).startswith("fzero.")
 
 
-def reader(beside: Collection[str] = ("fzero.parallel.forms",)) -> str:
+def caller(beside: Collection[str] = ("fzero.parallel.forms",)) -> str:
     """The name of the module whose code has called what runs of torch, but for modules `beside`."""
     every = (str(frame.f_globals.get("__name__")) for frame in frames((), (*beside, __name__)))
     return next((name for name in every if name.partition(".")[0] != "torch"), "")
