@@ -59,12 +59,12 @@ class Axis:
     @property
     def size(self) -> int:
         player = playing.get()
-        return self._size if player is None else player.size(self.name)
+        return self._size if player is None else player.size(self.name, self._size)
 
     @property
     def rank(self) -> int:
         player = playing.get()
-        return self._rank if player is None else player.rank(self.name)
+        return self._rank if player is None else player.rank(self.name, self._rank)
 
     @staticmethod
     def of(mesh: Mesh | None, axis: str | Sequence[str], replicate: str | Sequence[str] | None, who: str) -> Axis:

@@ -87,11 +87,11 @@ class Player:
         self._board, self._number, self._sizes, self._place = board, number, sizes, place
         self._counts: dict[str, int] = {}
 
-    def size(self, axis: str) -> int:
+    def size(self, axis: str, _: int = 0) -> int:
         """The ranks of an axis; of several, which are taken as one, all."""
         return math.prod(self._sizes.get(name, 1) for name in axis.split(", "))
 
-    def rank(self, axis: str) -> int:
+    def rank(self, axis: str, _: int = 0) -> int:
         """This rank's number among them."""
         out = 0
         for name in axis.split(", "):

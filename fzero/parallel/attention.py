@@ -139,7 +139,9 @@ def _called(
         q, k, v = floats(who, q, k, v)
         more = torchs(who, more)
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
-    if running.get() is not None:  # a dry run, which looks at the maps
+    if (run := running.get()) is not None:  # a dry run, which looks at the maps
+        if isinstance(ax := getattr(attention, "ax", None), Axis):
+            run.need_cut(ax, attention.name, dict.fromkeys((q, k, v), 2))
         return plan.formula(q, k, v)
     return watched.attended(plan.attend, (q, k, v))
 

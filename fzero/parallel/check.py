@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,12 +22,13 @@ from fzero.comm import divergence
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
+from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
-from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
+from fzero.parallel.declared import Dims, Input, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT, REPLICATED, Forms, form_of, is_replicated
+from fzero.parallel.forms import CONSTANT, REPLICATED, Forms, form_of, is_replicated, set_forms
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
@@ -362,21 +364,70 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
             planned = Planned(step, tree, params.axis)
             over = planned.over
             assert over is not None
-            for given in planned.given:
-                if given.slices is not None:
-                    run.note_sizes(over, given.slices.sizes(over.size))
             leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
             cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
             for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
                 i += len(planned.given)
                 leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
             typed = leaves.typed()
-        with _watched(run), divergence.silent():
-            out, forms = _ran(fn, leaves, typed, run)
+            for given, leaf in zip(planned.given, pytree.flatten(typed[0])[0], strict=True):
+                if given.slices is not None:
+                    run.note_sizes(over, given.slices.sizes(over.size))
+                    if len(given.slices.parts) > 1:  # no piece, but one of each part
+                        set_forms(leaf, {})
+        with _watched(run) as watch, divergence.silent():
+            with during(playing, run):
+                out, forms = _ran(fn, leaves, typed, run)
             outputs = planned.outputs(out)
             _need_invariant(outputs, over)
             _pull_back(outputs, leaves, run)
+        if run.doubts:
+            paths, found, _ = pytree.named_leaves(out)
+            own = [p or "*" for p, x in zip(paths, found, strict=True) if isinstance(x, torch.Tensor) and type_of(x).varying]
+            leaves.leaves = [_on_cpu(each) for each in leaves.leaves]
+            for seed in range(DRAWS):
+                leaves.planned = _drawn(step, params, seed)
+                _need_one_process(fn, leaves, over, run, dict.fromkeys(own, {over.name: None}), watch.draws)
         return forms.reads
+
+
+LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
+
+
+DRAWS = 4  # of one of which the largest element, say, may lie on the first rank
+
+
+def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
+    """A step's function on one rank, with params that are drawn."""
+    generator, drawn = torch.Generator("cpu").manual_seed(seed), []
+    for row in params.layout.rows:
+        x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
+        drawn.append(x.to(row.dtype))
+    return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
+
+
+def _on_cpu(each: Input) -> Input:
+    x = each.leaf
+    if not isinstance(x, torch.Tensor):
+        return each
+    return replace(each, leaf=torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu())
+
+
+def _need_one_process(
+    fn: Callable[..., object], inputs: Inputs, over: Axis, run: DryRun, outputs: Mapping[str, Dims], draws: bool
+) -> None:
+    """Compares by values what types do not know to be that of one process."""
+    place, what = run.doubts[0]
+    begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
+    instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
+    try:
+        if sum([math.prod(each.given.shape) for each in inputs.leaves if each.given is not None]) > LARGEST:
+            raise ValueError(f"there are more than {LARGEST:,} elements of params")
+        need_one_process(fn, inputs, outputs, {over.name: over.size}, draws)
+    except AxisTypeError as error:
+        raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
+    except Exception as error:
+        raise AxisTypeError(f"{begin}, and values cannot tell: {first_words(error)}. {instead}", place) from error
 
 
 def _need_invariant(outputs: object, over: Axis) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import CONSTANT, REPLICATED, Form, form_of, set_forms
+from fzero.parallel.forms import CONSTANT, PARTIAL, REPLICATED, Form, form_of, set_forms
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -24,6 +24,7 @@ from fzero.parallel.types import (
     Run,
     Type,
     is_typed,
+    is_users,
     place,
     set_type,
     type_of,
@@ -86,6 +87,7 @@ class DryRun:
         self._guesses, self.guessed = guesses, list[tuple[int, int]]()
         self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
         self.automatic = over is not None
+        self.doubts: list[tuple[Place, str]] = []  # what the caller's code does that types do not know, and where
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[list[int]]] = {}
@@ -102,6 +104,27 @@ class DryRun:
         told, self._told = self._told, []
         call = functools.partial(_Call, self, name, ax, self.where())
         return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, [])
+
+    def need_cut(self, ax: Axis, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
+        """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
+        for axis in self.checked(ax):
+            if not all(isinstance(form := form_of(x, axis), int) and dim in (None, form) for x, dim in dims.items()):
+                self.doubt(f"fz.parallel.{who}")
+
+    def doubt(self, what: str) -> None:
+        self.doubts.append((self.where(), what))
+
+    def exchange(self, axis: str, *_: object) -> None:
+        raise NotImplementedError(f"ranks of axis {axis!r} would communicate")
+
+    def size(self, _: str, own: int) -> int:
+        return own
+
+    def rank(self, _: str, own: int) -> int:
+        """A rank's number, by which the caller's code may compute what no tensor shows."""
+        if is_users():
+            self.doubt("ax.rank")
+        return own
 
     def sizes(self, ax: Axis, own: int) -> list[int]:
         """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
@@ -213,6 +236,9 @@ class _Call:
             for axis in sorted(axes):
                 if form_of(x, axis) == REPLICATED:
                     raise AxisTypeError(self._refusal(axis, own, "replicated, the same on all ranks"), self.place)
+        for axis in () if self.transposed else axes:
+            if not self._fits(form_of(x, axis)):
+                self.run.doubt(f"fz.parallel.{self.name}")
         if self.part.sizes is not None:
             self.run.note_sizes(self.ax, self.part.sizes)
         with torch.no_grad(), private.under_function_modes(()):
@@ -226,6 +252,14 @@ class _Call:
         varying = own.varying | axes if self.gives == VARYING else own.varying - axes
         leaf = own.leaf if varying else ""
         return set_forms(set_type(out, Type(varying, False, self.place, leaf)), self._forms(x, axes))
+
+    def _fits(self, form: Form) -> bool:
+        """Tells whether it does to the ranks' values what one process does to the whole."""
+        if self.takes == INVARIANT or (form is None and not is_users()):
+            return True
+        if self.name in ("sum", "reduce_scatter"):
+            return form == PARTIAL
+        return self.name != "ring_shift" and form == self.part.dims[-1]
 
     def _forms(self, x: torch.Tensor, axes: Axes) -> dict[str, Form]:
         """What the result is on each axis, as far as it is known."""

@@ -1,7 +1,7 @@
 """What a varying value is to other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
-The rules by operation are those for modules (`rules`). What they do not know is unknown here, and nothing is said of
-it. Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
+The rules by operation are those for modules (`rules`). What they do not know is unknown here: before a first run that is
+compared by values then (`played`). Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
 and a function of it that is not linear gives no summand of what it gives of the sum.
 """
 
@@ -17,11 +17,13 @@ from torch.overrides import TorchFunctionMode
 from fzero.base.places import Place
 from fzero.parallel import rules
 from fzero.parallel.cuts import Mixed
-from fzero.parallel.types import WHO, Axes, AxisTypeError, need_silence, tensors_in, type_of
+from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
+from fzero.parallel.types import WHO, Axes, AxisTypeError, caller, is_users, need_silence, running, tensors_in, type_of
 from fzero.table.handle import Function, Named, Operands, name_of, writes
-from fzero.table.placements import Cut, reads
+from fzero.table.placements import Cut, Mark, notes, reads
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
+NUMBERED = "replicated, but for a number that may be the rank's"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
 _FORMS = "_fzero_forms"  # of a tensor, as its type
 
@@ -59,11 +61,34 @@ class Forms(TorchFunctionMode):
         super().__init__()
         self._where, self._ignored, self.reads = where, ignored, False
 
+    def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor], forms: Sequence[Form]) -> None:
+        """Notes that the caller's code does something that is not known, but where a module is looked at."""
+        run, known = running.get(), notes.get()
+        if run is None or not run.automatic or not forms or _pulls_back() or not is_users():
+            return
+        if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
+            run.doubt(func if isinstance(func, str) else name_of(func))
+
+    def _sizes(self, func: Function, args: Operands, kwargs: Mapping[str, object], reader: str) -> object:
+        """Sizes, of which those of a piece are the rank's own for the caller's code."""
+        out, run = func(*args, **kwargs), running.get()
+        x = args[0] if args else None
+        looks = run is not None and run.automatic and not reader.startswith("fzero.")
+        for axis in type_of(x).varying - self._ignored if looks and isinstance(x, torch.Tensor) else ():
+            form = form_of(x, axis)
+            if func == torch.Tensor.__len__ or not isinstance(form, int):
+                self._doubt(func, [x], [form] if func == torch.Tensor.__len__ or form is None else [])
+            else:
+                return own_sizes(func, out, args, kwargs, Mark(str(type_of(x).source), Cut(form - x.ndim)), axis)
+        return out
+
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if func == torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         need_silence(func)
         self.reads = self.reads or reads(func, args)
+        if func in SIZES:
+            return self._sizes(func, args, kwargs or {}, caller())
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
@@ -71,7 +96,11 @@ class Forms(TorchFunctionMode):
         partial = frozenset([axis for axis in axes if into is not None and form_of(into, axis) == PARTIAL])
         out = func(*args, **(kwargs or {}))
         made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
-        operands = tensors_in((args, dict(kwargs or {}))) if made else []
+        operands = tensors_in((args, dict(kwargs or {}))) if made or func == torch.Tensor.__setitem__ else []
+        if not made and operands:
+            self._doubt(func, operands, [form_of(x, axis) for x in operands for axis in type_of(x).varying])
+        if func not in SHAPED and next(own_sizes_in(args, kwargs or {}), None) is not None:
+            self._doubt(func, operands, [None])
         axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
         if axes:
             forms = {
@@ -102,12 +131,13 @@ class Forms(TorchFunctionMode):
         """
         forms = [PARTIAL if x is written else form_of(x, axis) for x in operands]
         if None in forms:
+            self._doubt(func, operands, forms)
             known = rules.of_sums(func) not in ("", rules.BENDS, rules.PICKS)
             if PARTIAL in forms and not known and not _in_place(func, kwargs):  # into a buffer
                 self._need_sum(func, args, kwargs, operands, forms, axis, out)
             return None
         if not any(form == PARTIAL or isinstance(form, int) for form in forms):
-            return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else None
+            return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
         if isinstance(bias, torch.Tensor):
             rest = operands[:2]
@@ -115,14 +145,17 @@ class Forms(TorchFunctionMode):
                 added = form_of(bias, axis)
                 if added in (REPLICATED, CONSTANT) or isinstance(added, int):
                     self._refuse(func, axis, rest[0], bias)
+                if added != PARTIAL:
+                    self._doubt(func, operands, forms)
                 return PARTIAL if added == PARTIAL else None
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
             found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
         except Mixed:
             self._need_sum(func, args, kwargs, operands, forms, axis, out)
+            self._doubt(func, operands, forms)
             return None
-        if isinstance(found, list):
+        if isinstance(found, list) or found.outer > 1:
             return None
         return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
@@ -139,7 +172,7 @@ class Forms(TorchFunctionMode):
         """Refuses what the rules do not name as right to do to a partial value."""
         partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
         others = [x for x, form in zip(operands, forms, strict=True) if form not in (PARTIAL, CONSTANT)]
-        if partial is None:
+        if partial is None or NUMBERED in forms:  # which may be nothing but on one rank
             return
         if rules.of_sums(func) == rules.ADDS and others:
             self._refuse(func, axis, partial, others[0])

@@ -10,6 +10,8 @@ from fractions import Fraction
 
 import torch
 
+from fzero.parallel.acting import running_mode
+from fzero.parallel.types import running
 from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut, Mark, notes
 
@@ -60,8 +62,11 @@ class OwnSize(int):
         return int(ratio) if ratio is not None and ratio.denominator == 1 else None
 
     def need_shape(self, what: str) -> None:
-        """Refuses another use than that of a shape."""
-        if notes.get() is not None:
+        """Refuses another use than that of a shape; outside of modules values tell (`forms`)."""
+        run = running.get()
+        if run is not None and running_mode.get() is None:
+            run.doubt(what)
+        elif notes.get() is not None:
             raise self.refusal(what)
 
     def refusal(self, what: str) -> ValueError:

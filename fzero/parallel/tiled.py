@@ -22,6 +22,7 @@ from fzero.parallel import loss as losses
 from fzero.parallel import watched
 from fzero.parallel.axis import need_dim
 from fzero.parallel.maps import shared
+from fzero.parallel.types import running
 
 Fn = Callable[..., Any]
 Region = Callable[[], contextlib.AbstractContextManager[object]]
@@ -64,6 +65,8 @@ def tiled(fn: Fn, x: Any, *args: Any, tiles: int, dim: int = 1) -> Any:
     tiles = need_int(tiles, "parallel.tiled", "tiles", "a number of tiles", least=1)
     dim = need_int(dim, "parallel.tiled", "dim", "a dim of the tensors")
     watched.need_whole(tiled, x, *args)
+    if running.get() is not None:  # a dry run, which looks at operations
+        return fn(x, *args)
     return call_unit(_tiled, (fn, tiles, dim, x, *args), {})
 
 
@@ -117,6 +120,8 @@ def tiled_cross_entropy(
     first, vocabulary = losses.slice_of(weight, 0, ax, sizes, who)
     losses.need_known(targets, vocabulary, ignore_index, who)
     hidden = hidden if ax is None else shared(hidden, ax)
+    if (run := running.get()) is not None and ax is not None:
+        run.need_cut(ax, who, {weight: 0} if bias is None else {weight: 0, bias: 0})
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     places = losses.places_of(targets, first, weight.shape[0]).reshape(-1)
     fn = functools.partial(_statistics, label_smoothing > 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
@@ -85,6 +85,14 @@ class Running(Protocol):
         """Tells whether all ranks have the same value."""
         ...
 
+    def need_cut(self, ax: Axis, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
+        """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
+        ...
+
+    def doubt(self, what: str) -> None:
+        """Notes that types do not tell whether what the caller's code does gives one process's values."""
+        ...
+
 
 running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
 
@@ -99,7 +107,7 @@ def need_silence(func: object) -> None:
 
 def type_of(tensor: torch.Tensor) -> Type:
     """What is no input and made of none is a constant, but for what a gradient is taken by: a captured param, say."""
-    found = vars(tensor).get(_ATTRIBUTE)
+    found = vars(tensor).get(_ATTRIBUTE) or vars(private.unwrapped(tensor)).get(_ATTRIBUTE)
     return found or Type(frozenset(), not tensor.requires_grad, "a tensor that the function captures")
 
 
@@ -281,6 +289,17 @@ def place(until: CodeType) -> Place:
     return Place("", 0, "the function itself")
 
 
+def is_users() -> bool:
+    """Tells whether the caller's code has called what runs, and none of this library."""
+    return not caller(_LOOKING).startswith("fzero.")
+
+
+def caller(beside: Collection[str] = ("fzero.parallel.forms",)) -> str:
+    """The name of the module whose code has called what runs of torch, but for modules `beside`."""
+    every = (str(frame.f_globals.get("__name__")) for frame in frames((), (*beside, __name__)))
+    return next((name for name in every if name.partition(".")[0] != "torch"), "")
+
+
 def place_of(error: BaseException) -> Place:
     """The innermost line of the caller's code that an error has left."""
     left = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
@@ -290,4 +309,5 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-_LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in ("check", "dry", "forms", "maps")), "fzero.comm.linear")
+_LOOKS = ("acting", "check", "dry", "forms", "maps", "own_size", "varying", "watched")
+_LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in _LOOKS), "fzero.comm.axis", "fzero.comm.linear")

@@ -21,6 +21,7 @@ from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
+from fzero.parallel.types import running
 from fzero.parallel.visible import torchs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -260,6 +261,8 @@ def _called(
     plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
     dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
+    if (run := running.get()) is not None:
+        run.need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
     attend = functools.partial(of._attended, watched.seen(of.attention, (q, k, v)), options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
     return watched.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))

@@ -1,0 +1,207 @@
+"""Pure functions of slices, as a user writes them: the loss and gradients of one process, or refused by file and line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.comm.axis import Axis
+from fzero.parallel import AxisTypeError
+from fzero.testing import assert_trees_close, run_ranks
+
+P = fz.parallel
+Params = dict[str, torch.Tensor]
+Fn = Callable[[Params, torch.Tensor, Axis], torch.Tensor]
+SHAPES = {"up": (4, 6), "down": (6, 4), "bias": (4,), "table": (6, 4), "fused": (4, 12)}
+PLAN = {"up": 1, "down": 0, "table": 0, "fused": P.cut(1, parts=(6, 6))}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+PARAMS, X = {name: drawn(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}, drawn(3, 4, seed=9)
+
+
+def on_rank(rank: int, fn: Fn) -> tuple[torch.Tensor, Params]:
+    ax = P.axis(None, "tp")
+    step = fz.shard_tensor(fz.train_step(lambda p, x: fn(p, x, ax), fz.sgd(0.1)), PLAN)
+    loss, pullback = step.vjp(step.init(PARAMS), X, argnums=())
+    return loss, dict(fz.gather(pullback(torch.ones_like(loss))[0]))
+
+
+def is_equal(fn: Fn, ranks: int = 2) -> bool:
+    """Whether ranks have what one has; the other way is that they are refused."""
+    (want,) = run_ranks(functools.partial(on_rank, fn=fn), 1)
+    try:
+        found = run_ranks(functools.partial(on_rank, fn=fn), ranks)
+    except fz.testing.RankError as error:
+        assert isinstance(error.__cause__, AxisTypeError) and "test_pure_functions.py:" in str(error.__cause__)
+        return False
+    for own in found:
+        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+    return True
+
+
+# ---- what no rule knows
+
+
+def up(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    return torch.tanh(P.copy(x, ax) @ p["up"])
+
+
+def total(x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    return P.sum(x, ax).square().sum()
+
+
+def to_row(h: torch.Tensor, p: Params, ax: Axis) -> torch.Tensor:
+    return total(h @ p["down"], ax)
+
+
+def written(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    out = P.copy(x, ax).clone()
+    out[0] = (up(p, x, ax) @ p["down"])[0]
+    return total(out, ax)
+
+
+def embedded(p: Params, x: torch.Tensor, ax: Axis, masks: bool = True) -> torch.Tensor:
+    count = p["table"].shape[0]
+    place = torch.tensor([0, 5, 3]) - count * ax.rank
+    outside = (place < 0) | (place >= count)
+    rows = F.embedding(place.masked_fill(outside, 0), p["table"])
+    return (P.sum(rows.masked_fill(outside[:, None], 0.0) if masks else rows, ax) + x).square().mean()
+
+
+def experts(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    gates = P.split((x @ p["bias"][:, None]).expand(3, 6).softmax(-1), ax, 1)
+    own = [gates[:, i, None] * (P.copy(x, ax) * p["table"][i]) for i in range(p["table"].shape[0])]
+    return total(torch.stack(own).sum(0), ax)
+
+
+def probabilities(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    h = up(p, x, ax)
+    top = P.gather(h.detach().amax(-1, keepdim=True), ax, -1).amax(-1, keepdim=True)
+    e = (h - P.copy(top, ax)).exp()
+    return to_row(e / P.copy(P.sum(e.sum(-1, keepdim=True), ax), ax), p, ax)
+
+
+def on_first_rank(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    return total(up(p, x, ax) @ p["down"] + P.copy(p["bias"], ax) * (ax.rank == 0), ax)
+
+
+def gated(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    gate, value = (P.copy(x, ax) @ p["fused"]).chunk(2, -1)
+    return to_row(gate.sigmoid() * value, p, ax)
+
+
+EQUAL: dict[str, Fn] = {f.__name__: f for f in (embedded, experts, probabilities, on_first_rank, gated)} | {
+    "first of fused": lambda p, x, ax: to_row((P.copy(x, ax) @ p["fused"])[:, : len(p["down"])], p, ax),
+    "added by one": lambda p, x, ax: (P.sum(torch.addmm(x.new_zeros(4), up(p, x, ax), p["down"]), ax) + x).sin().sum(),
+    "turned round": lambda p, x, ax: to_row(P.ring_shift(P.ring_shift(up(p, x, ax), ax), ax), p, ax),
+    "in another order": lambda p, x, ax: P.sum(up(p, x, ax).sort(0)[0].square().sum(), ax),
+}
+REFUSED: dict[str, Fn] = {
+    "written": written,
+    "unmasked": functools.partial(embedded, masks=False),
+    "addmm": lambda p, x, ax: total(torch.addmm(P.copy(p["bias"], ax), up(p, x, ax), p["down"]), ax),
+    "addmv": lambda p, x, ax: total(torch.addmv(P.copy(p["bias"], ax), p["down"].t(), up(p, x, ax)[0]), ax),
+    "baddbmm": lambda p, x, ax: total(torch.baddbmm(P.copy(x, ax)[None], up(p, x, ax)[None], p["down"][None]), ax),
+    "index_put": lambda p, x, ax: total(
+        P.copy(x, ax).index_put((torch.tensor([0]),), (up(p, x, ax) @ p["down"])[:1]), ax
+    ),
+    "scatter": lambda p, x, ax: total(
+        P.copy(x, ax).scatter(0, torch.zeros(3, 4, dtype=torch.int64), up(p, x, ax) @ p["down"]), ax
+    ),
+    "gather": lambda p, x, ax: P.sum(up(p, x, ax).gather(1, torch.zeros(3, 1, dtype=torch.int64)).sum(), ax),
+    "index_select": lambda p, x, ax: P.sum(up(p, x, ax).index_select(1, torch.tensor([0, 1])).sum(), ax),
+    "along a dim": lambda p, x, ax: P.sum(torch.take_along_dim(h := up(p, x, ax), h.argsort(1)[:, :1], 1).sum(), ax),
+    "joined along another": lambda p, x, ax: P.gather(up(p, x, ax), ax, 0)[:, :2].square().sum(),
+    "sum of pieces": lambda p, x, ax: total(up(p, x, ax), ax),
+    "scattered pieces": lambda p, x, ax: P.sum(P.reduce_scatter(up(p, x, ax), ax, 1).square().sum(), ax),
+    "exchanged": lambda p, x, ax: P.sum(P.all_to_all(up(p, x, ax), ax, 1, 0)[:2].square().sum(), ax),
+    "shifted": lambda p, x, ax: to_row(P.ring_shift(up(p, x, ax), ax), p, ax),
+    "softmax": lambda p, x, ax: to_row(up(p, x, ax).softmax(-1), p, ax),
+    "mapped": lambda p, x, ax: to_row(torch.vmap(lambda row: row.softmax(0))(up(p, x, ax)), p, ax),
+    "size": lambda p, x, ax: P.sum((h := up(p, x, ax)).sum() / h.shape[-1], ax),
+    "power of a size": lambda p, x, ax: to_row((h := up(p, x, ax)) * h.shape[-1] ** -0.5, p, ax),
+    "length": lambda p, x, ax: to_row(up(p, x, ax) / len(p["down"]), p, ax),
+    "rank": lambda p, x, ax: to_row(up(p, x, ax) * (1 + ax.rank), p, ax),
+    "copies by a number": lambda p, x, ax: total(P.copy(x, ax) * 0.5, ax),
+    "loss of another dim": lambda p, x, ax: P.cross_entropy(up(p, x, ax).t(), torch.zeros(p["up"].shape[1], dtype=torch.int64), ax),
+    "merged dims": lambda p, x, ax: P.gather(up(p, x, ax).reshape(-1), ax, 0)[:6].square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal(name: str) -> None:
+    assert is_equal(EQUAL[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    assert not is_equal(REFUSED[name])
+
+
+def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fzero.parallel.check"], "LARGEST", 1)
+    assert is_equal(lambda p, x, ax: to_row(up(p, x, ax), p, ax)) and not is_equal(embedded)
+
+
+# ---- drawn ones
+
+SIX = torch.tensor([2, 0, 1])
+# name -> what it does to the slice h [3, own]
+STEPS: dict[str, Callable[[torch.Tensor, Axis], torch.Tensor]] = {
+    "gelu": lambda h, ax: F.gelu(h),
+    "half": lambda h, ax: h * 0.5,
+    "norm": lambda h, ax: F.normalize(h, dim=-1),
+    "norms of columns": lambda h, ax: F.normalize(h, dim=0),
+    "centred": lambda h, ax: h - h.mean(-1, keepdim=True),
+    "softmax of columns": lambda h, ax: h.softmax(0),
+    "sorted": lambda h, ax: h.sort(-1)[0],
+    "flipped": lambda h, ax: h.flip(-1),
+    "rows": lambda h, ax: h.index_select(0, SIX),
+    "chosen": lambda h, ax: h.gather(0, h.argsort(0)),
+    "rolled": lambda h, ax: torch.roll(h, 1, 1),
+    "summed up": lambda h, ax: h.cumsum(0),
+    "along": lambda h, ax: h.cumsum(1),
+    "outer": lambda h, ax: torch.baddbmm(h[None], h[None, :, :1], h[None, :1])[0],
+    "there and back": lambda h, ax: P.split(P.gather(h, ax, 1), ax, 1),
+    "viewed": lambda h, ax: h.view(3, 1, -1).transpose(0, 1)[0],
+    "turned": lambda h, ax: P.ring_shift(h, ax),
+    "scaled": lambda h, ax: h * (2 + ax.rank),
+    "filled": lambda h, ax: h.index_fill(1, torch.tensor([0]), 0.0),
+    "mean of all": lambda h, ax: h * P.copy(P.sum(h.sum(), ax), ax),
+}
+ENDS: dict[str, Callable[[torch.Tensor, Params, Axis], torch.Tensor]] = {
+    "row": to_row,
+    "sum": lambda h, p, ax: P.sum(h.square().sum(), ax),
+    "mean": lambda h, p, ax: P.sum(h.mean(), ax),
+    "gather": lambda h, p, ax: (P.gather(h, ax, 1) @ torch.arange(6.0, dtype=h.dtype)).square().sum(),
+    "largest": lambda h, p, ax: P.gather(h.amax(1, keepdim=True), ax, 1).amax(1).sum(),
+    "bias": lambda h, p, ax: total(F.linear(h, p["down"].t(), P.copy(p["bias"], ax)), ax),
+}
+
+
+@settings(max_examples=60)
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), max_size=3),
+    end=st.sampled_from(sorted(ENDS)),
+    ranks=st.integers(2, 3),
+)
+def test_drawn(names: Sequence[str], end: str, ranks: int) -> None:
+    def fn(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+        h = up(p, x, ax)
+        for name in names:
+            h = STEPS[name](h, ax)
+        return ENDS[end](h, p, ax)
+
+    is_equal(fn, ranks)
