@@ -1,6 +1,6 @@
-"""Random bits for rounding, from a counter: (seed, update, leaf path, offset in the leaf), never from buffers or ranks.
+"""Random bits for rounding, from a counter: (seed, update, leaf path, offset in the leaf or in a tensor rank's slice).
 
-So rounding is the same for every sharding, chunking and restart. The hash is Wellons' lowbias32 (2018).
+So rounding is the same for every cut of buffers, chunking and restart. The hash is Wellons' lowbias32 (2018).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -18,21 +17,7 @@ from fzero.formats.formats import ALIGN
 from fzero.formats.ops import TorchOps
 
 Shift = Callable[[torch.Tensor, int], torch.Tensor]  # to the right, logically
-_GOLDEN, _STREAM, _BITS = 0x9E3779B9 - (1 << 32), 0x632BE5AB, ALIGN.bit_length() - 1
-
-
-class Scattered(NamedTuple):
-    """Elements [start, stop) of a buffer that do not lie in blocks of their leaf, as those of a slice of it may not.
-
-    Attributes:
-        counter: that of the leaf's first block.
-        places: `places(low, high)`, where elements from `start + low` to `start + high` lie in the leaf.
-    """
-
-    start: int
-    stop: int
-    counter: int
-    places: Callable[[int, int], torch.Tensor]
+_GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
 
 
 @dataclass(frozen=True)
@@ -42,34 +27,13 @@ class Counters:
     Attributes:
         runs: (first block, its counter, what every next one adds); the padding behind the last leaf counts nothing.
         count: blocks.
-        scattered: what is counted by elements instead.
     """
 
     runs: tuple[tuple[int, int, int], ...] = ()
     count: int = 0
-    scattered: tuple[Scattered, ...] = ()
 
     def keys(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """What the random bits of the elements from start to stop, multiples of 64, are drawn by; all by default.
-
-        Returns:
-            int32[blocks], their counters; or int32[blocks, 64] where some are counted by elements: see `drawn_by`.
-        """
-        blocks = self.blocks(device, start, stop)
-        if not self.scattered:
-            return blocks
-        end, out = start + blocks.numel() * ALIGN, drawn_by(blocks)
-        for own in self.scattered:
-            low, high = max(own.start, start), min(own.stop, end)
-            if low < high:
-                places = own.places(low - own.start, high - own.start).to(device)
-                numbers = (places >> _BITS).to(torch.int32).mul_(_GOLDEN).add_(own.counter)
-                lanes = places.to(torch.int32).bitwise_and_(ALIGN - 1).mul_(_GOLDEN)
-                out.view(-1)[low - start : high - start] = hashed(numbers, TorchOps.shift) + lanes
-        return out
-
-    def blocks(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
+        """int32[blocks], what the random bits of the elements from start to stop, multiples of 64, are drawn by."""
         begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
         out = torch.arange(begin, max(begin, min(end, self.count)), dtype=torch.int32, device=device)
         if len(self.runs) == 1:
@@ -80,14 +44,12 @@ class Counters:
         return out.sub_(table[run, 0]).mul_(table[run, 2]).add_(table[run, 1])
 
     def cut(self, start: int, stop: int) -> Counters:
-        """Those of a part of the buffer, from start to stop: multiples of 64 that cut no run of elements apart."""
+        """Those of a part of the buffer, from start to stop: multiples of 64."""
         begin, end = start // ALIGN, min(stop // ALIGN, self.count)
         before = [own for own in self.runs if own[0] <= begin]
         runs = [(0, _signed(at + (begin - first) * rise), rise) for first, at, rise in before[-1:]]
         runs += [(first - begin, at, rise) for first, at, rise in self.runs if begin < first < end]
-        inside = [own for own in self.scattered if start <= own.start < stop]
-        moved = [own._replace(start=own.start - start, stop=own.stop - start) for own in inside]
-        return Counters(tuple(runs), max(0, end - begin), tuple(moved))
+        return Counters(tuple(runs), max(0, end - begin))
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -121,8 +83,6 @@ LANES = [_signed(lane * _GOLDEN) for lane in range(ALIGN)]  # what each lane of 
 
 def drawn_by(keys: torch.Tensor) -> torch.Tensor:
     """int32[blocks, 64], the sum of a block's hashed counter and of its lane's share, for every element."""
-    if keys.ndim == 2:
-        return keys
     return hashed(keys.view(-1, 1), TorchOps.shift) + torch.tensor(LANES, dtype=torch.int32, device=keys.device)
 
 

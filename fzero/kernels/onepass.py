@@ -118,8 +118,7 @@ def run(
         return
     formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
-    # a kernel counts by blocks
-    if large and by_formula and not counters.scattered and build.carries(formats, grads.dtype):
+    if large and by_formula and build.carries(formats, grads.dtype):
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none

@@ -36,7 +36,8 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     - It is added once per update, to the mean gradient over microbatches and ranks.
     - `metrics["grad_norm"]` is without noise, and so is the norm over all stages that a pipeline clips by.
     - It depends on the state's seed, on `seed`, t and the leaf. So it is the same on any number of ranks and after a
-      restart. On plain pytrees and inside `fz.whole`, the state's seed is left out.
+      restart; slices of `fz.shard_tensor` have their own. On plain pytrees and inside `fz.whole`, the state's seed is
+      left out.
 
     Source: Neelakantan et al., 2015 (arXiv 1511.06807).
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,36 +32,6 @@ class Sliced(NamedTuple):
     def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's slice of a whole leaf, which may have further dims behind."""
         return torch.cat([whole.narrow(self.dim, start, size) for start, size in self.pieces[rank]], self.dim)
-
-    def runs(self, shape: Sequence[int], rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The elements [start, stop) of a rank's slice, row by row, as ranges of the leaf.
-
-        Yields:
-            Where a range begins in the slice and where in the leaf, and its number of elements.
-        """
-        inner = math.prod(shape[self.dim + 1 :])
-        own, whole = math.prod(self.shape(shape, rank)[self.dim :]), shape[self.dim] * inner
-        for row in range(start // own, -(-stop // own)) if start < stop else ():
-            at = row * own
-            for begin, size in self.pieces[rank]:
-                low, high = max(start, at), min(stop, at + size * inner)
-                if low < high:
-                    yield low, row * whole + begin * inner + low - at, high - low
-                at += size * inner
-
-    def positions(self, shape: Sequence[int], rank: int, start: int, stop: int) -> torch.Tensor:
-        """int64[stop - start], the places in the leaf of elements [start, stop) of a rank's slice."""
-        inner = math.prod(shape[self.dim + 1 :])
-        own, whole = math.prod(self.shape(shape, rank)[self.dim :]), shape[self.dim] * inner
-        if start >= stop:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        ends = [0, *itertools.accumulate(size * inner for _, size in self.pieces[rank])]
-        rows = torch.arange(start // own, -(-stop // own), device="cpu").unsqueeze(1)
-        bounds = (rows * own + torch.tensor(ends, device="cpu")).clamp_(start, stop)
-        moves = [begin * inner - end for (begin, _), end in zip(self.pieces[rank], ends, strict=False)]
-        moved = rows * (whole - own) + torch.tensor(moves, device="cpu")
-        places = torch.arange(start, stop, device="cpu")
-        return places.add_(torch.repeat_interleave(moved.view(-1), bounds.diff(dim=1).view(-1)))
 
     def keeps_blocks(self, shape: Sequence[int], size: int) -> bool:
         """Tells whether all elements of a block of `size` elements of the leaf are, in their order, one of a slice."""

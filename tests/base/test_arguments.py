@@ -299,7 +299,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "optimizer": (lambda v: fz.from_torch(v, 0.1), set()),
         "lr": (lambda v: fz.from_torch(torch.optim.SGD, v), RATE),
         "options": (
-            lambda v: fz.from_torch(torch.optim.Adam, 0.1, eps=v),
+            lambda v: fz.from_torch(torch.optim.Adam, 0.1, eps=v).init({"w": torch.ones(2)}),
             {"an int", "a float", "a 0-d tensor", "a bool"},
         ),
     },

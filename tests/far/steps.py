@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     kinds = [each for n in range(1, 5) for each in itertools.combinations(KINDS, n)]
-    fused = ("", "auto", "held", "twice", "8-bit")
+    fused = ("", "auto", "held", "twice")
     return [
         Case(*each)
         for each in itertools.product(

@@ -110,7 +110,7 @@ def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
     count = 1 << 20
     x = torch.full((count,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next bfloat16
     stored = Stored(Plain(BF16, True), (torch.empty(count, dtype=BF16),))
-    onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), Key("", 0), 0).blocks("cpu"))
+    onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), Key("", 0), 0).keys("cpu"))
     up = (stored.parts[0].float() - 1.0) * 2**7
     assert set(up.unique().tolist()) == {0.0, 1.0}
     assert abs(up.mean().item() - 0.125) < 5 * (0.125 * 0.875 / count) ** 0.5

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("hazards")  # races show
 F64 = torch.float64
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 PATHS = ("blocks.0.b", "blocks.0.w", "blocks.1.b", "blocks.1.w", "head.b", "head.w")
-WAYS = (None, "auto", "twice", "held", "8-bit")
+WAYS = (None, "auto", "twice", "held")
 STEPS = 3
 
 

@@ -39,7 +39,7 @@ def test_shape_dtype_and_device_can_be_read() -> None:
 @pytest.mark.parametrize("use", [lambda w: w + 1, lambda w: w.sum(), lambda w: w.mul_(2), torch.linalg.norm, float])
 def test_values_are_refused_by_name(use: Any) -> None:
     def look(w: Any) -> None:
-        with pytest.raises(TypeError, match=r"leaf 'blocks.0.w' belongs to unit 'blocks.0' and is gathered"):
+        with pytest.raises(fz.HandleError, match=r"leaf 'blocks.0.w' belongs to unit 'blocks.0' and is gathered"):
             use(w)
         raise KeyError("seen")
 
