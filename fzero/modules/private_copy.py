@@ -18,7 +18,6 @@ from torch import nn
 from fzero.base import private
 from fzero.base.random import is_shared
 from fzero.base.texts import COMPRESSED
-from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.outlets import overlap
 from fzero.table.handle import StandIn, storage_of
 
@@ -167,28 +166,6 @@ def _inner(x: torch.Tensor) -> torch.Tensor:
     """A tensor that was made inside of a transform, which does not go on through it, without its wrapper."""
     differs = private.is_differentiated(x) or private.is_mapped(x)
     return private.unwrapped(x) if private.is_wrapped(x) and not differs else x
-
-
-_NO_EVAL = (
-    "apply.eval: the module's eval() raised {}, expected that it reads and changes no param: they are arguments of "
-    "apply, and have no values before a call. Let forward compute what it needs of them where self.training is False. "
-    "It said: {}"
-)
-
-
-def evaluating(pristine: nn.Module) -> nn.Module:
-    """A copy of such a copy in evaluation mode, with the same stand-ins.
-
-    Raises:
-        ValueError: the module's own `train` or `eval` needs values of its params.
-    """
-    with without_dispatch_modes():  # others run on it later
-        module, _ = private_copy(pristine)
-        try:
-            module.eval()
-        except Exception as error:
-            raise ValueError(_NO_EVAL.format(type(error).__name__, error)) from error
-    return module
 
 
 _REFUSED = (
