@@ -182,7 +182,7 @@ class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         first = nn.Linear(6, 6, dtype=torch.float64)
-        self.inner, self.held = nn.ModuleList([first]), [first.weight]
+        self.inner, self.held = nn.ModuleList([first]), [first]
         self.calls, self.hidden = 0, torch.zeros((), dtype=torch.float64)
         self.noise = torch.Generator().manual_seed(0)
 
@@ -194,7 +194,7 @@ class Counts(nn.Module):
             x = inner(x + drawn)
         if end is not None:
             end()
-        return (x * self.hidden).mean() + self.held[0].mean()
+        return (x * self.hidden).mean() + self.held[0].weight.mean()
 
 
 def _counts() -> Counts:
