@@ -32,7 +32,7 @@ from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
 from fzero.modules.kept import forgetting
 from fzero.modules.places import Absent, Places, full, need_names
-from fzero.modules.private_copy import evaluating, need_no_way_back, private_copy, refuse_kinds
+from fzero.modules.private_copy import need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
@@ -178,7 +178,10 @@ class Apply:
     @functools.cached_property
     def eval(self) -> Apply:
         """The module in evaluation mode, over the same params. With buffers it returns the outputs alone."""
-        return Apply(evaluating(self._pristine), self._frozen, self._carries, False, True, self._originals)
+        with without_dispatch_modes():  # others run on it later
+            module, _ = private_copy(self._pristine)
+            module.eval()
+        return Apply(module, self._frozen, self._carries, False, True, self._originals)
 
     def __call__(self, params: Params, /, *args: object, **kwargs: object) -> Any:
         need_names(params, self._known)

@@ -127,6 +127,14 @@ def writes(module: nn.Module, batch: Batch) -> bool:
     return any(not torch.equal(x, after[name]) for name, x in module.named_buffers())
 
 
+def called(module: nn.Module, batch: Batch) -> nn.Module:
+    """A copy that a forward has gone through, where that makes a buffer longer (of positions), as `fz.functional` asks."""
+    own = copy.deepcopy(module)
+    own(**copy.deepcopy(batch))
+    after = dict(own.named_buffers())
+    return own if any(x.shape != after[name].shape for name, x in module.named_buffers()) else module
+
+
 def draws(module: nn.Module, batch: Batch) -> bool:
     """Whether a forward draws random numbers that show."""
     found = []
@@ -146,6 +154,7 @@ def differences(
     """What differs between the module itself and its step, by what is compared, with and without `fz.remat`."""
     plain = Plain(module, batches, rank)
     carries = writes(module, batches[0])
+    module = called(module, batches[0]) if carries else module
     apply, params, *buffers = fz.functional(module, buffers=True) if carries else fz.functional(module)
 
     def fn(params: Any, carry: Any, batch: Batch) -> Any:

@@ -33,14 +33,8 @@ def by_path(asked: Mapping[str, str], there: Iterable[str]) -> dict[str, str]:
     Args:
         asked: as of `paths_of`.
     """
-    out, paths = dict[str, str](), {*asked.values()}
-    for name in there:
-        path = asked.get(name, name)
-        while name not in asked and path in paths:  # of a leaf that somebody has called otherwise
-            path += " (in the files)"
-        paths.add(path)
-        out[path] = name
-    return out
+    paths = {*asked.values()}
+    return {asked.get(name, f"{name} (in the files)" if name in paths else name): name for name in there}
 
 
 def paths_of(who: str, like: object, names: Names | None) -> dict[str, str]:

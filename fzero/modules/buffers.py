@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -40,13 +41,14 @@ def need_apart(module: nn.Module, constants: Sequence[Constant]) -> None:
     Raises:
         ValueError: naming both.
     """
-    others = [(f"buffer {name!r}", x) for name, x in values_of(module).items()]
-    buffers = list(others)
-    others += [(f"param {name!r}", x) for name, x in module.named_parameters()]
-    others += [(constant.label, constant.source) for constant in constants]
+    buffers = [(f"buffer {name!r}", x) for name, x in values_of(module).items()]
+    params = [(f"param {name!r}", x) for name, x in module.named_parameters()]
+    held = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)  # by their memory
+    for what, x in (*buffers, *params, *[(constant.label, constant.source) for constant in constants]):
+        held[storage_of(x)].append((what, x))
     for name, x in buffers:
-        for what, other in others:
-            if x is not other and storage_of(x) and storage_of(x) == storage_of(other) and overlap((x, other)):
+        for what, other in held[storage_of(x)] if storage_of(x) else ():
+            if x is not other and overlap((x, other)):
                 raise ValueError(
                     f"fz.functional(buffers=True): {name} and {what} share memory, and would be two values, "
                     "of which a write to one does not change the other. Compute the view in forward, from the buffer, "

@@ -133,7 +133,8 @@ class Absent(Valueless):
     def refusal(self, func: object) -> RuntimeError:
         return RuntimeError(
             f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, where its values are not. Either something "
-            "besides its module holds it (a list, a dict, an object): let that hold its module, or its name. Or a unit "
+            "besides its module holds it (a list, a dict, an object): let that hold its module, or its name. Or the "
+            "module's own train() or eval() reads it: let forward do so where self.training is False. Or a unit "
             "runs again and reads a buffer of another module: give it to the unit as an argument. Or the function that "
             "fz.functional made is not running (torch.utils.checkpoint under plain autograd and hooks of a backward "
             "read it then). Leave the checkpoint out (of a model of Hugging Face: "

@@ -18,7 +18,6 @@ from torch import nn
 from fzero.base import private
 from fzero.base.random import is_shared
 from fzero.base.texts import COMPRESSED
-from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.outlets import overlap
 from fzero.table.handle import StandIn, storage_of
 
@@ -53,7 +52,9 @@ def private_copy(
         memo: dict[int, Any] = dict(stand_ins)
         constants = list[Constant]()
         names = {id(x): f"its buffer {name!r}" for name, x in module.named_buffers()}
-        trained = [(name, x) for name, x in module.named_parameters() if x.requires_grad]
+        trained = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)  # by their memory
+        for name, x in module.named_parameters():
+            trained[storage_of(x) if x.requires_grad else 0].append((name, x))
         for way, x in _reached(module, through_functions=False):
             if isinstance(x, StandIn) or is_shared(x) or type(x) is object:  # which says that it is itself
                 memo[id(x)] = x
@@ -141,15 +142,15 @@ def _parts(x: object, through_functions: bool) -> Sequence[object]:
     return () if isinstance(x, (torch.Tensor, torch.Generator)) else gc.get_referents(x)
 
 
-def _stale(x: torch.Tensor, trained: Sequence[tuple[str, torch.Tensor]]) -> str:
+def _stale(x: torch.Tensor, trained: Mapping[int, Sequence[tuple[str, torch.Tensor]]]) -> str:
     """Why a copy of a tensor would not be what the tensor is to the module."""
     if private.is_wrapped(_inner(x)):
         return "takes part in a transform of torch.func around fz.functional"
     if _inner(x).grad_fn is not None:
         return "was computed from params before fz.functional"
     memory = storage_of(x)
-    for name, param in trained:
-        if memory and storage_of(param) == memory and overlap((param, x)):
+    for name, param in trained.get(memory, ()) if memory else ():
+        if overlap((param, x)):
             return f"shares its memory with param {name!r}, and here is none that follows it"
     return ""
 
@@ -165,28 +166,6 @@ def _inner(x: torch.Tensor) -> torch.Tensor:
     """A tensor that was made inside of a transform, which does not go on through it, without its wrapper."""
     differs = private.is_differentiated(x) or private.is_mapped(x)
     return private.unwrapped(x) if private.is_wrapped(x) and not differs else x
-
-
-_NO_EVAL = (
-    "apply.eval: the module's eval() raised {}, expected that it reads and changes no param: they are arguments of "
-    "apply, and have no values before a call. Let forward compute what it needs of them where self.training is False. "
-    "It said: {}"
-)
-
-
-def evaluating(pristine: nn.Module) -> nn.Module:
-    """A copy of such a copy in evaluation mode, with the same stand-ins.
-
-    Raises:
-        ValueError: the module's own `train` or `eval` needs values of its params.
-    """
-    with without_dispatch_modes():  # others run on it later
-        module, _ = private_copy(pristine)
-        try:
-            module.eval()
-        except Exception as error:
-            raise ValueError(_NO_EVAL.format(type(error).__name__, error)) from error
-    return module
 
 
 _REFUSED = (

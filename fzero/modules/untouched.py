@@ -7,6 +7,7 @@ a module's: a counter counts from call to call.
 from __future__ import annotations
 
 import contextlib
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -93,7 +94,7 @@ class Untouched:
         originals: Originals,
         carries: bool = False,
     ) -> None:
-        self.module, self._originals, self._carries = module, originals, carries
+        self._originals, self._carries = originals, carries
         self.depth, self.proven, self.changed = 0, False, False
         # modules' params, buffers and submodules: them, what they are, what is before their names, and what they were
         self._registries: list[tuple[dict[str, object], str, str, dict[str, object]]] = [
@@ -115,7 +116,8 @@ class Untouched:
             with contextlib.nullcontext() if self.depth > 1 or self.proven else Apart(self._originals, given):
                 yield
         except RuntimeError as error:
-            _refuse_in_place(error, self.module, self._carries)
+            if texts.says(error, texts.WRITES_CAPTURED) and (labels := self._written(error)):
+                raise ValueError(_changed(labels, self._carries)) from error
             raise
         finally:
             self.depth -= 1
@@ -124,6 +126,13 @@ class Untouched:
         if said:
             raise ValueError(said[0])
         self.proven = self.proven or not self.depth
+
+    def _written(self, error: RuntimeError) -> str:
+        """What the submodule has that a functorch level did not let write to one of its tensors."""
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        own = next((vars(x) for x in reversed(owners) if isinstance(x, nn.Module)), {})
+        held = {id(x) for x in (*own.values(), *own.get("_buffers", {}).values())}
+        return " or ".join(constant.label for constant, _ in self._constants if id(constant.tensor) in held)
 
     def _changes(self) -> list[str]:
         """What is to be said of all that a call has changed."""
@@ -165,23 +174,3 @@ def _made(what: str) -> str:
         f"The module made {what} in its forward, expected what it had in fz.functional. Make it in __init__, or call "
         "the module once before fz.functional; what a forward keeps for the next one may be an attribute."
     )
-
-
-def _refuse_in_place(error: RuntimeError, module: nn.Module, carries: bool) -> None:
-    """Names the submodule that a functorch level did not let write to its buffer."""
-    if not texts.says(error, texts.WRITES_CAPTURED):
-        return
-    paths = {id(child): path for path, child in module.named_modules()}
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        own = trace.tb_frame.f_locals.get("self")
-        place = own if id(own) in paths else place
-        trace = trace.tb_next
-    if place is None:
-        return
-    dots = paths[id(place)] + "." if paths[id(place)] else ""
-    held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
-    names = [repr(dots + name) for name, x in held.items() if x is not None]
-    if names:
-        what = ("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)
-        raise ValueError(_changed(what, carries))
