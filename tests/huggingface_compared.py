@@ -128,7 +128,7 @@ def writes(module: nn.Module, batch: Batch) -> bool:
 
 
 def called(module: nn.Module, batch: Batch) -> nn.Module:
-    """A copy that a forward has gone through, where that makes a buffer longer (of positions), as `fz.functional` asks."""
+    """A copy that a forward has gone through, where that makes a buffer longer, as `fz.functional` asks for."""
     own = copy.deepcopy(module)
     own(**copy.deepcopy(batch))
     after = dict(own.named_buffers())
@@ -152,9 +152,9 @@ def differences(
     remats: Sequence[bool] = (False, True),
 ) -> dict[str, tuple[float, str]]:
     """What differs between the module itself and its step, by what is compared, with and without `fz.remat`."""
-    plain = Plain(module, batches, rank)
     carries = writes(module, batches[0])
     module = called(module, batches[0]) if carries else module
+    plain = Plain(module, batches, rank)
     apply, params, *buffers = fz.functional(module, buffers=True) if carries else fz.functional(module)
 
     def fn(params: Any, carry: Any, batch: Batch) -> Any:
