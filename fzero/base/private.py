@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -141,9 +141,17 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def version(tensor: torch.Tensor) -> int:
     """Counts how often a tensor's memory was written to, below every functorch level; 0 in inference mode."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return 0 if tensor.is_inference() else tensor._version
+    return versions((tensor,))[0]
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Those of several."""
+    found: list[int] = []
+    for tensor in tensors:
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        found.append(0 if tensor.is_inference() else tensor._version)
+    return found
 
 
 def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

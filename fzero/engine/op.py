@@ -198,7 +198,7 @@ class UnitOp(PulledOp):
         for position in wanted:
             if position >= count:
                 inputs[position] = tensors[position].requires_grad_()
-        entered = _versions(fulls, given)
+        entered = private.versions((*fulls, *given))
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
         again = self.recompute and not signature.transformed and wanted and not signature.repeated
@@ -238,7 +238,7 @@ class UnitOp(PulledOp):
             SET_GRAD_ENABLED(enabled)
             if refused:
                 hooks.refuse_again(refused)
-        if _versions(fulls, given) != entered:
+        if private.versions((*fulls, *given)) != entered:
             self._refuse_writes(fulls, entered)
         if trial is not None or not (signature.proves or signature.proven):
             if not signature.proves:
@@ -301,7 +301,7 @@ class UnitOp(PulledOp):
 
     def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
         """Says what was written to in place."""
-        if _versions(fulls, ()) != entered[: len(fulls)]:
+        if private.versions(fulls) != entered[: len(fulls)]:
             raise ValueError(refusals.writes_leaf(self.unit))
         raise ValueError(
             f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
@@ -355,13 +355,6 @@ class UnitOp(PulledOp):
         elif not run.is_followed():
             signature.plan = None  # it branches: the next one shows what this does
         self._saved.keep(run, outputs)
-
-
-def _versions(fulls: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
-    versions: list[int] = []
-    for x in (*fulls, *given):
-        versions.append(0 if x.is_inference() else x._version)
-    return versions
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -99,8 +99,10 @@ class Schedule:
         self._pulls = False
         self._before: Callable[[Sequence[Key]], object] | None = None
         self.keeps, self.ran_before, self.frees = True, False, False
-        self._gathers = any(use.transient for use in uses.values())
-        self._fetches = any(use.gathers and use.fetches for use in uses.values())
+        self._gathers = self._fetches = False  # whether some group is, or is fetched for that
+        for use in uses.values():
+            self._gathers = self._gathers or use.transient
+            self._fetches = self._fetches or (use.gathers and use.fetches)
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
         self.used = dict.fromkeys(uses, 0)
