@@ -142,9 +142,10 @@ class Schedule:
         for key in keys:
             self.used[key] += 1
 
-    def signatures(self) -> list[object]:
-        """The signatures of the next call under which earlier runs of it were proven."""
-        return self.record.signatures.get(len(self._called), [])
+    def signatures(self) -> tuple[int, list[object]]:
+        """The number of the next call, and the signatures under which earlier runs of it were proven."""
+        count = len(self._called)
+        return count, self.record.signatures.get(count, [])
 
     def note(self, number: int, signature: object, kept: int) -> None:
         """Notes the signature of a call that was proven; the latest of them are kept."""
