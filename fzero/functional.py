@@ -336,7 +336,7 @@ class _Copy:
         def call(leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
             leaves = unit.places.now(leaves)
             node = functools.partial(self._node, unit, leaves, args, kwargs)
-            if any(isinstance(leaf, Handle) for leaf in leaves.values()):
+            if Handle in map(type, leaves.values()):
                 return node()
             if unit.carried is None:  # its params are in place already
                 return plain_call(run, node, unit.module, args, kwargs, [*leaves.values()])

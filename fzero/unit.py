@@ -85,7 +85,7 @@ def name(x: T, name: str) -> T:
         >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
         tensor([[0., 0.]])
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return x
     if not isinstance(x, torch.Tensor):
         raise wrong("name", "x", x, "a tensor")

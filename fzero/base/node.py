@@ -22,7 +22,7 @@ from fzero.base.ambient import default_dtype, functions_seen
 from fzero.base.context import averaged, during, variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
-from fzero.base.thread_state import FORWARD_ENABLED, SET_FORWARD_ENABLED, SET_GRAD_ENABLED, run_backward
+from fzero.base.thread_state import FORWARD_ENABLED, RUN_BACKWARD, SET_FORWARD_ENABLED, SET_GRAD_ENABLED
 
 Tensors = tuple[torch.Tensor, ...]
 depth: contextvars.ContextVar[int] = variable("depth", 0)  # how many nodes run here, one inside of the other
@@ -279,20 +279,13 @@ def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     context and all that it leads to for garbage: they survive, but weak references to them are cleared and finalizers
     called. Where one more node leads there, which lives as long as the tensor, the collector never goes on to it.
     """
-    quick = private.direct(function)
-
-    def apply(*operands: object) -> torch.Tensor | Tensors:
-        out: torch.Tensor | Tensors = quick(*operands)
-        own_jointly((out,) if isinstance(out, torch.Tensor) else out)
-        return out
-
-    return apply
+    return private.direct(function, own_jointly)
 
 
-def own_jointly(outs: Tensors) -> None:
+def own_jointly(outs: torch.Tensor | Tensors) -> None:
     """Has a node that lives as long as they do lead to the node that has put them out; see `direct`."""
     owner, enabled = None, torch.is_grad_enabled()
-    for x in outs:
+    for x in (outs,) if isinstance(outs, torch.Tensor) else outs:
         if x.requires_grad and owner is None and x.layout == torch.strided:
             SET_GRAD_ENABLED(True)
             owner = x.view_as(x).grad_fn
@@ -329,7 +322,15 @@ def gradients(
             given.append(c.to(o.dtype))
     if not outs or not leaves:
         return [None] * len(leaves)
-    return run_backward(outs, leaves, given, retain_graph, create_graph)
+    return RUN_BACKWARD(
+        tuple(outs),
+        tuple(given),
+        retain_graph,
+        create_graph,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def refuse_foreign_leaves(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,16 +110,24 @@ def is_fake(tensor: object) -> bool:
     return module is not None and isinstance(tensor, torch.Tensor) and isinstance(unwrapped(tensor), module.FakeTensor)
 
 
-def direct(function: Any) -> Any:
-    """`apply` of a Function, quick where no transform is active: torch looks up the arguments' names for each call."""
+def direct(function: Any, then: Callable[[Any], object] | None = None) -> Any:
+    """`apply` of a Function, quick where no transform is active: torch looks up the arguments' names for each call.
+
+    Args:
+        then: is given what it has put out.
+    """
     own = {name: staticmethod(getattr(function, name)) for name in ("forward", "setup_context", "backward")}
     quick = type(function.__name__, (torch.autograd.function._SingleLevelFunction,), own)
 
     def apply(*operands: object) -> Any:
         if not transforms():
-            return quick.apply(*operands)
-        with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
-            return function.apply(*operands)
+            out = quick.apply(*operands)
+        else:
+            with torch._C.DisableTorchFunction():  # in which what it runs would be unseen by its operands' classes, too
+                out = function.apply(*operands)
+        if then is not None:
+            then(out)
+        return out
 
     return apply
 
@@ -141,9 +149,17 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def version(tensor: torch.Tensor) -> int:
     """Counts how often a tensor's memory was written to, below every functorch level; 0 in inference mode."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return 0 if tensor.is_inference() else tensor._version
+    return versions((tensor,))[0]
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Those of several."""
+    found: list[int] = []
+    for tensor in tensors:
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        found.append(0 if tensor.is_inference() else tensor._version)
+    return found
 
 
 def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

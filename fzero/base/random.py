@@ -105,7 +105,7 @@ class seeded:
         if torch.cuda.is_initialized():
             default += (torch.cuda.default_generators[torch.cuda.current_device()],)
         with _one_at_a_time:
-            self.states = [generator.get_state() for generator in default]
+            self.states = list(map(torch.Generator.get_state, default))
             self.default = default
             _in_use.append(self)
             for generator in default:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,31 +11,14 @@ import torch
 
 from fzero.base import private
 
-_run_backward: Any = torch.autograd.graph._engine_run_backward  # which lets compiled code see this thread's settings
+# torch.autograd.grad without its look at what it is given; it lets compiled code see this thread's settings
+RUN_BACKWARD: Any = torch.autograd.graph._engine_run_backward
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 FORWARD_ENABLED, SET_FORWARD_ENABLED = torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 
 
-def run_backward(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    retain_graph: bool,
-    create_graph: bool = False,
-) -> Sequence[torch.Tensor | None]:
-    """`torch.autograd.grad` without its look at what it is given; None for an input that nothing depends on."""
-    found: Sequence[torch.Tensor | None] = _run_backward(
-        tuple(outputs),
-        tuple(cotangents),
-        retain_graph,
-        create_graph,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-    return found
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

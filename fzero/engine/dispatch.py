@@ -55,41 +55,28 @@ def call_unit(
     traversal = current.get()
     if traversal is not None and traversal.traced_unit is not None:
         return traversal.traced_unit(fn, args, kwargs, seed)
-    acts = traversal is not None and traversal.acts
-    if acts or seed is not None:
-        assert traversal is not None
+    owner: Traversal | None = None
+    transformed, flat, spec = False, list[Any](), None
+    if traversal is not None and (traversal.acts or seed is not None):
         transformed = private.transforms()
-        if acts and transformed and traversal.depth() > 1:
+        if traversal.acts and transformed and traversal.depth() > 1:
             args, kwargs = leaves_below((args, dict(kwargs)))
         flat, spec = flatten((args, kwargs))
-        owner = None
         for x in flat:
             if type(x) is Handle:
                 owner = x.owner
                 break
-        if owner is not None or seed is not None:
-            run = owner or traversal
-            return _as_node(run, fn, args, kwargs, flat, spec, transformed, seed, compilable, around, prove)
-    node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around, prove=prove)
-    return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs, prove=prove)
-
-
-def _as_node(
-    traversal: Traversal,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    flat: Sequence[Any],
-    spec: pytree.Spec,
-    transformed: bool,
-    seed: int | None,
-    compilable: Callable[..., object] | None,
-    around: Around | None,
-    prove: bool,
-) -> object:
+        else:
+            owner = traversal if seed is not None else None
+    if owner is None:
+        node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around, prove=prove)
+        return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs, prove=prove)
+    assert spec is not None
+    traversal = owner
     schedule, look = traversal.schedule, looking.get()
-    known: list[Signature] = schedule.signatures()  # type: ignore[assignment]
-    signature = None
+    number, known = schedule.signatures()
+    signature: Signature | None = None
+    each: Any
     for each in known:
         if each.fits(traversal, fn, flat, spec, transformed):
             signature = each
@@ -108,16 +95,12 @@ def _as_node(
     run = (compilable or compiled(fn)) if signature.compiles else fn
     carriers = changing((args, kwargs)) if signature.carriers else ()
     own_seed = traversal.next_seed() if seed is None else seed
-
-    def applied() -> tuple[int, object]:
-        op = UnitOp(traversal, signature, run, fn, flat, spec, around, own_seed)
-        return op.number, op.applied(carriers)
-
+    made = functools.partial(UnitOp, traversal, signature, run, fn, flat, spec, around, own_seed)
     around_it: list[contextlib.AbstractContextManager[object]] = [] if look is None else [beside()]
     if signature.casts != traversal.table.outside:
         around_it.append(autocast_to(traversal, signature.casts))
     try:
-        number, result = within(around_it, applied) if around_it else applied()
+        result = within(around_it, lambda: made().applied(carriers)) if around_it else made().applied(carriers)
     except Exception as error:
         if is_ours(error):
             noted(error)

@@ -64,33 +64,33 @@ def traversal_of(
     # in ZeRO-1 and 2 one rank alone may run forward
     numbered = runs and jitting.get() is None and (derived or table.gathers or bool(params.stale))
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
+    entries, at_hand, device, followed = params.entries, params.held_entries, params.device, is_transformed()
     for key in params.groups:
         row = params.layout.groups[key].row
         policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
-        if params.follows(key):
+        if followed and params.follows(key):
             primal, uses[key] = _followed(params, key, axis)
             (fixed if row.frozen else primals)[key] = primal
             continue
         later = unreduced and sums_whole(params, key)
-        held = params.held_entries.get(key) if key not in params.stale else None
-        shard = params.placed(key) if key in params.entries else _stand_in(params, key)
+        held = at_hand.get(key) if key not in params.stale else None
+        shard = params.placed(key) if key in entries else _stand_in(params, key)
         rounded = not row.frozen and (later or policy.reduce != policy.param)
         placeholder = fused or not shard.format.plain or shard.away or rounded
-        primal, count = shard.parts[0], shard.numel()
-        whole = None
+        primal, whole = shard.parts[0], None
         if isinstance(held, Away):
             whole, held = Placed(Plain(policy.compute), (held,)), None
         if placeholder or not isinstance(primal, torch.Tensor):
             # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place
-            numel = params.layout.groups[key].numel if later else count
-            primal = torch.zeros((), dtype=policy.reduce, device=params.device).expand(numel)
+            numel = params.layout.groups[key].numel if later else shard.numel()
+            primal = torch.zeros((), dtype=policy.reduce, device=device).expand(numel)
         (fixed if row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
             axis=Axis() if later else axis if row.cuts else axis.uncut,
             shard=whole or shard,
-            device=params.device,
+            device=device,
             compute=policy.compute,
             reduce=policy.reduce,
             grad=policy.grad,
@@ -102,14 +102,14 @@ def traversal_of(
             mapped=row.reads_files and row.remat and not row.names.all,
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
-    traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)
+    traversal = Traversal(params.layout, table, uses, seed, device.type, params.axis)
     traversal.run = axis.run
     traversal.means = step.microbatches.means, derived and step.microbatches.weights is None
     if mask is not None:
         traversal.mask = mask
         for use in uses.values() if mask.partial else ():
             use.mask = mask
-    if is_transformed() and params.axis.ranks > 1:
+    if followed and params.axis.ranks > 1:
         traversal.fn = _alike(step.fn, params.axis)
     return traversal, primals, fixed
 
@@ -234,7 +234,7 @@ def call_function(
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
     full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
-    entered = [private.version(leaf) for leaf, _ in full]
+    entered = private.versions([leaf for leaf, _ in full])
 
     look: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     collectives: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -283,7 +283,7 @@ def call_function(
         if not traversal.schedule.ran_before:
             _need_names(traversal)
         has_run(known, before, given)
-    for (_, group), version, now in zip(full, entered, [private.version(leaf) for leaf, _ in full], strict=True):
+    for (_, group), version, now in zip(full, entered, private.versions([leaf for leaf, _ in full]), strict=True):
         if now != version:
             raise ValueError(
                 f"step: the function writes to leaf {' or '.join(repr(slot.path) for slot in group.slots)} in place, "

@@ -1,19 +1,22 @@
-"""The params of one call in full, as the leaves with which graphs of plain autograd begin."""
+"""The params of one call in full, as the leaves with which graphs of plain autograd begin; where their cotangents are
+added up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.base.follow import is_transformed
 from fzero.comm.axis import Axis
 from fzero.engine.function import traversal_of
+from fzero.engine.outcome import tensors_of
 from fzero.engine.traversal import Traversal
 from fzero.engine.use import Use
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
 from fzero.table.handle import storage_of
 from fzero.table.layout import Key, Slot
@@ -101,3 +104,44 @@ def _is_at_hand(use: Use, frozen: bool) -> bool:
         return False
     # cotangents of leaves are not rounded on their way to their sum
     return frozen or torch.promote_types(use.compute, use.wire) == use.wire == torch.promote_types(use.wire, use.reduce)
+
+
+class Adding:
+    """The sums of one pullback.
+
+    Args:
+        into: sums of earlier microbatches.
+
+    Attributes:
+        fresh: those that begin.
+    """
+
+    def __init__(self, leaves: Leaves, into: Mapping[Key, Buffer] | None) -> None:
+        self._leaves, self._layout = leaves, leaves.layout
+        given, uses = tensors_of(into), leaves.uses
+        self.fresh: dict[Key, torch.Tensor] = {}
+        self._totals: dict[Key, torch.Tensor] = {}
+        for key in leaves.keys:
+            total, use, group = given.get(key), uses[key], self._layout.groups[key]
+            if total is None or total.dtype != use.reduce:
+                self.fresh[key] = total = pages.empty(group.numel, use.reduce, use.device)
+            self._totals[key] = total
+
+    def places(self, numbers: Collection[int]) -> dict[int, tuple[torch.Tensor, bool]]:
+        """Where some params' cotangents belong, and whether their sum begins."""
+        found = {}
+        for number in numbers:
+            key, slot = self._leaves.params[number]
+            view = self._totals[key].narrow(0, slot.offset, slot.numel).view(slot.shape)
+            found[number] = view, key in self.fresh
+        return found
+
+    def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int] = ()) -> None:
+        """Adds all cotangents, but for those that were added already."""
+        for key, numbers in self._leaves.numbers.items():
+            group, grads = self._layout.groups[key], [found.get(i) for i in numbers]
+            if key in self.fresh:
+                there = [i in added for i in numbers] if added else ()
+                group.join_into(self._totals[key], grads, there)
+            else:
+                group.add_into(self._totals[key], grads)

@@ -197,7 +197,7 @@ class UnitOp(PulledOp):
         for position in wanted:
             if position >= count:
                 inputs[position] = tensors[position].requires_grad_()
-        entered = _versions(fulls, given)
+        entered = private.versions((*fulls, *given))
         memories: Memories = ()
         # what runs again is not proven before it has, in a pullback
         again = self.recompute and not signature.transformed and wanted and not signature.repeated
@@ -237,7 +237,7 @@ class UnitOp(PulledOp):
             SET_GRAD_ENABLED(enabled)
             if refused:
                 hooks.refuse_again(refused)
-        if _versions(fulls, given) != entered:
+        if private.versions((*fulls, *given)) != entered:
             self._refuse_writes(fulls, entered)
         if trial is not None or not (signature.proves or signature.proven):
             if not signature.proves:
@@ -300,7 +300,7 @@ class UnitOp(PulledOp):
 
     def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
         """Says what was written to in place."""
-        if _versions(fulls, ()) != entered[: len(fulls)]:
+        if private.versions(fulls) != entered[: len(fulls)]:
             raise ValueError(refusals.writes_leaf(self.unit))
         raise ValueError(
             f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
@@ -347,13 +347,6 @@ class UnitOp(PulledOp):
             if look is not None:
                 look(Unit(self.unit, run, inputs))
         self._saved.keep(run)
-
-
-def _versions(fulls: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
-    versions: list[int] = []
-    for x in (*fulls, *given):
-        versions.append(0 if x.is_inference() else x._version)
-    return versions
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -19,9 +19,8 @@ from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to
 from fzero.base.products import Later, Product
 from fzero.comm.divergence import failing
-from fzero.engine.adding import Adding
 from fzero.engine.function import call_function
-from fzero.engine.leaves import Leaves
+from fzero.engine.leaves import Adding, Leaves
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half, split_both
 from fzero.engine.outlets import alike
 from fzero.engine.run import Run

@@ -99,8 +99,10 @@ class Schedule:
         self._pulls = False
         self._before: Callable[[Sequence[Key]], object] | None = None
         self.keeps, self.ran_before, self.frees = True, False, False
-        self._gathers = any(use.transient for use in uses.values())
-        self._fetches = any(use.gathers and use.fetches for use in uses.values())
+        self._gathers = self._fetches = False  # whether some group is, or is fetched for that
+        for use in uses.values():
+            self._gathers = self._gathers or use.transient
+            self._fetches = self._fetches or (use.gathers and use.fetches)
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
         self.used = dict.fromkeys(uses, 0)
@@ -140,9 +142,10 @@ class Schedule:
         for key in keys:
             self.used[key] += 1
 
-    def signatures(self) -> list[object]:
-        """The signatures of the next call under which earlier runs of it were proven."""
-        return self.record.signatures.get(len(self._called), [])
+    def signatures(self) -> tuple[int, list[object]]:
+        """The number of the next call, and the signatures under which earlier runs of it were proven."""
+        count = len(self._called)
+        return count, self.record.signatures.get(count, [])
 
     def note(self, number: int, signature: object, kept: int) -> None:
         """Notes the signature of a call that was proven; the latest of them are kept."""

@@ -24,7 +24,11 @@ class Surroundings:
     """
 
     def __init__(self, attention: bool) -> None:
-        self._attentions, self._variables = attentions() if attention else None, contextvars.copy_context()
+        self._attentions = attentions() if attention else None
+        self._variables: list[tuple[contextvars.ContextVar[object], object]] = []  # those of others
+        for variable, value in contextvars.copy_context().items():
+            if not variable.name.startswith(OURS):
+                self._variables.append((variable, value))
         self._modes = own_modes() if function_modes_on() else []
 
     @contextlib.contextmanager
@@ -32,7 +36,7 @@ class Surroundings:
         """Inside, all are as in the call."""
         attention = with_attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
         with attention, private.under_function_modes(self._modes):
-            tokens = [(x, x.set(value)) for x, value in self._variables.items() if not x.name.startswith(OURS)]
+            tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:
                 yield
             finally:

@@ -51,10 +51,10 @@ def unwritten(state: TrainState, who: str) -> Iterator[None]:
     """
     every = stored(state.params)
     names, buffers = [name for name, _ in every], [x for _, x in every]
-    before = list(map(private.version, buffers))
+    before = private.versions(buffers)
 
     def kill() -> str | None:
-        now = list(map(private.version, buffers))
+        now = private.versions(buffers)
         if now == before:
             return None
         written = next(name for name, x, y in zip(names, before, now, strict=True) if x != y)

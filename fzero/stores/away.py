@@ -184,7 +184,7 @@ class Placed:
     def stored(self) -> Stored:
         """Its parts on the device, for somebody who may write to them."""
         if not self.away:
-            return Stored(self.format, self.start()().parts)
+            return Stored(self.format, self.parts)  # type: ignore[arg-type]
         parts = zip(self.parts, self.start()().parts, strict=True)
         return Stored(self.format, tuple([x.shown(copy) if isinstance(x, Away) else copy for x, copy in parts]))
 

@@ -57,7 +57,7 @@ class Group:
     slots: tuple[Slot, ...]
     row: Row  # the first leaf's; all but its path, shape and own dtype holds for all
 
-    @property
+    @cached_property
     def unit(self) -> str:
         return self.key.unit
 

@@ -124,7 +124,7 @@ class Row:
     compile: bool = field(default=False, compare=False)
     activations: Memory = field(default=DEVICE, compare=False)
 
-    @property
+    @cached_property
     def frozen(self) -> bool:
         return self.grads is None
 
@@ -148,12 +148,12 @@ class Row:
         """True where the params are brought to the device for each use."""
         return self.params.memory != DEVICE
 
-    @property
+    @cached_property
     def reads_files(self) -> bool:
         """True where they come from files."""
         return self.params.memory not in (DEVICE, HOST)
 
-    @property
+    @cached_property
     def updates_on_host(self) -> bool:
         """True where all that an update writes lies elsewhere: then it comes to the host's memory, otherwise here."""
         return self.fetched and self.moments is not None and self.moments.memory != DEVICE
