@@ -55,6 +55,10 @@ class Stream(Protocol):
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Its own generator; None for a device that has no default one either."""
 
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        """Makes regions that draw what this one will from here on."""
+        ...
+
     def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
         """Runs what draws from the device's default generator and cannot be given another."""
 

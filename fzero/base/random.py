@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Mapping
@@ -133,6 +134,11 @@ class seeded:
         if device not in self.generators:
             self.generators[device] = self._begin(torch.Generator(device))
         return self.generators[device]
+
+    def here(self) -> Callable[[], seeded]:
+        """Makes regions that draw what this one will from here on."""
+        states = {**(self.start or {}), **{device: g.get_state() for device, g in (self.generators or {}).items()}}
+        return functools.partial(seeded, self.seed, states)
 
     def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
         """`run()`, which draws from a device's default generator, with this region's numbers."""
