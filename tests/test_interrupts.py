@@ -132,9 +132,9 @@ def test_what_a_users_function_raises_leaves_everything_as_it_was(case: str, tmp
     step = transformed(step, tmp_path)
     expected = values(call(step, step.init(params)))
     kept = step.init(params)
-    whole, state = Points(within=__file__), step.init(params)
-    whole.during(lambda: call(step, state))
-    del state
+    whole, fresh = Points(within=__file__), [step.init(params)]
+    whole.during(lambda: call(step, fresh[0]))
+    fresh.clear()
     torch.manual_seed(0)
     gc.collect()
     before, threads = thread_state(), set(threading.enumerate())

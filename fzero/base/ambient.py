@@ -78,7 +78,7 @@ class functions_seen:
 
 
 _attention = threading.Lock()
-_slow: set[object] = set()  # of threads that are inside
+_slow = [0, True]  # how many are inside, and whether the fast way was on before
 
 
 @contextlib.contextmanager
@@ -88,18 +88,16 @@ def without_fast_attention() -> Iterator[None]:
     Without one torch takes another way, which puts zeros in padded places, unless somebody looks at the functions that
     it calls: one call would have two values.
     """
-    fast, own = torch.backends.mha, object()
+    fast = torch.backends.mha
     with _attention:
-        if not _slow and not fast.get_fastpath_enabled():
-            own = None
-        else:
-            _slow.add(own)
+        if not _slow[0]:
+            _slow[1] = fast.get_fastpath_enabled()
             fast.set_fastpath_enabled(False)
+        _slow[0] += 1
     try:
         yield
     finally:
         with _attention:
-            if own in _slow:
-                _slow.discard(own)
-                if not _slow:
-                    fast.set_fastpath_enabled(True)
+            _slow[0] -= 1
+            if not _slow[0]:
+                fast.set_fastpath_enabled(_slow[1])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 
-_lock = threading.RLock()  # a collection inside may end another watch
+_lock = threading.Lock()
 _threads: dict[int, int] = {}  # id of what asks -> its thread
 
 
@@ -31,7 +30,7 @@ class _Stance:
 
 
 def begin(owner: object) -> None:
-    """From now on nothing compiled runs on this thread, until `end` or as long as the owner lives.
+    """From now on nothing compiled runs on this thread, until `end`.
 
     Raises:
         RuntimeError: torch.compile compiles what calls this.
@@ -51,17 +50,11 @@ def begin(owner: object) -> None:
                     "torch.compiler.disable, or compile the step's units: fz.compile(step)."
                 ) from error
         _threads[id(owner)] = threading.get_ident()
-    weakref.finalize(owner, _end, id(owner))  # an interrupt takes modes off without their end
 
 
 def end(owner: object) -> None:
-    _end(id(owner))
-
-
-def _end(number: int) -> None:
-    """From any thread, and any number of times."""
     with _lock:
-        if _threads.pop(number, None) is None or _threads:
+        if _threads.pop(id(owner), None) is None or _threads:
             return
         eval_frame = sys.modules["torch._dynamo.eval_frame"]
         if isinstance(eval_frame._stance, _Stance):

@@ -110,17 +110,8 @@ def _changes(x: object) -> bool:
 def _adopted(kind: type) -> bool:
     """Tells whether objects of a type are pytrees from now on."""
     _known.add(kind)
-    if any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__):
-        names = lambda x: tuple(vars(x))
-        optree.register_pytree_node(
-            kind,
-            lambda x: ([*vars(x).values()], names(x)),
-            lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
-            namespace=_NAMESPACE,
-        )
-        _changing.add(kind)
-        return True
-    if kind in torch_pytree.SUPPORTED_NODES:
+    is_cache = any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
+    if kind in torch_pytree.SUPPORTED_NODES and not is_cache:
         own = torch_pytree.SUPPORTED_NODES[kind]
         optree.register_pytree_node(
             kind,
@@ -129,17 +120,20 @@ def _adopted(kind: type) -> bool:
             namespace=_NAMESPACE,
         )
         return True
-    if dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero."):
-        slots = [field.name for field in dataclasses.fields(kind)]
-        names = lambda x: tuple(getattr(x, "__dict__", slots))
-        optree.register_pytree_node(
-            kind,  # type: ignore[arg-type]
-            lambda x: ([getattr(x, name) for name in names(x)], names(x)),
-            lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
-            namespace=_NAMESPACE,
-        )
-        return True
-    return False
+    is_data = dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero.")
+    if not (is_cache or is_data):
+        return False
+    slots = [field.name for field in dataclasses.fields(kind)] if is_data else []
+    names = lambda x: tuple(getattr(x, "__dict__", slots))
+    optree.register_pytree_node(
+        kind,  # type: ignore[arg-type]
+        lambda x: ([getattr(x, name) for name in names(x)], names(x)),
+        lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
+        namespace=_NAMESPACE,
+    )
+    if is_cache:
+        _changing.add(kind)
+    return True
 
 
 def _made(kind: type[T], attributes: Iterable[tuple[str, object]]) -> T:

@@ -2,9 +2,6 @@
 
 A dispatch key that torch leaves unused lies above autograd and functorch. Kernels under it are met only by threads that
 include the key, and only by operators that draw: every other operator passes at no cost, and so does compiled code.
-
-torch.utils.checkpoint notes the state of the default generator, and sets it for the recomputation. Where a region draws
-from a stream of its own, that is the wrong one, and setting it would disturb other threads: the region takes this over.
 """
 
 from __future__ import annotations
@@ -19,16 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch.utils import checkpoint
 
 from fzero.base import private
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Region = Callable[[], AbstractContextManager[object]]
 Operator = torch._ops.OpOverload
 _C: Any = torch._C
 _NAME = "TESTING_ONLY_GenericMode"
@@ -60,8 +55,8 @@ class Stream(Protocol):
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Its own generator; None for a device that has no default one either."""
 
-    def here(self) -> Region:
-        """A region that draws what this one will from here on; any thread may enter it, any number of times."""
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        """Makes regions that draw what this one will from here on."""
         ...
 
     def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
@@ -174,7 +169,7 @@ def _with_generator(op: Operator, taking: Operator, names: list[str]) -> Callabl
 
     def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
         given = dict(zip(names, args, strict=False), **kwargs)
-        own = _own_generator(given) if _is_default(given.get("generator")) else None
+        own = _own_generator(given, op.name()) if _is_default(given.get("generator")) else None
         if own is None:
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         with unseen():
@@ -198,26 +193,18 @@ def _without_generator(op: Operator, names: list[str]) -> Callable[..., object]:
         if (shown and device.type == "cpu") or (composite and (shown or not torch.is_inference_mode_enabled())):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         stream: Stream = _C._get_obj_in_tls(_STREAM)
-        take_over(stream.here)
+        _refuse_checkpoint(op.name())
         return stream.lend(device, op.name(), lambda: op.redispatch(keyset & _BELOW, *args, **kwargs))
 
     return kernel
 
 
-def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> object:
-    raise RuntimeError(
-        f"{op} draws random numbers under torch.utils.checkpoint, in a unit that is compiled and does not run on the "
-        "main thread: it would draw other numbers when it is recomputed. Take fz.remat(step) in checkpoint's place, or "
-        "run this rank on the main thread of a process of its own."
-    )
-
-
-def _own_generator(given: Mapping[str, object]) -> torch.Generator | None:
+def _own_generator(given: Mapping[str, object], name: str) -> torch.Generator | None:
     device, _ = _look(given)
     stream: Stream = _C._get_obj_in_tls(_STREAM)
     own = stream.generator(device) if device is not None else None
     if own is not None:
-        take_over(stream.here)
+        _refuse_checkpoint(name)
     return own
 
 
@@ -250,46 +237,32 @@ def _is_default(generator: Any) -> bool:
 
 # ---- checkpoints
 
+# the functions of torch's that call what will run again, and the variable of each that says whether by the same numbers
+# since torch 2.15 `checkpoint` has another one do it
+_CHECKPOINTS = {
+    inspect.unwrap(getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)).__code__: "preserve",
+    checkpoint.CheckpointFunction.forward.__code__: "preserve_rng_state",
+}
 
-def take_over(here: Callable[[], Region]) -> None:
-    """Makes each checkpoint around a draw that would replay the default generator replay `here()` instead."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _CHECKPOINTS:
-            _CHECKPOINTS[frame.f_code](frame.f_locals, here)
+
+def _refuse_checkpoint(name: str) -> None:
+    """A checkpoint notes the state of the default generator for its second run, and not that of a thread's own.
+
+    One around a unit is no matter: the unit draws by its seed, whenever it runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("fzero.engine."):
+        if frame.f_code in _CHECKPOINTS and frame.f_locals.get(_CHECKPOINTS[frame.f_code], True):
+            raise ValueError(_OTHER_NUMBERS.format(name))
         frame = frame.f_back
 
 
-def _take_function(variables: Mapping[str, Any], here: Callable[[], Region]) -> None:
-    """With `use_reentrant=True` the context of an autograd Function keeps what runs again."""
-    context = variables["ctx"]
-    if context.preserve_rng_state:
-        context.preserve_rng_state = False
-        context.run_function = _within(here(), context.run_function)
+def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> object:
+    raise ValueError(_OTHER_NUMBERS.format(op))
 
 
-def _take_generator(variables: Mapping[str, Any], here: Callable[[], Region]) -> None:
-    """With `use_reentrant=False` a closure keeps it, made by a Python generator that waits for the forward's end."""
-    if "gen" not in variables:
-        return
-    again = variables["gen"].gi_frame.f_locals["recompute_fn"]
-    cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
-    if cells["preserve_rng_state"].cell_contents:
-        cells["preserve_rng_state"].cell_contents = False
-        cells["fn"].cell_contents = _within(here(), cells["fn"].cell_contents)
-
-
-def _within(region: Region, fn: Callable[P, T]) -> Callable[P, T]:
-    @functools.wraps(fn, updated=())
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with region():
-            return fn(*args, **kwargs)
-
-    return run
-
-
-# by the function of torch's that calls what will run again; since torch 2.15 `checkpoint` has another one do it
-_CHECKPOINTS = {
-    inspect.unwrap(getattr(checkpoint, "_checkpoint_impl", checkpoint.checkpoint)).__code__: _take_generator,
-    checkpoint.CheckpointFunction.forward.__code__: _take_function,
-}
+_OTHER_NUMBERS = (
+    "{} draws random numbers under torch.utils.checkpoint, in a unit that does not run on the main thread: it would "
+    "draw other numbers when it is recomputed. Take fz.remat(step) in checkpoint's place, run this rank on the main "
+    "thread of a process of its own, or say preserve_rng_state=False where other numbers are right."
+)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
-from fzero.base import cores
+import torch
 
 CHUNK = 4 << 20  # bytes of a piece that have one checksum; its last chunk may be shorter
 _MOST = 4  # threads: more than a disk needs
@@ -17,7 +17,7 @@ _MOST = 4  # threads: more than a disk needs
 
 def workers() -> int:
     """How many threads make checksums."""
-    return min(_MOST, cores.share())
+    return min(_MOST, torch.get_num_threads())
 
 
 def count(nbytes: int) -> int:

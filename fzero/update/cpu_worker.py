@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
 from fzero.base.context import during
-from fzero.base.cores import share
 from fzero.kernels.build import threads
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ def spare_cores(device: torch.device) -> int:
     """
     if device.type == "cpu":
         return 0
-    return max(1, share() - 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1)
 
 
 class CpuWorker(Generic[T]):

@@ -172,14 +172,12 @@ def test_what_functorch_refuses_works_inside_a_unit(inside: str) -> None:
 
     def make(special: bool) -> Any:
         def body(q: Any, x: torch.Tensor) -> torch.Tensor:
-            def layer(x: torch.Tensor) -> torch.Tensor:
-                return torch.dropout(x @ q["w"], 0.5, True).sin()
-
+            h = torch.dropout(x @ q["w"], 0.5, True)
             if not special:
-                return layer(x)
+                return h.sin()
             if inside == "checkpoint":
-                return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[return-value]
-            return OldStyle.apply(torch.dropout(x @ q["w"], 0.5, True))  # type: ignore[return-value]
+                return torch.utils.checkpoint.checkpoint(torch.sin, h, use_reentrant=False)  # type: ignore[return-value]
+            return OldStyle.apply(h)  # type: ignore[return-value]
 
         unit = fz.unit(body)
 

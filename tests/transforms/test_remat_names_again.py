@@ -253,6 +253,24 @@ def test_a_function_that_ran_in_another_step_before_is_looked_at(before: Callabl
     assert_trees_equal(*found)
 
 
+def test_a_second_run_with_other_operations_is_refused() -> None:
+    """Of a function that begins to be impure after its first runs."""
+    turned = [False]
+
+    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+        hidden = fz.name(x @ p["w"], "a")
+        return hidden.cos() if turned[0] else hidden.sin()
+
+    step, state = made(body, keeping(KEEP[0]))
+    for last in (False, False, True):
+        loss, pullback = step.vjp(state, torch.ones(3, 4, dtype=F64))
+        turned[0] = last
+        if not last:
+            pullback(torch.ones_like(loss))
+    with pytest.raises(ValueError, match=r"calls other operations when it runs again"):
+        pullback(torch.ones_like(loss))
+
+
 def test_another_unit_in_the_place_of_one_is_looked_at() -> None:
     units = fz.unit(lambda p, x: fz.name(x @ p["w"], "a").sin()), fz.unit(_opens)
 
