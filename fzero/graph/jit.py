@@ -124,7 +124,7 @@ class Jit(Programs[Program]):
                 return known
             program = made(step, state, inputs, wanted, seed, self.backend)
             shapes = lambda: [tuple(x.shape) for x in pytree.tensors_in(*inputs)]
-            own = (key, place()) if program.call.messages else key
+            own = (key, place()) if program.sends else key
             return self.add(own, program, lambda: f"inputs of shapes {shapes()}")
 
     def _known(self, key: object) -> Program | None:

@@ -162,7 +162,7 @@ def by_inductor(module: GraphModule) -> Run:
     if not constants:
         return run
 
-    def call(xs: list[Any]) -> list[Any]:
+    def call(xs: list[torch.Tensor]) -> list[torch.Tensor]:
         xs += constants
         return run(xs)
 

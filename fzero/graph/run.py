@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, Unpack
@@ -21,7 +22,7 @@ from fzero.graph import of_torch, operators, program
 from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
-from fzero.graph.unit_regions import Call, UnitRegions, traced_call
+from fzero.graph.unit_regions import UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -30,26 +31,50 @@ from fzero.table.spec import Spec
 
 
 class Program:
-    """A step's function, traced and compiled for one signature."""
+    """A step's function, traced and compiled for one signature.
 
-    def __init__(self, call: Call, backend: str) -> None:
-        self.call = call
-        regions = compiled_regions(dict(enumerate(call.regions)), backend, call.region_seeds)
-        traced = call.traced
-        wanted = len(traced.reached) - len(call.differentiated)
-        groups: list[int | None] = [*[None] * wanted, *call.differentiated]
-        self.forward_graph = scheduled(traced.forward)
-        self.pullback_graph = scheduled(traced.pullback, groups)
+    Attributes:
+        traced: its graphs; `regions`, those of each unit's call.
+        returned: the forms of its outputs and aux; `collected`, how many values it collects, by name.
+        keys: the groups, by their numbers in the graph.
+        seeds: how many a run draws.
+        sends: whether it has messages of its own.
+    """
+
+    def __init__(
+        self,
+        regions: UnitRegions,
+        step: Spec,
+        structure: pytree.Spec,
+        inputs: Sequence[object],
+        wanted: Sequence[int],
+        backend: str,
+    ) -> None:
+        self.traced, self.returned, self.collected = regions.trace(step, structure, inputs, wanted)
+        self.regions = regions.traced
+        self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
+        groups: list[int | None] = [*[None] * len(wanted), *[group for group, _ in regions.fulls]]
+        own = compiled_regions(dict(enumerate(regions.traced)), backend, regions.seeds)
+        self.forward_graph = scheduled(self.traced.forward)
+        self.pullback_graph = scheduled(self.traced.pullback, groups)
         if backend == "inductor":
             self.forward_graph = in_pieces(self.forward_graph)
             self.pullback_graph = in_pieces(self.pullback_graph)
-        self.forward = compiled(self.forward_graph, regions, keeps=self.pullback_graph)
-        self.pullback = compiled(self.pullback_graph, regions)
-        self.uses = [g for g, reached in zip(groups, traced.reached, strict=True) if g is not None and reached]
+        self.forward = compiled(self.forward_graph, own, keeps=self.pullback_graph)
+        self.pullback = compiled(self.pullback_graph, own)
+        self.uses = [g for g, reached in zip(groups, self.traced.reached, strict=True) if g is not None and reached]
+
+    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object, dict[str, list[torch.Tensor]]]:
+        """The outputs, the aux, and what is collected by name."""
+        outputs, others = self.returned
+        rest = iter(out)
+        real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
+        collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
+        return outputs.join(real, still), others.join(aux), collected
 
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
-        return joined(self.forward_graph, self.pullback_graph, self.call.traced)
+        return joined(self.forward_graph, self.pullback_graph, self.traced)
 
 
 def compiled_regions(
@@ -93,13 +118,11 @@ def made(
         wanted: the places of the inputs that are differentiated; None for a forward alone.
     """
     traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
-    flat, spec = pytree.flatten(tuple(inputs))
-    table = of_torch.decompositions(backend)
+    table, axis = of_torch.decompositions(backend), state.params.axis
     for inline in (False, True):
-        mode = of_torch.fake_mode()
-        regions = UnitRegions(traversal, state.params, mode, table, inline, wanted is not None)
-        with contextlib.suppress(Inline), regions:
-            return Program(traced_call(step, regions, flat, spec, wanted or ()), backend)
+        regions = UnitRegions(traversal, axis, table, inline, wanted is not None)
+        with contextlib.suppress(Inline):
+            return Program(regions, step, state.params.structure, inputs, wanted or (), backend)
     raise AssertionError
 
 
@@ -174,7 +197,7 @@ class GraphRun(Outcome):
         self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
         self._pulling = threading.RLock()
         flat, _ = pytree.flatten(tuple(inputs))
-        call, traced = program.call, program.call.traced
+        traced = program.traced
         traversal, *_ = traversal_of(step, state, seed, asked["unreduced"], mask=mask)
         traversal.schedule.keeps = asked["alone"]
         self._traversal: Traversal | None = traversal
@@ -182,8 +205,8 @@ class GraphRun(Outcome):
         calls, out = _forward(program, traversal, seed, own)
         self._calls: Calls | None = calls
         self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in traced.saved]
-        self.returned = call.returned[0]
-        self.outputs, self.aux, self.collected = call.split(out)
+        self.returned = program.returned[0]
+        self.outputs, self.aux, self.collected = program.split(out)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
         self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
         self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
@@ -210,13 +233,13 @@ class GraphRun(Outcome):
                 return pulled
             assert self.state is not None and self._held is not None and self._traversal is not None
             assert self._calls is not None
-            traversal, traced, params = self._traversal, self._program.call.traced, self.state.params
+            traversal, traced, params = self._traversal, self._program.traced, self.state.params
             found: dict[Key, Buffer] = {}
 
             cotangents = [c.contiguous() for c in self.scaled(cotangent)]
             traversal.schedule.used.update(dict.fromkeys(traversal.uses, 0))
             for group in self._program.uses:
-                traversal.schedule.note_use((self._program.call.keys[group],))
+                traversal.schedule.note_use((self._program.keys[group],))
             own = delivery_of(traversal, params, found, receive, self.unreduced, self._partial)
             self._calls.delivery, self._calls.masked = own, bool(self.mask.masked)
             held = [*self._held, *cotangents]
@@ -275,7 +298,7 @@ def forward_only(
     """Outputs and aux of a run that nothing pulls back."""
     traversal, *_ = traversal_of(step, state, seed, derived=False, mask=mask)
     given = [x.detach() for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]
-    return program.call.split(_forward(program, traversal, seed, given)[1])[:2]
+    return program.split(_forward(program, traversal, seed, given)[1])[:2]
 
 
 def _forward(
@@ -283,7 +306,7 @@ def _forward(
 ) -> tuple[Calls, list[torch.Tensor]]:
     """The messages and the outputs of a forward."""
     seeds = Seeds(*seed)
-    calls = Calls(traversal, program.call.keys, [seeds.next() for _ in range(program.call.seeds)])
-    drawing = seeded(calls.seeds[0] if program.call.traced.draws[0] else None)
+    calls = Calls(traversal, program.keys, [seeds.next() for _ in range(program.seeds)])
+    drawing = seeded(calls.seeds[0] if program.traced.draws[0] else None)
     with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
         return calls, program.forward([*given], calls)

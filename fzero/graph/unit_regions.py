@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from fzero.base.carriers import changing, flatten_first
 from fzero.base.context import during, proves
 from fzero.base.replay import naming
 from fzero.comm import pieces
+from fzero.comm.axis import Axis
 from fzero.engine.called import CalledOp, put_together
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
@@ -28,52 +27,23 @@ from fzero.graph.operators import like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
 from fzero.graph.trace import Traced, is_real, trace
-from fzero.state.sharded import Sharded
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
 
-Mode = AbstractContextManager[object]
-
-
-class Call(NamedTuple):
-    """What a step's function returned when it was traced."""
-
-    traced: Traced
-    regions: Sequence[Traced]
-    region_seeds: Sequence[int]  # the numbers of their seeds
-    returned: tuple[pytree.Split, pytree.Split]
-    collected: Mapping[str, int]  # names, and how many values of each are at the end of the outputs
-    seeds: int  # how many a run draws
-    keys: Sequence[Key]
-    messages: bool  # whether it has some of its own
-    differentiated: Sequence[int]  # the groups of what is differentiated besides the inputs, in order
-
-    def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object, dict[str, list[torch.Tensor]]]:
-        """The outputs, the aux, and what is collected by name."""
-        outputs, others = self.returned
-        rest = iter(out)
-        real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
-        collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
-        return outputs.join(real, still), others.join(aux), collected
+Splits = tuple[pytree.Split, pytree.Split]
 
 
 class UnitRegions(Traversal, Regions):
     """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
 
     def __init__(
-        self,
-        own: Traversal,
-        params: Sharded,
-        mode: Mode,
-        decompositions: of_torch.Table,
-        inline: bool,
-        derived: bool,
+        self, own: Traversal, axis: Axis, decompositions: of_torch.Table, inline: bool, derived: bool
     ) -> None:
-        super().__init__(own.layout, own.table, own.uses, (), own.device, params.axis)
-        Regions.__init__(self, mode, decompositions, inline)
-        self.params, self.effects = params, Effects()
+        super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
+        Regions.__init__(self, of_torch.fake_mode(), decompositions, inline)
+        self.axis, self.effects = axis, Effects()
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.derived = derived
         self.acts = True
@@ -84,12 +54,68 @@ class UnitRegions(Traversal, Regions):
         self.fulls: list[tuple[int, torch.Tensor]] = []  # group, its buffer, for each differentiated use
         self.inlined = False
 
-    def __enter__(self) -> None:
-        self.next_seed, self.traced_unit = self._next, self.unit_call
+    def trace(
+        self, step: Spec, structure: pytree.Spec, inputs: Sequence[object], wanted: Sequence[int]
+    ) -> tuple[Traced, Splits, dict[str, int]]:
+        """Traces the step's function.
 
-    def __exit__(self, *_: object) -> None:
-        self.uses, self.tokens = {}, {}  # or the state's buffers would be held
-        del self.next_seed, self.traced_unit, self.params
+        Args:
+            structure: of the params.
+            wanted: the places of the flat inputs that are differentiated.
+
+        Returns:
+            The graphs, the forms of outputs and aux, and how many values the function collects, by name. They are the
+            last of the outputs.
+        """
+        flat, spec = pytree.flatten(tuple(inputs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        splits, counts = list[pytree.Split](), dict[str, int]()
+
+        def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
+            filled = list(flat)
+            for place, x in zip(places, given, strict=True):
+                filled[place] = x
+            own: tuple[Any, ...] = pytree.unflatten(spec, filled)
+            tree = pytree.unflatten(structure, self.leaves({}))
+            about = own, self.table.sequence
+            known = noted(self.tensor, first_runs(self.axis.records, step.fn, self.derived, about), about, None)
+            with (
+                autocast(self.device, self.table.outside),
+                self.running(),
+                during(proves, False),
+                during(notes, known),
+                collecting.run() as collected,
+            ):
+                out = step.fn(tree, *own)
+                out = pytree.map_leaves(lambda x: self.read(x) if isinstance(x, Handle) else _given_out(x), out)
+            splits[:] = outputs, others = split_both(step, out)
+            counts.update((name, len(xs)) for name, xs in collected.items())
+            (real, rest), (aux,) = outputs.leaves, others.leaves
+            outputs.leaves, others.leaves = [], []
+            put = [*real, *rest, *aux, *[x for xs in collected.values() for x in xs]]
+            fulls = [full for _, full in self.fulls]
+            memories = {storage_of(x) for x in (*given, *fulls)}
+            put = [x.clone() if storage_of(x) in memories else x for x in put]
+            return put, range(len(real)), fulls
+
+        self.next_seed, self.traced_unit = self._next, self.unit_call
+        parts = during(operators.tracing, self), during(pieces.graph, self.effects), during(naming, operators.NAMED)
+        try:
+            with self.mode, parts[0], parts[1], parts[2]:
+                given = [like(flat[i]) for i in places]
+                stays = [i for i, key in enumerate(self.keys) if not key.unit]
+                traced = trace(run, given, [places.index(i) for i in wanted], self.decompositions, stays=stays)
+        finally:
+            self.uses, self.tokens = {}, {}  # or the state's buffers would be held
+            del self.next_seed, self.traced_unit
+        for each in (traced, *self.traced):
+            need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
+        if self.inlined and any(traced.draws):
+            raise ValueError(
+                "jit: the function differentiates a unit itself and draws random numbers, which would be others in a "
+                "graph. Leave jit out."
+            )
+        return traced, (splits[0], splits[1]), counts
 
     def _next(self) -> int:
         self.drawn += 1
@@ -219,66 +245,6 @@ class UnitRegions(Traversal, Regions):
         with self.mode, of_torch.untraced():
             given = [like(x) for x in operands]
             return trace(run, given, wanted, self.decompositions, recompute, range(count))
-
-
-def traced_call(
-    step: Spec, regions: UnitRegions, flat: Sequence[object], spec: pytree.Spec, wanted: Sequence[int]
-) -> Call:
-    """Traces the step's function.
-
-    Args:
-        flat: its inputs, flat; `spec` their structure.
-        wanted: the places of those that are differentiated.
-    """
-    places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-    params, returned = regions.params, list[Any]()
-
-    def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
-        filled = list(flat)
-        for place, x in zip(places, given, strict=True):
-            filled[place] = x
-        inputs: tuple[Any, ...] = pytree.unflatten(spec, filled)
-        leaves = regions.leaves({})
-        tree = pytree.unflatten(params.structure, leaves)
-        about = inputs, regions.table.sequence
-        before = first_runs(params.axis.records, step.fn, regions.derived, about)
-        known = noted(regions.tensor, before, about, None)
-        with (
-            autocast(regions.device, regions.table.outside),
-            regions.running(),
-            during(proves, False),
-            during(notes, known),
-            collecting.run() as collected,
-        ):
-            out = step.fn(tree, *inputs)
-            out = pytree.map_leaves(lambda x: regions.read(x) if isinstance(x, Handle) else _given_out(x), out)
-        outputs, others = split_both(step, out)
-        counts = {name: len(own) for name, own in collected.items()}
-        (real, rest), (aux,) = outputs.leaves, others.leaves
-        put = [*real, *rest, *aux, *[x for own in collected.values() for x in own]]
-        memories = {storage_of(x) for x in (*given, *[full for _, full in regions.fulls])}
-        put = [x.clone() if storage_of(x) in memories else x for x in put]
-        outputs.leaves, others.leaves = [], []
-        returned[:] = [(outputs, others), counts]
-        return put, range(len(real)), [full for _, full in regions.fulls]
-
-    own = during(pieces.graph, regions.effects), during(naming, operators.NAMED)
-    with regions.mode, during(operators.tracing, regions), own[0], own[1]:
-        given = [like(flat[i]) for i in places]  # type: ignore[arg-type]
-        numbers = [places.index(i) for i in wanted]
-        stays = [i for i, key in enumerate(regions.keys) if not key.unit]
-        traced = trace(run, given, numbers, regions.decompositions, stays=stays)
-    for each in (traced, *regions.traced):
-        need_plain((*each.forward.graph.nodes, *each.pullback.graph.nodes))
-    if regions.inlined and any(traced.draws):
-        raise ValueError(
-            "jit: the function differentiates a unit itself and draws random numbers, which would be others in a "
-            "graph. Leave jit out."
-        )
-    groups = [group for group, _ in regions.fulls]
-    splits, counts = returned
-    own = regions.traced, regions.seeds
-    return Call(traced, *own, splits, counts, regions.drawn, regions.keys, bool(regions.effects), groups)
 
 
 def _given_out(x: object) -> object:

@@ -267,6 +267,9 @@ def test_sizes_that_change_are_refused_on_every_rank() -> None:
                 state, _ = fast(state, torch.ones(rows, 2))
             with pytest.raises(ValueError, match="pieces of other sizes"):
                 fast(state, torch.ones(4 + rank, 2))
+            before = torch.random.get_rng_state()
+            torch.rand(())
+            assert not torch.equal(before, torch.random.get_rng_state())  # not from a stream of the run that failed
 
     run_ranks(main, 2)
 

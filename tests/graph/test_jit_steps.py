@@ -216,7 +216,7 @@ def test_names_are_kept_and_the_rest_is_recomputed(save: tuple[str, ...]) -> Non
         assert_trees_equal(fz.gather(states[0].params), fz.gather(states[1].params))
     graph: Any = fast.graphs
     (program,) = graph._programs.values()
-    pullback = program.call.regions[1].pullback.graph
+    pullback = program.regions[1].pullback.graph
     products = pullback.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) == 4 + 2 - len(save)  # four of the pullback, and those that run again
 
