@@ -13,6 +13,7 @@ from fzero.base import collecting, pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
+from fzero.base.places import definition_of
 from fzero.base.refusals import first_words, of_higher_order
 from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
@@ -22,7 +23,7 @@ from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, p
 from fzero.parallel.dry import Conversion, DryRun
 from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
 from fzero.parallel.planned import Planned
-from fzero.parallel.played import need_one_process, playable
+from fzero.parallel.played import need_one_process, playable, proven
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -186,6 +187,8 @@ def check(
     played = playable(leaves, run.axes, run.ignored) if values else {}
     if played:
         need_one_process(fn, leaves, declared, played, watch.draws)
+        if planned is not None and planned.over is not None:
+            proven.add((definition_of(fn), played.get(planned.over.name, 1)))
     return Report(tuple(run.conversions), found, played)
 
 

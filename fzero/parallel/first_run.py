@@ -14,6 +14,7 @@ import torch
 
 from fzero.base import private, pytree, thread_state
 from fzero.base.context import during
+from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
 from fzero.base.rebound import rebound, tensors_held
 from fzero.base.refusals import first_words
@@ -26,7 +27,7 @@ from fzero.parallel.declared import Dims, Input, Inputs
 from fzero.parallel.dry import DryRun
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.planned import Planned
-from fzero.parallel.played import need_one_process
+from fzero.parallel.played import need_one_process, proven
 from fzero.parallel.types import WHO, AxisTypeError, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
@@ -109,10 +110,8 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         if run.doubts:
             pairs = zip(*pytree.named_leaves(out)[:2], strict=True)
             own = [path or "*" for path, x in pairs if isinstance(x, torch.Tensor) and type_of(x).varying]
-            leaves.leaves = [_on_cpu(each) for each in leaves.leaves]
-            for seed in range(DRAWS):
-                leaves.planned = _drawn(step, params, seed)
-                _need_one_process(fn, leaves, over, run, {path: {over.name: None} for path in own}, watch.draws)
+            outputs_of = {path: {over.name: None} for path in own}
+            _need_one_process(fn, step, params, leaves, run.doubts[0], outputs_of, over, watch.draws)
         return learns
 
 
@@ -133,16 +132,33 @@ def _on_cpu(each: Input) -> Input:
 
 
 def _need_one_process(
-    fn: Callable[..., object], inputs: Inputs, over: Axis, run: DryRun, outputs: Mapping[str, Dims], draws: bool
+    fn: Callable[..., object],
+    step: Spec,
+    params: Sharded,
+    inputs: Inputs,
+    doubt: tuple[Place, str],
+    outputs: Mapping[str, Dims],
+    over: Axis,
+    draws: bool,
 ) -> None:
-    """Compares by values what types do not know to be that of one process."""
-    place, what = run.doubts[0]
+    """Compares by values what types do not know to be that of one process, unless `check` has done so."""
+    (place, what), sizes = doubt, {over.name: over.size}
+    if sum([math.prod(row.shape) for row in params.layout.rows]) > LARGEST:
+        if (definition_of(step.fn), over.size) in proven:
+            return
+        raise AxisTypeError(
+            f"{WHO}: {place}: no rule says that {what!r} gives there what one process has, and more than {LARGEST:,} "
+            "elements of params are too many to compare values. Compare those of a smaller model, before you make the "
+            "state: fz.parallel.check(step, small_params, *batch, values=True) proves the function for larger ones.",
+            place,
+        )
     begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
     instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
     try:
-        if sum([math.prod(each.given.shape) for each in inputs.leaves if each.given is not None]) > LARGEST:
-            raise ValueError(f"there are more than {LARGEST:,} elements of params")
-        need_one_process(fn, inputs, outputs, {over.name: over.size}, draws)
+        inputs.leaves = [_on_cpu(each) for each in inputs.leaves]
+        for seed in range(DRAWS):
+            inputs.planned = _drawn(step, params, seed)
+            need_one_process(fn, inputs, outputs, sizes, draws)
     except AxisTypeError as error:
         raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
     except Exception as error:

@@ -156,6 +156,17 @@ def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys.modules["fzero.parallel.first_run"], "LARGEST", 1)
     assert is_equal(lambda p, x, ax: to_row(up(p, x, ax), p, ax)) and not is_equal(embedded)
 
+    def main(rank: int, checks: bool) -> torch.Tensor:
+        ax = P.axis(None, "tp")
+        step = fz.shard_tensor(fz.train_step(lambda p, x: embedded(p, x, ax), fz.sgd(0.1)), PLAN)
+        if checks:
+            P.check(step, PARAMS, X, values=True)
+        return step.vjp(step.init(PARAMS), X)[0]
+
+    with pytest.raises(fz.testing.RankError, match="too many to compare values"):
+        run_ranks(functools.partial(main, checks=False), 2)
+    assert torch.equal(*run_ranks(functools.partial(main, checks=True), 2))
+
 
 # ---- drawn ones
 
