@@ -98,7 +98,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         out, learns = None, False
         with watched(run) as watch, divergence.silent():
             try:
-                with during(playing, run):
+                with during(playing, run):  # type: ignore[arg-type]
                     out, forms = ran(fn, leaves, typed, run)
                 learns, outputs = forms.reads, planned.outputs(out)
                 _need_invariant(outputs, over)
@@ -110,7 +110,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         if run.doubts:
             pairs = zip(*pytree.named_leaves(out)[:2], strict=True)
             own = [path or "*" for path, x in pairs if isinstance(x, torch.Tensor) and type_of(x).varying]
-            outputs_of = {path: {over.name: None} for path in own}
+            outputs_of: dict[str, Dims] = {path: {over.name: None} for path in own}
             _need_one_process(fn, step, params, leaves, run.doubts[0], outputs_of, over, watch.draws)
         return learns
 

@@ -74,7 +74,9 @@ class Forms(TorchFunctionMode):
         out, run = func(*args, **kwargs), running.get()
         x = args[0] if args else None
         looks = run is not None and run.automatic and not reader.startswith("fzero.")
-        for axis in type_of(x).varying - self._ignored if looks and isinstance(x, torch.Tensor) else ():
+        if not looks or not isinstance(x, torch.Tensor):
+            return out
+        for axis in type_of(x).varying - self._ignored:
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or not isinstance(form, int):
                 self._doubt(func, [x], [form] if func == torch.Tensor.__len__ or form is None else [])
@@ -92,8 +94,7 @@ class Forms(TorchFunctionMode):
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
-        axes = type_of(into).varying if into is not None else frozenset()
-        partial = frozenset([axis for axis in axes if into is not None and form_of(into, axis) == PARTIAL])
+        before = {} if into is None else {axis: form_of(into, axis) for axis in type_of(into).varying}
         out = func(*args, **(kwargs or {}))
         made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
         operands = tensors_in((args, dict(kwargs or {}))) if made or func == torch.Tensor.__setitem__ else []
@@ -104,8 +105,8 @@ class Forms(TorchFunctionMode):
         axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
         if axes:
             forms = {
-                axis: self._made(plain, args, kwargs or {}, operands, axis, out, into)
-                if plain is not None and axis in partial
+                axis: self._made(plain, args, kwargs or {}, operands, axis, out, {id(into): before[axis]})
+                if plain is not None and before.get(axis) is not None
                 else self._made(func, args, kwargs or {}, operands, axis, out)
                 for axis in axes
             }
@@ -122,14 +123,15 @@ class Forms(TorchFunctionMode):
         operands: Sequence[torch.Tensor],
         axis: str,
         out: object,
-        written: torch.Tensor | None = None,
+        before: Mapping[int, Form] | None = None,
     ) -> Form:
         """The form on an axis of what a function makes of operands; of all that it makes.
 
         Args:
-            written: what it wrote to, and was partial.
+            before: of what it wrote to.
         """
-        forms = [PARTIAL if x is written else form_of(x, axis) for x in operands]
+        known = before or {}
+        forms = [known[id(x)] if id(x) in known else form_of(x, axis) for x in operands]
         if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
