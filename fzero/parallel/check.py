@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from fzero.base import collecting, private, pytree, texts, thread_state
+from fzero.base import collecting, pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
-from fzero.base.random import seeded
-from fzero.base.rebound import rebound, tensors_held
+from fzero.base.places import definition_of
 from fzero.base.refusals import first_words, of_higher_order
-from fzero.comm import divergence
-from fzero.comm.axis import Axis
 from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
-from fzero.comm.playing import playing
-from fzero.engine.alike import varies
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
-from fzero.parallel.declared import Dims, Input, Inputs, Patterns, dims_of, paths_of, patterns_of
+from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
-from fzero.parallel.forms import CONSTANT, REPLICATED, Forms, form_of, is_replicated, set_forms
+from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
 from fzero.parallel.planned import Planned
-from fzero.parallel.played import need_one_process, playable
+from fzero.parallel.played import need_one_process, playable, proven
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -43,9 +36,6 @@ from fzero.parallel.types import (
     tensors_in,
     type_of,
 )
-from fzero.state.sharded import Sharded
-from fzero.table.module_params import hints_of
-from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 
@@ -172,14 +162,14 @@ def check(
     run = DryRun(frozenset(ignored), check.__code__)
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
-    with torch.enable_grad(), _apart(values), recorded_collectives() as unseen:
+    with torch.enable_grad(), apart(values), recorded_collectives() as unseen:
         try:
-            with of_higher_order(f"{WHO}: the function"), _watched(run) as watch:
-                out, _ = _ran(fn, leaves, leaves.typed(), run)
+            with of_higher_order(f"{WHO}: the function"), watched(run) as watch:
+                out, _ = ran(fn, leaves, leaves.typed(), run)
                 found = _outputs(out, declared, run.ignored)
-                _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
+                pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
-            if _reads(error):
+            if reads(error):
                 raise TypeError(_NO_VALUES.format(place_of(error))) from error
             if texts.says(error, *texts.FAKE_DEVICES):
                 raise TypeError(_MISMATCH.format(first_words(error))) from error
@@ -197,6 +187,8 @@ def check(
     played = playable(leaves, run.axes, run.ignored) if values else {}
     if played:
         need_one_process(fn, leaves, declared, played, watch.draws)
+        if planned is not None and planned.over is not None:
+            proven.add((definition_of(fn), played.get(planned.over.name, 1)))
     return Report(tuple(run.conversions), found, played)
 
 
@@ -219,14 +211,14 @@ _NO_VALUES = (
 )
 
 
-def _reads(error: Exception) -> bool:
+def reads(error: Exception) -> bool:
     """Tells whether a function has read a tensor's value where there are shapes alone."""
     reading = ("DataDependentOutputException", "DynamicOutputShapeException")
     return type(error).__name__ in reading or texts.says(error, texts.NO_NUMPY)
 
 
 @contextlib.contextmanager
-def _apart(values: bool) -> Iterator[None]:
+def apart(values: bool) -> Iterator[None]:
     """Inside, the run has copies of modules of its own, and tensors have values or not."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes a traceback beside each error
     before, log.disabled = log.disabled, True
@@ -275,20 +267,20 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
 
 
 @contextlib.contextmanager
-def _watched(run: DryRun) -> Iterator[Watch]:
+def watched(run: DryRun) -> Iterator[Watch]:
     """Inside, operators and maps are those of a dry run."""
     with Watch(run.where, run.ignored, is_replicated) as watch, during(running, run):
         yield watch
 
 
-def _ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run: DryRun) -> tuple[object, Forms]:
+def ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run: DryRun) -> tuple[object, Forms]:
     """What a function returns of inputs with types, and what it ran under."""
     known = contextlib.nullcontext() if leaves.planned is None else leaves.planned.running(given[0])
     with known, collecting.run(), Forms(run.where, run.ignored) as forms:
         return fn(*given), forms
 
 
-def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
+def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
     """The pullback, whose cotangents must have the types of the inputs."""
     given = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not given or not inputs.tracked:
@@ -306,139 +298,3 @@ def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
                 f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand "
                 "on each rank. Nothing sums it: fz.parallel.copy is missing before it is used."
             )
-
-
-# ---- the check that runs by itself, before a step's function runs for the first time under a signature
-
-
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
-    """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
-
-    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
-
-    Args:
-        inputs: of one microbatch.
-
-    Returns:
-        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
-        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
-
-    Raises:
-        AxisTypeError: a map is missing or needless. The error names the leaf and the line.
-    """
-    guesses: list[int] | None = []
-    for _ in range(32):  # guesses of sizes that ranks tell each other
-        run = DryRun(frozenset(), check_first_run.__code__, params.axis.tensor, guesses or ())
-        try:
-            return _first_run(step, params, inputs, run)
-        except AxisTypeError:
-            raise
-        except Exception as failed:
-            error, known = failed, _reads(failed) or isinstance(failed, NotImplementedError) or not run.guessed
-        if known or (guesses := run.other_guesses()) is None:
-            break
-    of_modules, rows = hints_of(params.structure), params.layout.rows
-    cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
-    # what is guessed may be wrong on one rank alone
-    return Unchecked(cut if known else {}, f"{place_of(error)} ({first_words(error)})")
-
-
-def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRun) -> bool:
-    """Tells whether the function reads a tensor's value."""
-    flat = pytree.flatten(tuple(inputs))[0]
-    differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
-    captured = {id(x) for x in tensors_held(step.fn) if private.is_wrapper(x) and private.is_differentiated(x)}
-    with (
-        private.below_transforms(),
-        thread_state.without_dispatch_modes(),
-        private.under_function_modes(()),
-        torch.enable_grad(),
-        seeded(0),
-        _apart(values=True),  # of some inputs
-    ):
-        # by which a gradient is taken
-        fn = rebound(step.fn, lambda x: private.unwrapped(x).detach().requires_grad_() if id(x) in captured else x)
-        with thread_state.without_values():
-            whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
-            tree = pytree.unflatten(params.structure, whole)
-            planned = Planned(step, tree, params.axis)
-            over = planned.over
-            assert over is not None
-            leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
-            cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
-            for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
-                i += len(planned.given)
-                leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
-            typed = leaves.typed()
-            for given, leaf in zip(planned.given, pytree.flatten(typed[0])[0], strict=True):
-                if given.slices is not None:
-                    run.note_sizes(over, given.slices.sizes(over.size))
-                    if len(given.slices.parts) > 1:  # no piece, but one of each part
-                        set_forms(leaf, {})
-        with _watched(run) as watch, divergence.silent():
-            with during(playing, run):
-                out, forms = _ran(fn, leaves, typed, run)
-            outputs = planned.outputs(out)
-            _need_invariant(outputs, over)
-            _pull_back(outputs, leaves, run)
-        if run.doubts:
-            paths, found, _ = pytree.named_leaves(out)
-            own = [p or "*" for p, x in zip(paths, found, strict=True) if isinstance(x, torch.Tensor) and type_of(x).varying]
-            leaves.leaves = [_on_cpu(each) for each in leaves.leaves]
-            for seed in range(DRAWS):
-                leaves.planned = _drawn(step, params, seed)
-                _need_one_process(fn, leaves, over, run, dict.fromkeys(own, {over.name: None}), watch.draws)
-        return forms.reads
-
-
-LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
-
-
-DRAWS = 4  # of one of which the largest element, say, may lie on the first rank
-
-
-def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
-    """A step's function on one rank, with params that are drawn."""
-    generator, drawn = torch.Generator("cpu").manual_seed(seed), []
-    for row in params.layout.rows:
-        x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
-        drawn.append(x.to(row.dtype))
-    return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
-
-
-def _on_cpu(each: Input) -> Input:
-    x = each.leaf
-    if not isinstance(x, torch.Tensor):
-        return each
-    return replace(each, leaf=torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu())
-
-
-def _need_one_process(
-    fn: Callable[..., object], inputs: Inputs, over: Axis, run: DryRun, outputs: Mapping[str, Dims], draws: bool
-) -> None:
-    """Compares by values what types do not know to be that of one process."""
-    place, what = run.doubts[0]
-    begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
-    instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
-    try:
-        if sum([math.prod(each.given.shape) for each in inputs.leaves if each.given is not None]) > LARGEST:
-            raise ValueError(f"there are more than {LARGEST:,} elements of params")
-        need_one_process(fn, inputs, outputs, {over.name: over.size}, draws)
-    except AxisTypeError as error:
-        raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
-    except Exception as error:
-        raise AxisTypeError(f"{begin}, and values cannot tell: {first_words(error)}. {instead}", place) from error
-
-
-def _need_invariant(outputs: object, over: Axis) -> None:
-    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
-    for x in tensors_in(outputs):
-        own = type_of(x)
-        copied = form_of(x, over.name) == REPLICATED
-        if not own.varying or not x.requires_grad or (x.ndim and not copied):
-            continue
-        source = "" if copied else own.leaf or str(own.source)
-        raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
-
-
-checks.append(check_first_run)

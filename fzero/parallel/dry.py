@@ -74,23 +74,20 @@ class DryRun:
     Args:
         ignored: axes on which nothing is checked.
         over: the only one that is checked, also as a part of other ones; None for all.
-        guesses: which of several sizes are taken, by the number of the question; those known last, where nothing is
-            said.
 
     Attributes:
-        guessed: the choices that there were, and how many of each.
+        guessed: it has asked for sizes of other ranks, which nobody tells.
+        doubts: what the caller's code does that types do not know, and where.
     """
 
-    def __init__(
-        self, ignored: Axes, until: CodeType, over: Axis | None = None, guesses: Sequence[int] = ()
-    ) -> None:
-        self._guesses, self.guessed = guesses, list[tuple[int, int]]()
+    def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
+        self.guessed = False
         self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
         self.automatic = over is not None
-        self.doubts: list[tuple[Place, str]] = []  # what the caller's code does that types do not know, and where
+        self.doubts: list[tuple[Place, str]] = []
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
-        self._sizes: dict[tuple[str, int], list[list[int]]] = {}
+        self._sizes: dict[tuple[str, int], list[int]] = {}
         self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
 
     def where(self) -> Place:
@@ -129,18 +126,8 @@ class DryRun:
     def sizes(self, ax: Axis, own: int) -> list[int]:
         """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
         self._told.append(TOLD)
-        known = [*self._sizes.get((ax.name, own), ()), [own] * ax.size]
-        number = len(self.guessed)
-        guess = self._guesses[number] if number < len(self._guesses) else 0
-        self.guessed.append((guess, len(known)))
-        return known[guess]
-
-    def other_guesses(self) -> list[int] | None:
-        """Guesses that were not made yet, of a run that these have failed; None where there are none."""
-        made = list(self.guessed)
-        while made and made[-1][0] + 1 >= made[-1][1]:
-            made.pop()
-        return [guess for guess, _ in made[:-1]] + [made[-1][0] + 1] if made else None
+        self.guessed = True
+        return self._sizes.get((ax.name, own), [own] * ax.size)
 
     def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
         """Tells whether all ranks have the same value."""
@@ -149,8 +136,7 @@ class DryRun:
         return all(form_of(x, axis) in (REPLICATED, CONSTANT) for axis in self.checked(ax))
 
     def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
-        known = self._sizes.setdefault((ax.name, sizes[ax.rank]), [])
-        known[:] = [list(sizes), *[each for each in known if each != list(sizes)]]
+        self._sizes[ax.name, sizes[ax.rank]] = list(sizes)
 
     def checked(self, ax: Axis) -> Axes:
         """The mesh axes of an axis on which types are checked."""

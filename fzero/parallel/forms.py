@@ -1,8 +1,8 @@
 """What a varying value is to other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
-The rules by operation are those for modules (`rules`). What they do not know is unknown here: before a first run that is
-compared by values then (`played`). Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
-and a function of it that is not linear gives no summand of what it gives of the sum.
+The rules by operation are those for modules (`rules`). What they do not know is unknown here: before a first run it is
+compared by values (`first_run`). Of a partial value only sums are right: a piece or a replicated value added to it is
+added as often as ranks are, and a function of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Forms(TorchFunctionMode):
         out, run = func(*args, **kwargs), running.get()
         x = args[0] if args else None
         looks = run is not None and run.automatic and not reader.startswith("fzero.")
-        for axis in type_of(x).varying - self._ignored if looks and isinstance(x, torch.Tensor) else ():
+        if not looks or not isinstance(x, torch.Tensor):
+            return out
+        for axis in type_of(x).varying - self._ignored:
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or not isinstance(form, int):
                 self._doubt(func, [x], [form] if func == torch.Tensor.__len__ or form is None else [])
@@ -92,8 +94,7 @@ class Forms(TorchFunctionMode):
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func) if in_place else None
         into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
-        axes = type_of(into).varying if into is not None else frozenset()
-        partial = frozenset([axis for axis in axes if into is not None and form_of(into, axis) == PARTIAL])
+        before = {} if into is None else {axis: form_of(into, axis) for axis in type_of(into).varying}
         out = func(*args, **(kwargs or {}))
         made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
         operands = tensors_in((args, dict(kwargs or {}))) if made or func == torch.Tensor.__setitem__ else []
@@ -104,8 +105,8 @@ class Forms(TorchFunctionMode):
         axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
         if axes:
             forms = {
-                axis: self._made(plain, args, kwargs or {}, operands, axis, out, into)
-                if plain is not None and axis in partial
+                axis: self._made(plain, args, kwargs or {}, operands, axis, out, {id(into): before[axis]})
+                if plain is not None and before.get(axis) is not None
                 else self._made(func, args, kwargs or {}, operands, axis, out)
                 for axis in axes
             }
@@ -122,44 +123,37 @@ class Forms(TorchFunctionMode):
         operands: Sequence[torch.Tensor],
         axis: str,
         out: object,
-        written: torch.Tensor | None = None,
+        before: Mapping[int, Form] | None = None,
     ) -> Form:
         """The form on an axis of what a function makes of operands; of all that it makes.
 
         Args:
-            written: what it wrote to, and was partial.
+            before: of what it wrote to.
         """
-        forms = [PARTIAL if x is written else form_of(x, axis) for x in operands]
-        if None in forms:
-            self._doubt(func, operands, forms)
-            known = rules.of_sums(func) not in ("", rules.BENDS, rules.PICKS)
-            if PARTIAL in forms and not known and not _in_place(func, kwargs):  # into a buffer
-                self._need_sum(func, args, kwargs, operands, forms, axis, out)
-            return None
-        if not any(form == PARTIAL or isinstance(form, int) for form in forms):
+        known = before or {}
+        forms = [known[id(x)] if id(x) in known else form_of(x, axis) for x in operands]
+        if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
         if isinstance(bias, torch.Tensor):
             rest = operands[:2]
             if self._made(func, tuple(rest), {}, rest, axis, out) == PARTIAL:
-                added = form_of(bias, axis)
-                if added in (REPLICATED, CONSTANT) or isinstance(added, int):
-                    self._refuse(func, axis, rest[0], bias)
-                if added != PARTIAL:
-                    self._doubt(func, operands, forms)
-                return PARTIAL if added == PARTIAL else None
+                if form_of(bias, axis) == PARTIAL:
+                    return PARTIAL
+                forms[:2] = PARTIAL, PARTIAL
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
+            if None in forms:
+                raise Mixed
             found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
         except Mixed:
-            self._need_sum(func, args, kwargs, operands, forms, axis, out)
-            self._doubt(func, operands, forms)
+            self._unknown(func, args, kwargs, operands, forms, axis, out)
             return None
         if isinstance(found, list) or found.outer > 1:
             return None
         return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
-    def _need_sum(
+    def _unknown(
         self,
         func: Function,
         args: Operands,
@@ -169,39 +163,24 @@ class Forms(TorchFunctionMode):
         axis: str,
         out: object,
     ) -> None:
-        """Refuses what the rules do not name as right to do to a partial value."""
+        """Notes what the rules do not name as right; to a partial value it is refused."""
+        self._doubt(func, operands, forms)
         partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
-        others = [x for x, form in zip(operands, forms, strict=True) if form not in (PARTIAL, CONSTANT)]
-        if partial is None or NUMBERED in forms:  # which may be nothing but on one rank
+        if partial is None or NUMBERED in forms or _pulls_back():  # a number may be zero but on one rank
             return
-        if rules.of_sums(func) == rules.ADDS and others:
-            self._refuse(func, axis, partial, others[0])
-        derived = any(x.requires_grad for x in tensors_in(out))  # unlike what is made as large, or a mask
-        pieces = any(isinstance(form, int) for form in forms)
-        if derived and not pieces and not rules.draws(func, args, kwargs):
-            self._refuse(func, axis, partial)
-
-    def _refuse(self, func: Function, axis: str, partial: torch.Tensor, other: torch.Tensor | None = None) -> None:
-        """Refuses what adds to a partial value what is not; without another one, what is no sum of it."""
-        differentiated = partial.requires_grad and torch.is_grad_enabled()  # unlike a number to look at
-        if _pulls_back() or (other is None and not differentiated):  # cotangents of what is unknown
-            return
-        where = self._where()
-        if other is None:
-            does, why = "takes", "and gives no summand of what it gives of the sum, or is not known to."
-        else:
-            does, form = "adds", form_of(other, axis)
-            words = "the same on all ranks" if form in (REPLICATED, CONSTANT) else "a piece of a whole one"
-            why = (
-                f"and one that is {words} (from {type_of(other).source}). That would be added once for each rank, or "
-                "to a sum that is missing."
+        derived = torch.is_grad_enabled() and all(any(x.requires_grad for x in tensors_in(y)) for y in (partial, out))
+        pieces, sums = any(isinstance(form, int) for form in forms), rules.of_sums(func)
+        bends = sums in ("", rules.BENDS, rules.PICKS) and not _in_place(func, kwargs) if None in forms else not pieces
+        adds = sums == rules.ADDS and (pieces or REPLICATED in forms)
+        if derived and (adds or func is F.linear or (bends and not rules.draws(func, args, kwargs))):
+            where = self._where()
+            raise AxisTypeError(
+                f"{WHO}: {where}: {name_of(func)} takes a value that is partial on axis {axis!r}, a summand on each "
+                f"rank (of {type_of(partial).source}), and gives no summand of what it gives of the sum, or is not "
+                "known to: what else is added would be added once for each rank. A conversion is missing: "
+                "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
+                where,
             )
-        raise AxisTypeError(
-            f"{WHO}: {where}: {name_of(func)} {does} a value that is partial on axis {axis!r}, a summand on each rank "
-            f"(of {type_of(partial).source}), {why} A conversion is missing: fz.parallel.sum, or reduce_scatter, of "
-            "the partial value comes first.",
-            where,
-        )
 
 
 def _in_place(func: Function, kwargs: Named) -> bool:

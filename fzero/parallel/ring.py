@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import flash, private
+from fzero.base.arguments import wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import blocks, maps
-from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, floats, need_shapes
 from fzero.parallel.axis import need_axis
-from fzero.parallel.masked import masked
 from fzero.parallel.packed import packed, unpacked
-from fzero.parallel.visible import Visible, visible
+from fzero.parallel.visible import Visible, options_of, visible
 
 Span = tuple[int, int]  # the places of tokens in the whole sequence: the first, and the one behind the last
 ORDERS = ("contiguous", "zigzag")
@@ -61,7 +61,47 @@ def attention(
     """
     if attn_mask is None:
         return _plain(q, k, v, None, dropout_p, is_causal, **options)
-    return masked(q, k, v, attn_mask, {**options, "dropout_p": dropout_p, "is_causal": is_causal})
+    return _masked(q, k, v, attn_mask, {**options, "dropout_p": dropout_p, "is_causal": is_causal})
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, given: Mapping[str, object]
+) -> torch.Tensor:
+    """Attention with a mask of the caller's own, by all scores at once, as a differentiable function of the mask too.
+
+    Args:
+        mask: True for what is seen, or added to the scores; broadcasts to [b, heads, t, t].
+        given: options of `attention`.
+    """
+    who = "parallel.attention"
+    options = options_of(who, **given)
+    if options.is_causal or options.window is not None or options.documents is not None:
+        raise ValueError(
+            f"{who}: got attn_mask beside is_causal, window or documents, expected attn_mask alone. Put them into it."
+        )
+    q, k, v = floats(who, q, k, v)
+    need_shapes((q.shape, k.shape, v.shape), f"{who}: got", options)
+    if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise wrong(who, "attn_mask", mask, "a tensor of bools or floats, or None")
+    shape = (*q.shape[:3], k.shape[2])
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if not 1 < mask.ndim <= 4 or any(own not in (1, size) for own, size in sizes):
+        raise ValueError(f"{who}: got attn_mask of shape {tuple(mask.shape)}, expected one that broadcasts to {shape}.")
+    return _by_scores(q, k, v, mask, q.shape[3] ** -0.5 if options.scale is None else options.scale)
+
+
+def _by_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention by operations that every derivative goes through; a token that sees nothing gets zeros, as in torch."""
+    with private.without_autocast():
+        dtype, group = blocks.wide(q.dtype), q.shape[1] // max(k.shape[1], 1)
+        keys, values = [x.to(dtype).repeat_interleave(group, 1) for x in (k, v)]
+        scores = (q.to(dtype) * scale) @ keys.mT
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(dtype)
+        nothing = (scores == -math.inf).all(-1, keepdim=True)  # whose softmax would be no number
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+        return (weights @ values).to(q.dtype)
 
 
 def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
@@ -250,13 +290,7 @@ class RingPlan:
         spans = self.spans[self.rank]
         rows = Visible(*[torch.cat([each[start:stop] for start, stop in spans]) for each in self.sees])
         places = [torch.arange(start, stop, device=q.device) for each in self.spans for start, stop in each]
-        with private.without_autocast():
-            group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-            dtype = blocks.wide(q.dtype)
-            keys, values = [x.to(dtype).repeat_interleave(group, 1) for x in (k, v)]
-            scores = (q.to(dtype) * self.scale) @ keys.mT
-            weights = scores.masked_fill(rows.hidden(torch.cat(places)), -math.inf).softmax(-1)
-            return (weights @ values).to(q.dtype)
+        return _by_scores(q, k, v, ~rows.hidden(torch.cat(places)), self.scale)
 
     def _arrivals(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Arrival]:
         """The blocks of all ranks that some rank sees, this one's own first."""

@@ -1,4 +1,4 @@
-"""Pure functions of slices, as a user writes them: the loss and gradients of one process, or refused by file and line."""
+"""Pure functions of slices, as a user writes them: loss and gradients of one process, or refused by file and line."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ REFUSED: dict[str, Fn] = {
     "length": lambda p, x, ax: to_row(up(p, x, ax) / len(p["down"]), p, ax),
     "rank": lambda p, x, ax: to_row(up(p, x, ax) * (1 + ax.rank), p, ax),
     "copies by a number": lambda p, x, ax: total(P.copy(x, ax) * 0.5, ax),
-    "loss of another dim": lambda p, x, ax: P.cross_entropy(up(p, x, ax).t(), torch.zeros(p["up"].shape[1], dtype=torch.int64), ax),
+    "loss of another dim": lambda p, x, ax: P.cross_entropy(
+        up(p, x, ax).t(), torch.zeros(p["up"].shape[1], dtype=torch.int64), ax
+    ),
     "merged dims": lambda p, x, ax: P.gather(up(p, x, ax).reshape(-1), ax, 0)[:6].square().sum(),
 }
 
@@ -151,8 +153,19 @@ def test_refused(name: str) -> None:
 
 
 def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fzero.parallel.check"], "LARGEST", 1)
+    monkeypatch.setattr(sys.modules["fzero.parallel.first_run"], "LARGEST", 1)
     assert is_equal(lambda p, x, ax: to_row(up(p, x, ax), p, ax)) and not is_equal(embedded)
+
+    def main(rank: int, checks: bool) -> torch.Tensor:
+        ax = P.axis(None, "tp")
+        step = fz.shard_tensor(fz.train_step(lambda p, x: embedded(p, x, ax), fz.sgd(0.1)), PLAN)
+        if checks:
+            P.check(step, PARAMS, X, values=True)
+        return step.vjp(step.init(PARAMS), X)[0]
+
+    with pytest.raises(fz.testing.RankError, match="too many to compare values"):
+        run_ranks(functools.partial(main, checks=False), 2)
+    assert torch.equal(*run_ranks(functools.partial(main, checks=True), 2))
 
 
 # ---- drawn ones

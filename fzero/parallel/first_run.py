@@ -1,0 +1,176 @@
+"""The check of a step's function over a tensor axis that runs by itself, before a signature's first run.
+
+On shapes alone, where types and rules by operation tell (`types`, `forms`). What the caller's code does that they do
+not know is compared by values, of params that are drawn (`played`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fzero.base import private, pytree, thread_state
+from fzero.base.context import during
+from fzero.base.places import Place, definition_of
+from fzero.base.random import seeded
+from fzero.base.rebound import rebound, tensors_held
+from fzero.base.refusals import first_words
+from fzero.comm import divergence
+from fzero.comm.axis import Axis
+from fzero.comm.playing import playing
+from fzero.engine.alike import varies
+from fzero.parallel.check import apart, pull_back, ran, reads, watched
+from fzero.parallel.declared import Dims, Input, Inputs
+from fzero.parallel.dry import DryRun
+from fzero.parallel.forms import REPLICATED, form_of, set_forms
+from fzero.parallel.planned import Planned
+from fzero.parallel.played import need_one_process, proven
+from fzero.parallel.types import WHO, AxisTypeError, place_of, tensors_in, type_of
+from fzero.state.sharded import Sharded
+from fzero.table.module_params import hints_of
+from fzero.table.placements import Unchecked
+from fzero.table.spec import Spec
+
+LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
+DRAWS = 4  # of one of which the largest element, say, may lie on the first rank
+
+
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
+    """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
+
+    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
+
+    Args:
+        inputs: of one microbatch.
+
+    Returns:
+        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
+        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
+
+    Raises:
+        AxisTypeError: a map is missing or needless. The error names the leaf and the line.
+    """
+    try:
+        return _first_run(step, params, inputs, DryRun(frozenset(), check_first_run.__code__, params.axis.tensor))
+    except AxisTypeError:
+        raise
+    except Exception as error:
+        of_modules, rows = hints_of(params.structure), params.layout.rows
+        cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
+        return Unchecked(cut, f"{place_of(error)} ({first_words(error)})")
+
+
+def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRun) -> bool:
+    """Tells whether the function reads a tensor's value."""
+    flat = pytree.flatten(tuple(inputs))[0]
+    differentiated = {i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and private.is_differentiated(x)}
+    captured = {id(x) for x in tensors_held(step.fn) if private.is_wrapper(x) and private.is_differentiated(x)}
+    with (
+        private.below_transforms(),
+        thread_state.without_dispatch_modes(),
+        private.under_function_modes(()),
+        torch.enable_grad(),
+        seeded(0),
+        apart(values=True),  # of some inputs
+    ):
+        # by which a gradient is taken
+        fn = rebound(step.fn, lambda x: private.unwrapped(x).detach().requires_grad_() if id(x) in captured else x)
+        with thread_state.without_values():
+            whole = [torch.empty(row.shape, dtype=row.dtype, device=params.device) for row in params.layout.rows]
+            tree = pytree.unflatten(params.structure, whole)
+            planned = Planned(step, tree, params.axis)
+            over = planned.over
+            assert over is not None
+            leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
+            cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
+            for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
+                i += len(planned.given)
+                leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
+            typed = leaves.typed()
+            for given, leaf in zip(planned.given, pytree.flatten(typed[0])[0], strict=True):
+                if given.slices is not None:
+                    run.note_sizes(over, given.slices.sizes(over.size))
+                    if len(given.slices.parts) > 1:  # no piece, but one of each part
+                        set_forms(leaf, {})
+        out, learns = None, False
+        with watched(run) as watch, divergence.silent():
+            try:
+                with during(playing, run):  # type: ignore[arg-type]
+                    out, forms = ran(fn, leaves, typed, run)
+                learns, outputs = forms.reads, planned.outputs(out)
+                _need_invariant(outputs, over)
+                pull_back(outputs, leaves, run)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, (AxisTypeError, NotImplementedError)) or reads(error) or not run.guessed:
+                    raise
+                run.doubts.insert(0, (place_of(error), "of a size that ranks tell each other"))
+        if run.doubts:
+            pairs = zip(*pytree.named_leaves(out)[:2], strict=True)
+            own = [path or "*" for path, x in pairs if isinstance(x, torch.Tensor) and type_of(x).varying]
+            outputs_of: dict[str, Dims] = {path: {over.name: None} for path in own}
+            _need_one_process(fn, step, params, leaves, run.doubts[0], outputs_of, over, watch.draws)
+        return learns
+
+
+def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
+    """A step's function on one rank, with params that are drawn."""
+    generator, drawn = torch.Generator("cpu").manual_seed(seed), []
+    for row in params.layout.rows:
+        x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
+        drawn.append(x.to(row.dtype))
+    return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
+
+
+def _on_cpu(each: Input) -> Input:
+    x = each.leaf
+    if not isinstance(x, torch.Tensor):
+        return each
+    return replace(each, leaf=torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu())
+
+
+def _need_one_process(
+    fn: Callable[..., object],
+    step: Spec,
+    params: Sharded,
+    inputs: Inputs,
+    doubt: tuple[Place, str],
+    outputs: Mapping[str, Dims],
+    over: Axis,
+    draws: bool,
+) -> None:
+    """Compares by values what types do not know to be that of one process, unless `check` has done so."""
+    (place, what), sizes = doubt, {over.name: over.size}
+    if sum([math.prod(row.shape) for row in params.layout.rows]) > LARGEST:
+        if (definition_of(step.fn), over.size) in proven:
+            return
+        raise AxisTypeError(
+            f"{WHO}: {place}: no rule says that {what!r} gives there what one process has, and more than {LARGEST:,} "
+            "elements of params are too many to compare values. Compare those of a smaller model, before you make the "
+            "state: fz.parallel.check(step, small_params, *batch, values=True) proves the function for larger ones.",
+            place,
+        )
+    begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
+    instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
+    try:
+        inputs.leaves = [_on_cpu(each) for each in inputs.leaves]
+        for seed in range(DRAWS):
+            inputs.planned = _drawn(step, params, seed)
+            need_one_process(fn, inputs, outputs, sizes, draws)
+    except AxisTypeError as error:
+        raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
+    except Exception as error:
+        raise AxisTypeError(f"{begin}, and values cannot tell: {first_words(error)}. {instead}", place) from error
+
+
+def _need_invariant(outputs: object, over: Axis) -> None:
+    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
+    for x in tensors_in(outputs):
+        own = type_of(x)
+        copied = form_of(x, over.name) == REPLICATED
+        if not own.varying or not x.requires_grad or (x.ndim and not copied):
+            continue
+        source = "" if copied else own.leaf or str(own.source)
+        raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
