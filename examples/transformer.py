@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(width)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + fz.name(self.attention(self.attention_norm(x), angles), "attended")
+        x = fz.name(x + self.attention(self.attention_norm(x), angles), "attended")
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -12,6 +12,11 @@ from fzero.base import pytree
 
 Operator: TypeAlias = torch._ops.OpOverload
 Function = Callable[..., object]
+# which read of their operands no more than shapes
+_SHAPES_ONLY = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros "
+    "new_ones new_full".split()
+)
 # which write to statistics, and whose schemas do not say so
 _STATISTICS = frozenset(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats batch_norm_gather_stats "
@@ -28,6 +33,7 @@ class Kind(NamedTuple):
         writes_unsaid: whether it may write to any operand.
         targets: positions and names of the operands that it writes to.
         switches: positions and names of arguments without which it writes nothing.
+        shapes_only: whether it reads no values.
         seeded: whether it may draw random numbers.
         chances: positions and names of what it draws with; where one of them is 0 it draws nothing.
     """
@@ -35,6 +41,7 @@ class Kind(NamedTuple):
     writes_unsaid: bool = False
     targets: tuple[tuple[int, str], ...] = ()
     switches: tuple[tuple[int, str], ...] = ()
+    shapes_only: bool = False
     seeded: bool = False
     chances: tuple[tuple[int, str], ...] = ()
 
@@ -63,6 +70,7 @@ def kind_of(func: Function) -> Kind:
         func.namespace in ("c10d", "_c10d_functional") or name in _UNTRACKED,
         tuple(targets),
         tuple([(i, a.name) for i, a in enumerate(arguments) if name in _STATISTICS and a.name in _SWITCHES]),
+        name in _SHAPES_ONLY,
         torch.Tag.nondeterministic_seeded in func.tags,
         tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout")]),
     )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from fzero.base.context import variable
-from fzero.base.operators import Function
-from fzero.base.replay import Held, Keeping, Plan, Recording, Replaying
+from fzero.base.recording import Recording
+from fzero.base.replay import Held, Keeping, Plan, Replaying
 from fzero.engine.activations import Activations, Kept
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.names import Names
@@ -41,7 +41,8 @@ class Named(Activations):
     def __init__(self, names: Names, memory: Memory, what: str, plan: Plan | None) -> None:
         self._names, self._memory, self._what, self._plan = names, memory, what, plan
         self._held: dict[int, list[object]] = {}
-        self._functions: Sequence[Function] = ()
+        self._sent: Sequence[Sequence[torch.Tensor]] = ()
+        self._blanks = False
 
     def first(self, given: Sequence[torch.Tensor]) -> Recording | Keeping:
         """Around the first run."""
@@ -49,28 +50,35 @@ class Named(Activations):
             return Recording(given, self._what, looking.get() is not None)
         return Keeping(given, self._plan)
 
-    def keep(self, run: Recording | Keeping) -> None:
-        """Keeps what the first run has shown is needed."""
-        self._functions = run.functions
+    def keep(self, run: Recording | Keeping, outputs: Sequence[torch.Tensor]) -> None:
+        """Keeps what the first run has shown is needed; its outputs are given, with their graph."""
+        self._sent = run.sent
         if not isinstance(run, Keeping):
             return
-        for number, results in run.held.items():
+        if not run.is_followed():
+            self._plan = None
+        self._blanks = not run.is_opaque(outputs)
+        for number, results in run.held().items():
             assert self._plan is not None
             memory = self._memory
-            if self._plan[number] in self._names.offload and memory == DEVICE:
+            if self._plan.keeps[number] in self._names.offload and memory == DEVICE:
                 memory = HOST
             self._held[number] = [
                 Kept.of(x.tensor.data, memory, self._what) or x if isinstance(x, Held) else x for x in results
             ]
 
-    def second(self, given: Sequence[torch.Tensor]) -> Replaying:
-        """Around the second run."""
+    def second(self, given: Sequence[torch.Tensor], plan: bool) -> Replaying:
+        """Around the second run.
+
+        Args:
+            plan: False runs everything but what was sent.
+        """
         held = {
             number: [x.tensor if isinstance(x, Held) else x.value() if isinstance(x, Kept) else x for x in results]
             for number, results in self._held.items()
-            if not any(isinstance(x, Held) and x.is_written() for x in results)
+            if plan and not any(isinstance(x, Held) and x.is_written() for x in results)
         }
-        return Replaying(given, self._functions, held)
+        return Replaying(given, self._plan if plan else None, held, self._blanks, self._sent)
 
     def kept(self) -> Iterable[Kept]:
         return [x for results in self._held.values() for x in results if isinstance(x, Kept)]

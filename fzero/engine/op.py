@@ -20,8 +20,9 @@ from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
+from fzero.base.recording import Recording
 from fzero.base.refusals import noted
-from fzero.base.replay import Keeping, Recording, Replaying
+from fzero.base.replay import Keeping, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
@@ -231,7 +232,7 @@ class UnitOp(PulledOp):
             with seeded(self.seed):
                 out = within(around, run) if around else run()
             if traced is not None:
-                self._has_run(traced, [x for x in given if x.requires_grad])
+                self._has_run(traced, out, [x for x in given if x.requires_grad])
             put = self._let_out(out, leaves, given, fulls)
         finally:
             SET_GRAD_ENABLED(enabled)
@@ -328,25 +329,32 @@ class UnitOp(PulledOp):
             if self.signature.named and self._saved is None:
                 self.traversal.named.append(None)
             return None
-        if isinstance(self._saved, Named):
-            return self._saved.second(given) if self._first is None else None  # which compares all operations
-        self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
-        return self._saved.first(given)
+        if not (again := isinstance(self._saved, Named)):
+            self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
+        assert isinstance(self._saved, Named)
+        return self._saved.second(given, self._first is None) if again else self._saved.first(given)
 
-    def _has_run(self, run: Recording | Keeping | Replaying, inputs: Sequence[torch.Tensor]) -> None:
+    def _has_run(
+        self, run: Recording | Keeping | Replaying, out: Sequence[object], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        signature = self.signature
         if isinstance(run, Replaying):
-            if run.differs():
+            if run.plan is not None and not run.is_followed():
                 what = "calls other operations when it runs again, with the same arguments (fz.remat with names)"
                 raise noted(refusal(f"Unit {self.unit!r}", Impure(what, None, _SAME), self._defined))
             return
         assert isinstance(self._saved, Named)
         self.traversal.named.append({*run.names})
+        outputs = [x for x in out if isinstance(x, torch.Tensor)]
         if isinstance(run, Recording):
-            self.signature.plan = run.planned(self._names.all)
+            run.end(outputs)
+            signature.plan = run.planned(self._names.all)
             look = looking.get()
             if look is not None:
                 look(Unit(self.unit, run, inputs))
-        self._saved.keep(run)
+        elif not run.is_followed():
+            signature.plan = None  # it branches: the next one shows what this does
+        self._saved.keep(run, outputs)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
