@@ -6,8 +6,11 @@ import copy
 import functools
 import json
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fzero as fz
+from fzero.compat.deepspeed import __main__ as command
 from fzero.compat.deepspeed.keys import ALIASES, HINTS, OFFLOADS, ONLY, OPTIMIZERS, OTHERS, READ, REFUSED
 from fzero.compat.deepspeed.reading import KNOWN
 from fzero.compat.deepspeed.schedules import PARAMS
@@ -841,6 +845,18 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, match: str) -> None:
         fz.compat.from_deepspeed(str(tmp_path / "none.json"), fn)
 
 
+# ---- the command
+
+
+def printed(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], *given: str
+) -> tuple[int, str, str]:
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    done = command.main([str(tmp_path / "ds_config.json"), *given])
+    said = capsys.readouterr()
+    return done, said.out, said.err
+
+
 @pytest.mark.parametrize(
     ("key", "auto"),
     [
@@ -855,3 +871,60 @@ def test_a_value_of_auto_is_given_by_the_key_as_it_was_written(key: str, auto: s
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, block: {name: "auto"}}
     made = fz.compat.from_deepspeed(config, lambda p, x: (p["w"] * x).sum(), **{auto: False})
     assert [(row.value, row.verdict) for row in made.report if row.key == key] == [(False, "honoured")]
+
+
+def test_the_command_makes_arguments_of_autos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**SIZES, **EITHER, "optimizer": TRAINERS, "scheduler": DECAY, "zero_optimization": {"stage": 1}}
+    done, said, _ = printed(config, tmp_path, capsys, "--ranks", "2", "--auto", "eps=1e-6", "weight_decay=0.1")
+    assert done == 0
+    asked = {**{key: value for key, value in TRAINER.items() if f"{key}" in said.partition("):")[0]}, "lr": 0.01}
+    namespace: dict[str, Any] = {}
+    exec(said, namespace)
+    names = re.search(r"def make_step\(fn, (.*)\):", said)
+    assert names
+    known = {**TRAINER, "bf16_enabled": True, "fp16_enabled": False, **asked}
+
+    def rank_main(rank: int) -> tuple[str, str]:
+        step = namespace["make_step"](fn, **{name: known[name] for name in names[1].split(", ")})
+        autos = {**autos_of(config), "eps": 1e-6, "weight_decay": 0.1}
+        return str(step), str(fz.compat.from_deepspeed(config, fn, **autos).step)
+
+    for own, want in run_ranks(rank_main, 2):
+        assert own == want
+
+
+def test_clipping_by_an_argument_that_is_zero_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace: dict[str, Any] = {}
+    exec(printed({**BASE, "gradient_clipping": "auto"}, tmp_path, capsys)[1], namespace)
+    steps = [namespace["make_step"](fn, 0.0), made_of({}).step]
+    states = [step(step.init(params()), *batch(0))[0] for step in steps]
+    assert_trees_equal(*[dict(fz.gather(state.params)) for state in states])
+
+
+def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done, said, errors = printed({**BASE, "zenflow": True}, tmp_path, capsys)
+    assert done == 1 and "refused" in said and "import" not in said and "zenflow: got True" in errors
+    assert command.main([str(tmp_path / "none.json")]) == 1
+    for wrong in (["--ranks", "0"], ["--auto", "lr"], ["--auto", "lr=1", "lr=2"], ["--auto", "optimizer=fz.sgd(1)"]):
+        with pytest.raises(SystemExit):
+            command.main([str(tmp_path / "ds_config.json"), *wrong])
+
+
+@in_turns(5, "interpreters of their own")
+def test_the_command_runs_without_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(BASE))
+    run = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "fzero.compat.deepspeed",
+        str(tmp_path / "ds_config.json"),
+        "--ranks",
+        "8",
+    ]
+    root = str(Path(fz.__file__).parents[1])
+    done = subprocess.run(run, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root})
+    assert not done.stderr and "step = fz.shard_zero1(step)" in done.stdout

@@ -67,7 +67,7 @@ def from_deepspeed(config: Config, fn: Callable[..., object], **auto: object) ->
     """
     need_function(fn, _WHO)
     read = translated(config, auto, backend.size_of(backend.world()) if backend.initialized() else 1)
-    if said := _refusals(rows := read.report()):
+    if said := refusals(rows := read.report()):
         raise ValueError(said)
     code, made = "\n".join(read.lines), {"fn": fn, **read.given}
     try:
@@ -89,12 +89,12 @@ class FromDeepSpeed:
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
-        return _shown(self.report, self.code, self.loop)
+        return shown(self.report, self.code, self.loop)
 
 
-def translated(config: Config, autos: Mapping[str, object], ranks: int) -> Reading:
-    """A configuration that was read, with its code."""
-    r = Reading(_loaded(config), autos, ranks)
+def translated(config: Config, autos: Mapping[str, object], ranks: int, names: bool = False) -> Reading:
+    """A configuration that was read, with its code; `names` as for `Reading`."""
+    r = Reading(_loaded(config), autos, ranks, names)
     devices(r)
     scale, policy = batch(r), precision(r)
     optimizer_of(r, scale)
@@ -106,18 +106,21 @@ def translated(config: Config, autos: Mapping[str, object], ranks: int) -> Readi
     return r
 
 
-def _refusals(rows: Sequence[Row]) -> str:
+def refusals(rows: Sequence[Row]) -> str:
     """All of them in one text, or nothing."""
     said = [f"  {row.key}: got {row.value!r}; {row.what}." for row in rows if row.verdict == "refused"]
     return "\n".join([f"{_WHO}: {len(said)} of the keys cannot be honoured:", *said]) if said else ""
 
 
-def _shown(report: Sequence[Row], code: str, loop: Mapping[str, object]) -> str:
-    """The table, as a comment, and the code."""
+def shown(report: Sequence[Row], code: str, loop: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
+    """The table, as a comment, and the code, as a function where it has arguments."""
     cells = [("key", "value", "verdict", "what it became")]
     cells += [(row.key, textwrap.shorten(repr(row.value), 30), row.verdict, row.what) for row in report]
     wide = [max([len(row[i]) for row in cells]) for i in range(3)]
     lines = ["  ".join([*map(str.ljust, row[:3], wide), row[3]]) for row in cells]
+    if arguments:
+        body = [*code.removeprefix(HEAD).strip().splitlines(), "return step"]
+        code = "\n    ".join([f"{HEAD}\n\ndef make_step(fn, {', '.join(arguments)}):", *body])
     ways = "".join([f", {name}={value!r}" for name, value in loop.items()])
     after = f"\n\n# for state, metrics in fz.loop(step, state, batches{ways}):" if loop else ""
     return "\n".join([*[f"# {line}" for line in lines], "", code]) + after

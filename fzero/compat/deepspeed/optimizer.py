@@ -21,8 +21,9 @@ _LAMB = "as published: DeepSpeed bounds its ratio by 0.01 and 10, and corrects t
 def optimizer_of(r: Reading, scale: str) -> None:
     """Adds the lines of `optimizer`, behind clipping and what gradients are multiplied by."""
     chain = [f"fz.sgd(-{scale})"] * bool(scale)
-    if clip := r.take("gradient_clipping", 1.0, least=0):
-        chain.append(f"fz.clip_by_global_norm({clip!r})")
+    if clip := r.take("gradient_clipping", 1.0, least=0, open=True):
+        none = " or torch.inf" * (clip in r.arguments)  # 0 for none, as in DeepSpeed
+        chain.append(f"fz.clip_by_global_norm({clip!r}{none})")
         r.honour(chain[-1], "gradient_clipping")
         r.add("gradient_clipping", clip, f"{chain[-1]}: the default since 0.19; before, nothing was clipped")
     chain.append(_made(r))

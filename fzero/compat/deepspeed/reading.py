@@ -51,14 +51,18 @@ _KIND_OF = {bool: "true or false", int: "an int", float: "a number", str: "a str
 
 
 class Reading:
-    """One configuration, what became of its keys so far, and the code that is made of it."""
+    """One configuration, what became of its keys so far, and the code that is made of it.
 
-    def __init__(self, tree: Mapping[str, object], autos: Mapping[str, object], ranks: int) -> None:
-        self.ranks = ranks
+    With `names`, an "auto" without a value becomes an argument, a name in the code, where it may.
+    """
+
+    def __init__(self, tree: Mapping[str, object], autos: Mapping[str, object], ranks: int, names: bool) -> None:
+        self.ranks, self.names = ranks, names
         self.values: dict[str, object] = {}  # by the path that it is known by
         self.written: dict[str, tuple[str, object]] = {}  # that path -> key and value as they were written
         self.rows: dict[str, Row] = {}
         self.given: dict[str, object] = {}  # values of autos that are no JSON, by their names in the code
+        self.arguments: list[Name] = []
         self.lines: list[str] = []  # the code, which makes `step` of `fn`
         self.transforms: list[str] = []  # calls that become lines behind train_step
         self.loop: dict[str, object] = {}  # arguments of fz.loop
@@ -80,6 +84,10 @@ class Reading:
         value, kind = self.values.get(path), kind or _KIND_OF.get(type(default), "")
         if value is None or (isinstance(value, Name) and open):
             return default if value is None else value
+        if value == AUTO and self.names and open:
+            name = Name(self._auto_name(path))
+            self.arguments += [name] if name not in self.arguments else []
+            return name
         found = None if isinstance(value, Name) else KINDS[kind](value) if kind else value
         if value == AUTO and found != AUTO:
             self.refuse(f"'auto' has no value. Give {self._auto_name(path)}=...", path)
@@ -91,12 +99,12 @@ class Reading:
             return found
         return default
 
-    def enabled(self, block: str) -> bool:
+    def enabled(self, block: str) -> bool | Name:
         """Whether a block is there and does not say that it is off."""
         path, there = f"{block}.enabled", self.has(block)
         if there:
             self.add(path, True, "a block that does not say it is enabled; DeepSpeed's default is false")
-        return self.take(path, there and path not in self.values)
+        return self.take(path, there and path not in self.values, open=True)
 
     def has(self, block: str) -> bool:
         return self.values.get(block) is not None or bool(self.under(block))

@@ -8,7 +8,7 @@ import os
 import torch
 
 from fzero.compat.deepspeed.keys import ZERO
-from fzero.compat.deepspeed.reading import AUTO, Reading
+from fzero.compat.deepspeed.reading import AUTO, Name, Reading
 
 _DTYPE = "one of 'bf16', 'fp16', 'fp32'"
 _LOWS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -44,19 +44,23 @@ def batch(r: Reading) -> str:
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     data = r.mesh.get("dp", r.ranks)
     total, micro, count = [0 if r.values.get(key) == AUTO else r.take(key, 0, least=1) for key in keys]
-    count = count or max(1, total // (max(1, micro) * data) if micro else 1)
-    micro = micro or total // (count * data)
-    if total and total != micro * count * data:
-        said = f"{micro} examples x {count} microbatches x {data} data-parallel ranks"
-        r.refuse(f"expected {micro * count * data}: {said}", keys[0])
-    size = f"a call takes {micro * count} examples of each rank" if micro else "a call takes what it is given"
+    if not count and r.names and not (total and micro):
+        count = r.take(keys[2], 1, open=True)
+    size, named = "a call takes what it is given", isinstance(count, Name)
+    if not named:
+        count = count or max(1, total // (max(1, micro) * data) if micro else 1)
+        micro = micro or total // (count * data)
+        if total and total != micro * count * data:
+            said = f"{micro} examples x {count} microbatches x {data} data-parallel ranks"
+            r.refuse(f"expected {micro * count * data}: {said}", keys[0])
+        size = f"a call takes {micro * count} examples of each rank" if micro else size
     managed = r.take("managed_gradient_accumulation", True)
     call = f"fz.accumulate(step, {count})" if managed and count != 1 else "a call is one microbatch"
     for key, said in zip(keys, (size, size, call), strict=True):
-        (r.hint if r.values.get(key) == AUTO else r.honour)(said, key)
+        (r.hint if r.values.get(key) == AUTO and not named else r.honour)(said, key)
     if call.startswith("fz."):
         r.transforms.append(call)
-    times = 1.0 if managed else 1 / count
+    times = 1.0 if managed or named else 1 / count
     if r.take("gradient_allreduce_op", "mean", among=("mean", "sum")) == "sum":
         times *= data
     return repr(times) if times != 1 else ""
@@ -64,17 +68,19 @@ def batch(r: Reading) -> str:
 
 def precision(r: Reading) -> str:
     """The policy, in code, or nothing; the loss scale and autocast among the transforms."""
-    on = [block for block in _LOWS if r.enabled(block)]
-    if len(on) == 2:
+    on = {block: enabled for block in _LOWS if (enabled := r.enabled(block)) is not False}
+    if len(on) == 2 and not any(isinstance(each, Name) for each in on.values()):
         r.refuse("bf16 is enabled too. Keep one", "fp16.enabled")
-    choice = _policy(r, on[0], _LOWS[on[0]]) if on else _policy(r, "", None)
+    choice = _policy(r, "", None)
+    for block in on:
+        choice = _if(on[block], _policy(r, block, _LOWS[block]), choice)
     if "bf16" in on:
         said = "an update that is not finite is skipped: the default since 0.19; before, it was applied"
         r.add("bf16.check_grad_overflow", True, said)
     if "fp16" in on:
-        r.transforms.append(_loss_scale(r))
+        r.transforms.append(_if(on["fp16"], _loss_scale(r), "step"))
         if r.take("fp16.auto_cast", False):
-            r.lines.append("fn = fz.compat.cast_inputs(fn, torch.float16)")
+            r.lines.append(f"fn = {_if(on['fp16'], 'fz.compat.cast_inputs(fn, torch.float16)', 'fn')}")
     if r.enabled("torch_autocast"):
         low = r.take("torch_autocast.dtype", None, _DTYPE)
         if low not in _LOWS.values():
@@ -83,6 +89,10 @@ def precision(r: Reading) -> str:
         if low == torch.float16:  # torch.amp.GradScaler's defaults
             r.transforms.append("fz.loss_scale(step, initial=2.0**16, interval=2000, minimum=2.0**-24)")
     return "" if choice == "fz.Policy()" else choice
+
+
+def _if(on: bool | Name, made: str, other: str) -> str:
+    return f"{made} if {on} else {other}" if isinstance(on, Name) else made
 
 
 def _policy(r: Reading, block: str, low: torch.dtype | None) -> str:
@@ -108,7 +118,7 @@ def _policy(r: Reading, block: str, low: torch.dtype | None) -> str:
 
 def _loss_scale(r: Reading) -> str:
     keys = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
-    power, window, least, hysteresis = [r.take(f"fp16.{key}", x, least=x != 16) for key, x in keys.items()]
+    power, window, least, hysteresis = [r.take(f"fp16.{key}", x, least=x != 16, open=True) for key, x in keys.items()]
     more = f", hysteresis={hysteresis!r}{', consecutive=True' * r.take('fp16.consecutive_hysteresis', False)}"
     if not r.take(f"{ZERO}.stage", 0):
         more = ""
