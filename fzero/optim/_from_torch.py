@@ -48,11 +48,11 @@ def from_torch(
         options: other arguments of the class, the same for all leaves. Use `fz.partition` for groups of leaves.
 
     Raises:
-        TypeError: not such a class. In `step.init`: options that it does not take. Also when torch.func differentiates
-            through an update: it writes in place and has no derivative.
-        ValueError: in `step.init`, the optimizer cannot update a leaf, as it needs a closure. In a step, it changes
-            a number or a flag in an attribute or a param group, or state of another param. A tensor or a list that it
-            keeps elsewhere, and other leaves that it goes by, are not seen.
+        TypeError: not such a class, or options that it does not take. Also when torch.func differentiates through an
+            update: it writes in place and has no derivative.
+        ValueError: the optimizer cannot update a leaf, as it needs a closure. In a step, it changes a number or a flag
+            in an attribute or a param group, or state of another param. A tensor or a list that it keeps elsewhere,
+            and other leaves that it goes by, are not seen.
 
     Example:
         >>> step = fz.train_step(lambda p: (p["w"] ** 2).sum(), fz.from_torch(torch.optim.RMSprop, 0.1, alpha=0.5))
@@ -64,6 +64,8 @@ def from_torch(
         raise wrong("from_torch", "optimizer", optimizer, "a class of torch.optim, such as torch.optim.NAdam")
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(sorted(options.items())))
+    if optimizer.__module__.startswith("torch."):  # others may take leaves of some shapes alone
+        own.begun({"a matrix": torch.ones(4, 6, dtype=torch.float64, device="cpu")})
     return whole(GradientTransformation(own.begun, own.update, None, own.label, own.metrics))
 
 

@@ -6,7 +6,6 @@ A leaf that was frozen for a while has seen fewer than the run: its bias correct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -100,7 +99,7 @@ def by_counts(
             numbers[kinds[-1]] = own(path) + 1
     made = {kind: update(number, like, *trees) for kind, number in (numbers or {None: count.value + 1}).items()}
 
-    def chosen(trees: Mapping[object, Any]) -> object:
+    def chosen(trees: Mapping[object, object]) -> object:
         if next(iter(trees.values())) is None:
             return None
         if isinstance(like, Sharded):

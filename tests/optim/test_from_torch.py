@@ -191,12 +191,12 @@ def test_a_schedule() -> None:
 
 def test_refused_by_name() -> None:
     for kind, options, said in (
-        (torch.optim.LBFGS, {}, r"torch.optim.LBFGS with {}, which could not update leaf 'b' by step\(\).*no closure"),
+        (torch.optim.LBFGS, {}, r"torch.optim.LBFGS with {}, which could not update leaf 'a matrix' by step\(\).*no closure"),
         (torch.optim.SparseAdam, {}, "torch.optim.SparseAdam .*could not update"),
         (torch.optim.SGD, {"beta": 1}, "torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
-            fz.train_step(loss, fz.from_torch(kind, 0.1, **options)).init(params())
+            fz.from_torch(kind, 0.1, **options)
     with pytest.raises(TypeError, match="from_torch: got optimizer="):
         fz.from_torch(torch.optim.SGD([torch.ones(1)], 0.1), 0.1)  # type: ignore[arg-type]
 
