@@ -99,7 +99,7 @@ def by_counts(
             numbers[kinds[-1]] = own(path) + 1
     made = {kind: update(number, like, *trees) for kind, number in (numbers or {None: count.value + 1}).items()}
 
-    def chosen(trees: Mapping[object, object]) -> object:
+    def chosen(trees: Mapping[object, Sharded]) -> object:
         if next(iter(trees.values())) is None:
             return None
         if isinstance(like, Sharded):
