@@ -225,7 +225,7 @@ def test_a_state_that_is_one_tensor_is_named_too() -> None:
         step(step.init(params(torch.float32, {"w": (2, 2)})), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("kept", [set(), torch.relu, np.float32(0.5)], ids=str)
+@pytest.mark.parametrize("kept", [set(), torch.relu, np.float32(0.5)], ids=["set", "function", "numpy"])
 def test_what_no_checkpoint_keeps_is_refused(kept: Any) -> None:
     own = fz.whole(fz.GradientTransformation(lambda p: {"seen": kept}, lambda g, s, p: (g, s)))
     with pytest.raises(TypeError, match=r"state of leaf 'w' begins with .*, expected tensors, numbers, strs"):
