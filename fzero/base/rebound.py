@@ -94,7 +94,7 @@ def _library_of(fn: object) -> str | None:
         return _library_of(fn.__self__) and _library_of(fn.__func__)
     module = fn.__globals__.get("__name__") if isinstance(fn, types.FunctionType) else type(fn).__module__
     name = str(module).partition(".")[0]
-    return name if name in ("torch", "fzero", "builtins", "functools") else None
+    return name if name in ("torch", "fzero", "builtins", "functools", "operator") else None
 
 
 def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:
