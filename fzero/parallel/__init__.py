@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism: linear maps between the ranks of a mesh axis, and what is made of them."""
 
+import fzero.parallel.first_run  # which steps then call by themselves
 from fzero.parallel.axis import axis
 from fzero.parallel.check import Report, check
 from fzero.parallel.cut import cut
-from fzero.parallel.first_run import check_first_run
 from fzero.parallel.huggingface import register_attention
 from fzero.parallel.loss import cross_entropy, weighted_mean
 from fzero.parallel.maps import all_to_all, copy, gather, reduce_scatter, ring_shift, split, sum
@@ -13,12 +13,10 @@ from fzero.parallel.sequence import shard_sequence
 from fzero.parallel.tiled import tiled, tiled_cross_entropy
 from fzero.parallel.types import AxisTypeError
 from fzero.parallel.ulysses import ulysses
-from fzero.table.placements import checks
 
 __all__ = [
     "AxisTypeError", "Report", "all_to_all", "attention", "axis", "check", "copy", "cross_entropy", "cut", "gather",
     "own_stream", "reduce_scatter", "register_attention", "ring", "ring_shift", "shard_sequence", "split", "sum",
     "tiled", "tiled_cross_entropy", "ulysses", "weighted_mean",
 ]
-checks.append(check_first_run)
 __dir__ = __all__.copy  # without the modules that the names come from

@@ -31,7 +31,7 @@ from fzero.parallel.played import need_one_process, proven
 from fzero.parallel.types import WHO, AxisTypeError, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
-from fzero.table.placements import Unchecked
+from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
@@ -174,3 +174,6 @@ def _need_invariant(outputs: object, over: Axis) -> None:
             continue
         source = "" if copied else own.leaf or str(own.source)
         raise AxisTypeError(varies(x, source, over.name, f" (from {own.source})"))
+
+
+checks.append(check_first_run)
