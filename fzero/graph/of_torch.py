@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
 CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
