@@ -82,10 +82,10 @@ class Flat:
             kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        leaves: list[Any] = [maker(rest, values) for maker in self._makers]
+        leaves = [maker(rest, values) for maker in self._makers]
         for i, kind in enumerate(kinds):
-            if kind in NUMBERS:
-                leaves[i] = kind(leaves[i])
+            if kind in NUMBERS and isinstance(x := leaves[i], torch.Tensor):
+                leaves[i] = kind(x)
         return pytree.unflatten(self.spec, leaves)
 
 

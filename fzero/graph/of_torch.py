@@ -55,7 +55,9 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Table) -> Any:
+def traced(
+    fn: Callable[..., object], given: Sequence[torch.Tensor], decompositions: Table
+) -> torch.fx.GraphModule:
     """The graph of torch's operators that a function calls; of in-place ones those that are not, instead.
 
     Another graph that is being traced around it sees nothing of it.
@@ -69,7 +71,7 @@ def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Table) -> Any
         return module
 
 
-def _writes(node: Any) -> bool:
+def _writes(node: torch.fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
@@ -111,7 +113,7 @@ def draw_in_place(graph: torch.fx.Graph) -> None:
             node.target = _bernoulli
 
 
-def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
+def by_inductor(module: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
     """A graph compiled by Inductor: `run(list) -> outputs`, which empties the list.
 
     Args:
