@@ -23,8 +23,8 @@ Count = int | float | torch.Tensor
 class Flat:
     """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
 
-    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers
-    are values, but for tensors that are known for one.
+    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values, but for
+    tensors that are known for one.
 
     Attributes:
         tensors: all of them.

@@ -16,6 +16,7 @@ from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import tracing
 from fzero.graph.flatten import value_of
+from fzero.graph.numbers import written_out
 from fzero.graph.programs import Programs, place
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.graph.signatures import ambient_of, closed_over, meta_of
@@ -53,7 +54,7 @@ class Jit(Programs[Program]):
     def _given(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
         """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
         first = int(step.carries)
-        return *inputs[:first], *self.taken(inputs[first:])
+        return *[pytree.map_leaves(written_out, x) for x in inputs[:first]], *self.taken(inputs[first:])
 
     def run(
         self,

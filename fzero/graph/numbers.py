@@ -22,13 +22,18 @@ _MADE = torch.tensor, torch.as_tensor, torch.asarray
 _OF_BOOLS = ("bitwise_", "__and", "__or", "__xor", "logical_")  # which Python has for bools, too
 
 
-def as_tensor(x: Value) -> Value:
-    """An int or a float as a tensor that is known for one; a tensor with its values written out."""
-    if isinstance(x, torch.Tensor):
-        return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+def written_out(x: object) -> object:
+    """A tensor, as of a conjugate, with its values in memory."""
+    return x.resolve_conj().resolve_neg() if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) else x
+
+
+def as_tensor(x: Value) -> object:
+    """An int or a float as a tensor that is known for one; a tensor with its values in memory."""
+    if type(x) not in (int, float):
+        return written_out(x)
     if type(x) is int and not -(2**63) <= x < 2**63:
         raise ValueError(f"jit: got {x} among the inputs, expected at most 64 bits. Give a float, or make it static.")
-    return marked(torch.tensor(x, dtype=_WIDE[type(x)], device="cpu"), type(x)) if type(x) in (int, float) else x
+    return marked(torch.tensor(x, dtype=_WIDE[type(x)], device="cpu"), type(x))
 
 
 def marked(x: torch.Tensor, kind: type | None) -> torch.Tensor:

@@ -55,9 +55,7 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def traced(
-    fn: Callable[..., object], given: Sequence[torch.Tensor], decompositions: Table
-) -> torch.fx.GraphModule:
+def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositions: Table) -> torch.fx.GraphModule:
     """The graph of torch's operators that a function calls; of in-place ones those that are not, instead.
 
     Another graph that is being traced around it sees nothing of it.
