@@ -39,8 +39,9 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
     without `jit`.
 
     - Each set of shapes, dtypes, devices and static values is traced once. `traces` counts them.
-    - What is no tensor is static: another number of Python is traced anew. Give one that changes as a tensor. Counts of
-      updates are inputs of the graph.
+    - Numbers of Python among the inputs, rates and counts of updates are inputs of the graph: another value traces
+      nothing. An input in `static_argnums` is part of the signature. So is what is no tensor, int or float: a bool, a
+      complex number, a string, None.
     - No value decides anything. A branch by a value, `.item()` or a shape by values is refused with your line.
     - A tensor that the function closes over is an input of the graph. Write nothing to it.
 
@@ -50,8 +51,8 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
             `"graph"` runs torch's operators one by one: the bits of the step without `jit`. None takes Inductor if
             there is a compiler.
         fallback: True runs a function that cannot be traced without a graph, with one warning.
-        static_argnums: numbers of the inputs, counted without the state for a step, that are meant to be static. A
-            tensor in one of them is refused.
+        static_argnums: numbers of the inputs, counted without the state for a step, that are static. A tensor in one
+            of them is refused.
 
     Returns:
         A step, or a function with the arguments of `f`. Both have `traces`, `graph(*args)` (a

@@ -96,9 +96,9 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def map_leaves(fn: Callable[[object], object], tree: object) -> object:
+def map_leaves(fn: Callable[[object], object], tree: object, is_leaf: Test | None = None) -> object:
     """`fn` over the leaves, None counted; the tree itself where it changes none of them."""
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten(tree, is_leaf)
     new = [fn(leaf) for leaf in leaves]
     return tree if all(a is b for a, b in zip(leaves, new, strict=True)) else unflatten(spec, new)
 

@@ -16,7 +16,7 @@ from fzero.graph import of_torch
 from fzero.graph.nodes import draws
 from fzero.graph.trace import OWN_GENERATOR
 
-one_at_a_time = threading.RLock()  # torch's regions is one for all threads; no rank waits for another in a trace
+one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
     "jit: the function exchanges values between ranks by torch.distributed or a synchronised batch norm, which graphs "
     "do not take. Take the maps of fz.parallel, or leave jit out."
@@ -51,7 +51,7 @@ def tracing() -> Iterator[None]:
             raise ValueError(
                 f"jit: the function{place_of(error)} {what} ({operator}), and a graph has none. Write torch.where(...) "
                 "in the place of a branch or a mask, and leave .item() and float(...) out; a number that shapes depend "
-                "on is a static argument: one of Python."
+                "on is a static argument (static_argnums=)."
             ) from error
         if CHECKPOINTS in str(error):
             raise ValueError(CHECKPOINTS) from error
@@ -66,7 +66,8 @@ def tracing() -> Iterator[None]:
             ) from error
         raise ValueError(
             f"jit: the function{place_of(error)} cannot be traced: {type(error).__name__}: {error} In a trace tensors "
-            "have no values and no memory. Leave that line to torch's operators, or out of the function."
+            "have no values and no memory. Leave that line to torch's operators, or out of the function; a number of "
+            "Python that it takes is a static argument (static_argnums=)."
         ) from error
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
+from fzero.graph.numbers import NUMBERS, number_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.transforms.loss_scale import ScaleState
@@ -22,10 +23,12 @@ Count = int | float | torch.Tensor
 class Flat:
     """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
 
-    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values.
+    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values, but for
+    tensors that are known for one.
 
     Attributes:
         tensors: all of them.
+        leaves: of each a number's type, "tensor", or None of states and values.
         counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
@@ -64,20 +67,26 @@ class Flat:
             elif isinstance(leaf, torch.Tensor):
                 self.tensors.append(leaf)
                 self._makers.append(lambda rest, _: next(rest))
-                forms.append("tensor")
+                forms.append(number_of(leaf) or "tensor")
             else:
                 self._makers.append(lambda _, __, leaf=leaf: leaf)
                 forms.append(value_of(leaf))
+        self.leaves = tuple([form if form in ("tensor", *NUMBERS) else None for form in forms])
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
-    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
+    def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[object] = ()) -> Any:
         """The tree again, with other tensors.
 
         Args:
             values: whether counts become numbers.
+            kinds: the types of the leaves, of which numbers of Python are some.
         """
         rest = iter(tensors)
-        return pytree.unflatten(self.spec, [maker(rest, values) for maker in self._makers])
+        leaves = [maker(rest, values) for maker in self._makers]
+        for i, kind in enumerate(kinds):
+            if kind in NUMBERS and isinstance(x := leaves[i], torch.Tensor):
+                leaves[i] = kind(x)
+        return pytree.unflatten(self.spec, leaves)
 
 
 def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
@@ -86,10 +95,9 @@ def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], value
     return _with_counts(state, every, values)
 
 
-def kinds_of(tree: object) -> list[bool]:
-    """Of each leaf of a result whether it is a tensor; None of states."""
-    leaves = pytree.flatten(tree, is_leaf=is_state)[0]
-    return [isinstance(leaf, torch.Tensor) for leaf in leaves]
+def kinds_of(tree: object) -> list[type]:
+    """The types of a result's leaves."""
+    return [type(leaf) for leaf in pytree.flatten(tree, is_leaf=is_state)[0]]
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.effects import OverAxes
 from fzero.graph.errors import need_plain, need_streams, tracing
-from fzero.graph.flatten import Flat, kinds_of, over_axes
+from fzero.graph.flatten import Flat, is_state, kinds_of, over_axes
+from fzero.graph.numbers import NUMBERS, as_tensor, marked, number_of
 from fzero.graph.programs import Programs, place
 from fzero.graph.regions import Inline
 from fzero.graph.run import compiled_call
@@ -56,18 +58,26 @@ class Function(Programs[Made]):
         make = lambda: self._programs.get(key) or self._add(key, given)
         others = here is not None and bool(self.traces)
         out, made = self.called(name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, others)
-        if made is None or out is not None:
-            if made is not None and kinds_of(out) != [form == "tensor" for form in made.result.form[1]]:
+        if made is None:
+            return out
+        known, leaves = self._begun.setdefault(first, {}), made.result.leaves
+        if out is None and here is None and leaves not in known:  # of other shapes, which return something else
+            out = self.fn(*args, **kwargs)
+        if out is not None:
+            kinds = kinds_of(out)
+            pairs = zip(leaves, kinds, strict=False)
+            same = [kind in NUMBERS or issubclass(kind, torch.Tensor) == bool(own) for own, kind in pairs]
+            if len(leaves) != len(kinds) or not all(same):
                 raise ValueError(
-                    f"jit: {name_of(self.fn)} returns other leaves in a graph than without, or a number that is a "
-                    "tensor there. Let nothing but its arguments decide what it returns, and return the state instead "
-                    "of a count of its updates."
+                    f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
+                    "arguments decide what it returns."
                 )
+            known[leaves] = kinds
             return out
         axes = made.effects.axes_of_run(given.axes)
         with torch.no_grad(), made.effects.running(axes, given.updates):
             out = made.run([x.detach() for x in given.tensors])
-        out = made.result.made(out, values=True)
+        out = made.result.made(out, values=True, kinds=known.get(leaves, leaves))
         return over_axes(out, {old.identity: axis for old, axis in zip(made.effects.axes, axes, strict=True)})
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
@@ -84,8 +94,8 @@ class Function(Programs[Made]):
         return self._programs.get(key) or self._add(key, given)
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Flat, Key]:
-        self.need_static(args)
-        given = Flat((args, dict(kwargs)))
+        named = pytree.map_leaves(as_tensor, dict(kwargs), is_state)
+        given = Flat((self.taken(args, is_state), named))
         metas = tuple(map(meta_of, given.tensors))
         return given, (metas, (given.form, place()), ambient_of("cpu"), closed_over(self.fn))
 
@@ -100,7 +110,7 @@ class Function(Programs[Made]):
         table = of_torch.decompositions(self.backend)
         for inline in (False, True):
             with tracing(), during(pieces.heard, self._heard), (mode := of_torch.fake_mode()):
-                own = [mode.from_tensor(x.detach()) for x in given.tensors]
+                own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 regions = StepRegions(mode, table, inline, effects := OverAxes(given.axes))
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:

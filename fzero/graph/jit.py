@@ -16,6 +16,7 @@ from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import tracing
 from fzero.graph.flatten import value_of
+from fzero.graph.numbers import written_out
 from fzero.graph.programs import Programs, place
 from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
 from fzero.graph.signatures import ambient_of, closed_over, meta_of
@@ -51,9 +52,9 @@ class Jit(Programs[Program]):
         return verb, step.fn, state.layout, rows, spec, *own
 
     def _given(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
-        """Inputs, with the values of conjugates written out."""
-        self.need_static(inputs[int(step.carries) :])
-        return tuple([pytree.map_leaves(_written_out, x) for x in inputs])
+        """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
+        first = int(step.carries)
+        return *[pytree.map_leaves(written_out, x) for x in inputs[:first]], *self.taken(inputs[first:])
 
     def run(
         self,
@@ -106,6 +107,8 @@ class Jit(Programs[Program]):
             need_traceable(step, state)
         make = lambda: self._program(key, step, state, given, wanted, seed)
         out, program = self.called(step.name, first, own, make)
+        if verb == "vjp" and out is not None and program is not None:
+            program.need_dtypes(out.meta)
         return go(program, given) if out is None and program is not None else out
 
     def _program(
@@ -144,10 +147,6 @@ class Jit(Programs[Program]):
         given = self._given(step, Carry(step, state).given(next(iter(parts))))
         key = self._key("vjp", step, state, given, ())
         return self._program(key, step, state, given, [], seed_of(state, 0, 0))
-
-
-def _written_out(x: object) -> object:
-    return x.resolve_conj().resolve_neg() if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) else x
 
 
 def need_traceable(step: Spec, state: TrainState) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
 CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
@@ -54,7 +55,7 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Table) -> Any:
+def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositions: Table) -> torch.fx.GraphModule:
     """The graph of torch's operators that a function calls; of in-place ones those that are not, instead.
 
     Another graph that is being traced around it sees nothing of it.
@@ -68,7 +69,7 @@ def traced(fn: Any, given: Sequence[torch.Tensor], decompositions: Table) -> Any
         return module
 
 
-def _writes(node: Any) -> bool:
+def _writes(node: torch.fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
@@ -110,7 +111,7 @@ def draw_in_place(graph: torch.fx.Graph) -> None:
             node.target = _bernoulli
 
 
-def by_inductor(module: Any, given: Sequence[torch.Tensor]) -> Any:
+def by_inductor(module: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
     """A graph compiled by Inductor: `run(list) -> outputs`, which empties the list.
 
     Args:

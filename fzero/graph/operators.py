@@ -16,6 +16,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from fzero.base.context import variable
+from fzero.graph.numbers import marked, number_of
 
 
 class Effect(NamedTuple):
@@ -35,7 +36,8 @@ tracing: contextvars.ContextVar[Any] = variable("tracing", None)  # the `Regions
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return marked(made, kind) if (kind := number_of(x)) else made
 
 
 def _come(effect: int) -> list[torch.Tensor]:

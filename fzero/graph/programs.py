@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated
 from fzero.comm import backend, pieces
+from fzero.graph.numbers import as_tensor
 
 P = TypeVar("P")
 MANY, KEPT = 10, 64  # traces that are said; programs that are kept
@@ -32,7 +33,7 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
-        self._begun: dict[object, None] = {}  # what had its first run
+        self._begun: dict[object, dict[object, list[type]]] = {}  # what had its first run; results there, of functions
         self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
@@ -51,7 +52,7 @@ class Programs(Generic[P]):
         if first not in self._begun:
             with during(pieces.heard, self._heard):
                 out = own()
-            self._begun[first] = None
+            self._begun[first] = {}
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
         try:
@@ -63,11 +64,13 @@ class Programs(Generic[P]):
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
             return own() if out is None else out, None
 
-    def need_static(self, inputs: Sequence[object]) -> None:
-        """Refuses tensors among the inputs that are said to be static."""
+    def taken(self, inputs: Sequence[object], is_leaf: pytree.Test | None = None) -> list[object]:
+        """Inputs with numbers of Python as tensors, but for those that are static."""
         for i in self.static:
             if i < len(inputs) and pytree.tensors_in(inputs[i]):
                 raise ValueError(f"jit: got a tensor in input {i}, which is static; expected values, such as numbers.")
+        own = enumerate(inputs)
+        return [x if i in self.static else pytree.map_leaves(as_tensor, x, is_leaf) for i, x in own]
 
     def add(self, key: object, program: P, now: Callable[[], str]) -> P:
         """Keeps a program.

@@ -19,6 +19,7 @@ from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import of_torch, operators, program
+from fzero.graph.nodes import result_of
 from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
 from fzero.graph.regions import Inline
 from fzero.graph.trace import Traced
@@ -71,6 +72,17 @@ class Program:
         real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
         collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
         return outputs.join(real, still), others.join(aux), collected
+
+    def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
+        """Refuses outputs of other dtypes than a run without a graph has."""
+        outs = result_of(self.traced.forward)
+        for i, (_, dtype, _) in zip(self.traced.real, meta, strict=True):
+            if (got := outs[i].meta["val"].dtype) != dtype:
+                raise ValueError(
+                    f"jit: output {i} has {got} in the graph, and {dtype} without. A number of Python among the inputs "
+                    "is a 0-d tensor there: where the function asks for its type, make it a static argument "
+                    "(static_argnums=)."
+                )
 
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""

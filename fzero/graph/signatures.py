@@ -9,6 +9,8 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
+from fzero.graph.numbers import number_of
+
 _NUMBERS = int, float, complex, bool
 _VALUES = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
@@ -16,7 +18,7 @@ _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 def meta_of(x: torch.Tensor) -> tuple[object, ...]:
     """What a trace depends on of a tensor."""
-    return tuple(x.shape), x.stride(), x.dtype, x.device
+    return tuple(x.shape), x.stride(), x.dtype, x.device, number_of(x)
 
 
 def ambient_of(device: str) -> tuple[object, ...]:

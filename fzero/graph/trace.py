@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fzero.graph import of_torch, operators
 from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
+from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
@@ -68,13 +69,16 @@ def trace(
         still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
     """
     real: list[int] = []
+    kinds: list[type | None] = []  # of outputs that are numbers of Python
     count = 0
 
     def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
         nonlocal count
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            outs, places, others = fn(own)
+            with Made(), Numbers():
+                outs, places, others = fn(own)
+            kinds[:] = map(number_of, outs)
             outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
             places = [i for i in places if not of_torch.is_constant(outs[i])]
         real[:], count = places, len(outs)
@@ -96,7 +100,9 @@ def trace(
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            outs = fn(every)
+            with Made(), Numbers():
+                outs = fn(every)
+            kinds[:] = map(number_of, outs)
             reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
             kept = [x for x, own in zip(outs, reals, strict=True) if own]
             others = [x for x, own in zip(outs, reals, strict=True) if not own]
@@ -135,6 +141,9 @@ def trace(
             node.meta.setdefault("val", value)
         if node.target in operators.EFFECTS:
             node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]
+    for out, kind in zip(outs, kinds, strict=True):
+        if kind and isinstance(out, Node):
+            marked(out.meta["val"], kind)
     parts = outs, tangents, grads
     return _parted(module, *parts, real, recompute, free, stays, bool(decompositions))  # type: ignore[arg-type]
 
