@@ -231,6 +231,13 @@ def transforms() -> bool:
     return forward or _functorch.peek_interpreter_stack() is not None
 
 
+def only_maps() -> bool:
+    """Tells whether no transform is active here but maps, which take no derivative."""
+    keys = [each.key() for each in _functorch.get_interpreter_stack() or ()]
+    forward = torch.autograd.forward_ad._current_level >= 0 and not _shared_level
+    return not forward and set(keys) <= {_functorch.TransformType.Vmap}
+
+
 def transform_of(tensor: torch.Tensor) -> str | None:
     """The active transform that this tensor takes part in, by its name; None for one that is a constant to all.
 

@@ -170,7 +170,7 @@ def _refuse_of_others(step: Spec, state: TrainState) -> None:
     for extra in step.extras:
         if any(map(is_others, (extra.update, extra.changes, extra.scale))):
             own.append(f"the update of state.extra[{extra.name!r}] ({extra.source})")
-    if own:
+    if own and not private.only_maps():
         raise TypeError(
             f"step.update: {own[0]} is your own, torch.func goes on through this step, and each rank has a slice of "
             "the leaves, so that the derivative of a tensor that it holds would be a part of the whole one; expected "
