@@ -227,15 +227,7 @@ will_run: Callable[[object], bool] = torch._C._will_engine_execute_node  # type:
 
 def transforms() -> bool:
     """Tells whether any transform is active here: a functorch level, or forward-mode AD."""
-    forward = torch.autograd.forward_ad._current_level >= 0 and not _shared_level
-    return forward or _functorch.peek_interpreter_stack() is not None
-
-
-def only_maps() -> bool:
-    """Tells whether no transform is active here but maps, which take no derivative."""
-    keys = [each.key() for each in _functorch.get_interpreter_stack() or ()]
-    forward = torch.autograd.forward_ad._current_level >= 0 and not _shared_level
-    return not forward and set(keys) <= {_functorch.TransformType.Vmap}
+    return forward_mode() or _functorch.peek_interpreter_stack() is not None
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

@@ -60,3 +60,10 @@ def prepare_for_fakes() -> None:
 def isolate_group_names(on: bool) -> None:
     """Whether names of process groups are each thread's own, or the process's."""
     torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
+
+
+def only_maps() -> bool:
+    """Tells whether no transform is active here but maps, which take no derivative."""
+    functorch = torch._C._functorch  # type: ignore[attr-defined]
+    keys = {each.key() for each in functorch.get_interpreter_stack() or ()}
+    return keys <= {functorch.TransformType.Vmap} and not private.forward_mode()

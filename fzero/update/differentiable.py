@@ -12,6 +12,7 @@ from fzero.base.arguments import as_float64
 from fzero.base.context import jitting
 from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
+from fzero.base.thread_state import only_maps
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
@@ -170,7 +171,7 @@ def _refuse_of_others(step: Spec, state: TrainState) -> None:
     for extra in step.extras:
         if any(map(is_others, (extra.update, extra.changes, extra.scale))):
             own.append(f"the update of state.extra[{extra.name!r}] ({extra.source})")
-    if own and not private.only_maps():
+    if own and not only_maps():
         raise TypeError(
             f"step.update: {own[0]} is your own, torch.func goes on through this step, and each rank has a slice of "
             "the leaves, so that the derivative of a tensor that it holds would be a part of the whole one; expected "
