@@ -162,7 +162,7 @@ def _need_one_process(
     except AxisTypeError as error:
         raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
     except Exception as error:
-        raise AxisTypeError(f"{begin}, and values cannot tell: {first_words(error)}. {instead}", place) from error
+        raise AxisTypeError(f"{begin}, and values cannot tell: {error} {instead}", place) from error
 
 
 def _need_invariant(outputs: object, over: Axis) -> None:

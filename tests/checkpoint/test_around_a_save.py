@@ -407,6 +407,7 @@ def test_a_folder_that_is_restored_from_while_another_run_saves_there(tmp_path: 
     def saves() -> None:
         for number in range(1, 40):
             fz.Checkpoints(tmp_path, keep=1).save(state.replace(step=number), number)
+            time.sleep(0.03)  # else each may be gone before a busy machine has read it
         ended.set()
 
     def rank_main(rank: int) -> None:
