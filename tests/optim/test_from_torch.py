@@ -191,7 +191,7 @@ def test_a_schedule() -> None:
 
 def test_refused_by_name() -> None:
     for kind, options, said in (
-        (torch.optim.LBFGS, {}, r"torch.optim.LBFGS with {}, which could not update .* by step\(\).*no closure"),
+        (torch.optim.LBFGS, {}, r"LBFGS with {}, which could not update leaf 'a matrix' by step\(\).*no closure"),
         (torch.optim.SparseAdam, {}, "torch.optim.SparseAdam .*could not update"),
         (torch.optim.SGD, {"beta": 1}, "torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"),
     ):
