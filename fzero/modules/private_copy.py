@@ -47,12 +47,16 @@ def private_copy(
 
     Args:
         stand_ins: id of a tensor -> what stands for it in the copy. Those that stand in the module already stay.
+
+    Raises:
+        ValueError: a dict or a set of the module has a param as its key.
     """
     with private.below_transforms(), private.outside_inference(), torch.no_grad():
         memo: dict[int, Any] = dict(stand_ins)
         constants = list[Constant]()
         names = {id(x): f"its buffer {name!r}" for name, x in module.named_buffers()}
         trained = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)  # by their memory
+        params = {id(x): name for name, x in module.named_parameters()}
         for name, x in module.named_parameters():
             trained[storage_of(x) if x.requires_grad else 0].append((name, x))
         for way, x in _reached(module, through_functions=False):
@@ -64,6 +68,11 @@ def private_copy(
                     continue
                 memo[id(x)] = _copied(x)
                 constants.append(Constant(names.get(id(x), f"the tensor of {way}"), memo[id(x)], x))
+            elif isinstance(x, (dict, set, frozenset)) and (keys := [k for k in map(id, x) if k in params]):
+                raise ValueError(
+                    f"fz.functional: {way} finds something by param {params[keys[0]]!r} itself, in a dict or a set. "
+                    "A param is another tensor in each call, and would not be found. Use its name as the key."
+                )
         return _by_attributes(module, memo), constants
 
 

@@ -280,11 +280,22 @@ def lazy() -> nn.Module:
     return module
 
 
+def keyed(kind: Callable[[list[Any]], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        module: Any = Net()
+        module.table = [kind([module.blocks[0].lin.weight])]
+        return module
+
+    return make
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook on a gradient": (grad_hook, r"param 'gain' has a hook on its gradient.*step\.update"),
     "a lazy module": (lazy, r"submodule 'blocks\.0\.later' \(LazyLinear\) has a lazy 'weight'.*Call the module once"),
     "a ScriptModule": (scripted, r"submodule 'scripted' is a ScriptModule.*fz\.compile"),
     "a compiled module": (lambda: torch.compile(Net()), r"compiled by torch\.compile.*_orig_mod"),  # type: ignore[dict-item]
+    "a dict of params": (keyed(dict.fromkeys), r"attribute 'table' .* param 'blocks\.0\.lin\.weight' itself.*its name"),
+    "a set of params": (keyed(set), r"attribute 'table' .* param 'blocks\.0\.lin\.weight' itself.*its name"),
     "a DataParallel": (lambda: nn.DataParallel(Net()), r"is a DataParallel.*\.module"),
 }
 
