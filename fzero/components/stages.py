@@ -174,10 +174,9 @@ def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Time
                 own = [span for span in own if span[0].stage != stage] + found
         return Timeline([(schedule.place_of(task.stage), task, start, end) for task, start, end in own], "measured")
     call.line.begin_call("a timeline")
-    said, places = call.agreed([(list(task), start, end) for task, start, end in own]), {}
-    for seat, spans in zip(call.line.seats, said, strict=True):
-        places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
-    return Timeline([span for spans in places.values() for span in spans], "measured")
+    said = call.agreed([(list(task), start, end) for task, start, end in own])
+    spans = [(place, Task(*task), *times) for place, rank in enumerate(call.line.ranks) for task, *times in said[rank]]
+    return Timeline(spans, "measured")
 
 
 def init_stage(c: int, stage: Stage, params: object, seed: int, sync: bool) -> State:
