@@ -70,11 +70,12 @@ def is_close(one: Digest, other: Digest) -> bool:
 def unlike(component: str, what: object, sums: list[float]) -> str:
     """What is said of what ranks should have alike."""
     return (
-        f"component {component!r}: {what} differs between ranks that have the same examples: its elements, taken times "
-        f"weights, add up to {sums}; expected the same on all. Put pieces together in the function (fz.parallel.gather "
-        "or sum), and give what all of these ranks have, inputs and params, to a part that is cut over them by "
-        "fz.parallel.copy; or split batches over these ranks, too, say in out_specs= that each of them has its own "
-        "piece, and in fz.shard_tensor which leaves are cut."
+        f"component {component!r}: {what} differs between ranks that have the same examples, or that return it without "
+        f"a dim of theirs: its elements, taken times weights, add up to {sums}; expected the same on all. Put pieces "
+        "together in the function (fz.parallel.gather or sum), and give what all of these ranks have, inputs and "
+        "params, to a part that is cut over them by fz.parallel.copy; or split batches over these ranks, too, say in "
+        "out_specs= that each of them has its own piece, and in fz.shard_tensor which leaves are cut. Return a whole "
+        "number or a bool with a dim of examples, or as a floating tensor."
     )
 
 

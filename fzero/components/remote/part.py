@@ -186,8 +186,6 @@ class Part:
         tensor = tensor.detach()
         if dims is not None:
             dims = need_dims(dims, tensor.shape, f"fz.remote: a tensor of the {what}")
-        if not tensor.ndim and operands.shares and not pytree.is_real(tensor):
-            return Piece("alike", tensor)
         if not tensor.ndim and pytree.is_real(tensor):
             names = dict.fromkeys([name for own in operands.shares for name in own])
             axes = tuple([name for name in names if name in self.place.averaged])
@@ -200,7 +198,7 @@ class Part:
         """By what a cotangent of an output is multiplied."""
         if piece.kind == "mean":
             return piece.weight
-        return 1.0 / self.place.copies(axes_of(piece.dims)) if piece.kind == "block" else 1.0
+        return 1.0 / self.place.copies(axes_of(piece.dims))
 
     def _digested(self, piece: Piece) -> Piece:
         """A piece with its digest, where other ranks should have the same tensor."""

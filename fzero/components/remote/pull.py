@@ -141,7 +141,7 @@ class Puller:
             shape = layout.shape if box is None else [stop - start for start, stop in box]
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device=self.device)
         parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in blocks]
-        made = joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
+        made = joined(layout, box, parts)  # type: ignore[arg-type]
         return made.to(self.device)  # also where it has no elements, which nobody sent
 
     def _computed(self, leaf: Leaf, tensors: Iterator[torch.Tensor]) -> Any:

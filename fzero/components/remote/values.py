@@ -24,8 +24,7 @@ class Piece(NamedTuple):
 
     Attributes:
         kind: how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of
-            the ranks that have the same, where they are "added"; "mean" is an average by weights; of "alike" any one
-            is it, once all were compared.
+            the ranks that have the same, where they are "added"; "mean" is an average by weights.
         dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
         digest: of what other ranks have, too.
     """
