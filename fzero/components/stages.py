@@ -11,7 +11,7 @@ from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
 from fzero.components.parts import PipelineState
 from fzero.components.remote.component import RemoteComponent
-from fzero.components.remote.handle import RemoteState, RemoteTree, Value, squares_on
+from fzero.components.remote.handle import RemoteState, RemoteTree, squares_on
 from fzero.components.remote.pullback import RemotePasses
 from fzero.engine.carry import refuse_carry
 from fzero.engine.passes import Passes
@@ -93,8 +93,7 @@ class LocalStage:
         return Weighed(grads, over_ranks(squares, grads), squares, known_metrics(self.step, state))
 
     def update(self, state: State, weighed: Weighed, norm: object) -> Updated:
-        known = norm.fetched() if isinstance(norm, Value) else norm
-        return apply_update(self.step, state, weighed.grads, known, (weighed.by_leaf.sum(), weighed.own))
+        return apply_update(self.step, state, weighed.grads, norm, (weighed.by_leaf.sum(), weighed.own))
 
     def add_grads(self, state: State, grads: Grads) -> State:
         return self.step.add_grads(state, grads)

@@ -336,7 +336,6 @@ class Group:
         self.need_alive()
         with self._told():
             (tensor,) = self.puller.pulled([(leaf, whole)])
-        assert tensor is not None
         return tensor.clone()  # it may be the very value that lies there
 
     @contextlib.contextmanager

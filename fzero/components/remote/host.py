@@ -20,7 +20,7 @@ from fzero.components.remote.failure import Failed, Failure, failure_of, first_o
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import NOTICED, Arguments, Message, Place, Settings
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.pull import Arrived, Puller, whole
+from fzero.components.remote.pull import Arrived, Puller
 from fzero.components.remote.streams import Bringing, device_of, used_here
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
@@ -234,9 +234,6 @@ class Host:
             pulled, where = objects["pullback"], (self.place, self.puller, self.identity)
             assert isinstance(pulled, Pulled)
             out.cotangent = brought_cotangent(pulled, skeleton, leaves, *where)
-        if "norm" in given:
-            (norm,) = self.puller.pulled([(given["norm"], whole)])
-            out.options = {**out.options, "grad_norm": norm}
         return out
 
     # ---- calls
