@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
@@ -18,7 +17,6 @@ from fzero.components.remote.values import Box, Name
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
 Reads = dict[tuple[str, int], dict[tuple[Name, Box | None], torch.Tensor | None]]  # of a component's rank
-Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those that means are taken over; digests
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 

@@ -73,7 +73,6 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
-        self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
         self.ready: dict[torch.device, torch.Event] = {}  # by GPU, once its values will be there
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}

@@ -217,7 +217,8 @@ def _pass_grads(part: Part, operands: Operands) -> Results:
 
 def _gather(part: Part, operands: Operands) -> Results:
     skeleton, leaves = packed(gather(_tree(operands), operands.options["pattern"]), _is_tensor, "gather")
-    return Results({place: whole(x) for place, x in enumerate(leaves, 1)}, (skeleton,))
+    pieces = [whole(x) if part.place.means == part.ranks else part.digested(whole(x)) for x in leaves]
+    return Results({**dict(enumerate(pieces, 1))}, (skeleton,))
 
 
 def _tree(operands: Operands) -> Any:
@@ -267,4 +268,3 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "save": _save,
     "load": _load,
 }
-SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such
