@@ -307,7 +307,7 @@ class Pipeline:
             own, given, ct = constants_of(self._own, self._line is None, "pipeline", state, both)
             losses = Losses(self._micro, ct)
             call = self._call(own, given, (), rng, True, records, losses.note)
-            losses.begin(call.shares, call.counts)
+            losses.begin(call.counts)
             return call, losses
 
         call, losses = told(self._line, "the pipeline's step", begun)
@@ -344,7 +344,7 @@ def pipeline(
         schedule: from `fz.schedules`, or your own.
         groups: where stages run. None: all in this process, on each rank with its share of the batch. `mesh["pp"]`, a
             mesh of one axis: rank i of it is place i of the schedule, and steps may be sharded over the other axes. Or
-            a list of ranks for each place: `[[0], [1, 2]]`.
+            a list of one rank for each place: `[[0], [1]]`.
         inputs: `{stage: inputs that it takes, by number}`.
         skips: `{(stage, item): later stage or stages}`: an item of a stage's output that goes there instead of to the
             next.

@@ -35,8 +35,6 @@ exchanges: contextvars.ContextVar[Callable[[], object] | None] = variable("excha
 means: contextvars.ContextVar[tuple[int, bool]] = variable("means", (1, False))
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
-# takes (axis, name of a map, its dim) of what a running function calls over an axis that its step takes means over
-over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("over_means", None)
 # the same axes, where examples are differentiated one by one, which are others on each rank
 one_by_one: contextvars.ContextVar[tuple[Members, ...]] = variable("one_by_one", ())
 # copies of modules, by their functions, that only the run has which goes on: it leaves nothing in those of other runs

@@ -51,9 +51,10 @@ def as_said(kind: str, text: str) -> Exception:
     ours = {each.__name__: each for each in (DamagedCheckpoint, NoCheckpoint)}
     own = ours.get(kind) or getattr(builtins, kind, RuntimeError)
     try:
-        return own(text)
-    except TypeError:
-        return RuntimeError(text)
+        error = own(text)
+    except TypeError:  # UnicodeDecodeError and the like
+        error = None
+    return error if isinstance(error, Exception) else RuntimeError(text)
 
 
 def filled(

@@ -19,7 +19,7 @@ from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.together import NAME as TOGETHER
-from fzero.checkpoint.write import abandon, write
+from fzero.checkpoint.write import write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
@@ -100,29 +100,22 @@ class Saving:
     """
 
     def __init__(self, folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
-        self.path, self._folder, self._board = folder.path, folder, board
+        self.path = folder.path
         self._error: BaseException | None = None
         self._process = os.getpid()
-        self._told, self._ended, self._begun = False, threading.Event(), threading.Lock()
+        self._told, self._ended = False, threading.Event()
         # the interpreter waits for it, and nothing but it holds the state
-        self._thread = threading.Thread(target=self._run, args=([snapshot], then), name="fzero-save")
+        self._thread = threading.Thread(target=self._run, args=(folder, [snapshot], board, then), name="fzero-save")
+        self._thread.start()
 
-    def _begin(self, rank: int, ranks: int) -> None:
+    def _run(
+        self, folder: Folder, snapshot: list[Snapshot], board: Board, then: Callable[[], None] | None
+    ) -> None:
         try:
-            self._thread.start()
-        except BaseException as error:  # an interrupt, perhaps with the thread there, or none can start
-            if self._begun.acquire(blocking=False):  # it will not write: the other ranks would wait for this one
-                self._forget()
-                abandon(self._folder, self._board, rank, ranks, error)
-            raise
-
-    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None) -> None:
-        if not self._begun.acquire(blocking=False):
-            return
-        try:
-            write(self._folder, snapshot.pop(), self._board, then)
+            write(folder, snapshot.pop(), board, then)
         except BaseException as error:
-            self._error = _without_frames(error)  # which hold the state
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # whose frames hold the state
+            self._error = error
         finally:
             self._ended.set()
 
@@ -169,18 +162,6 @@ class Saving:
 
     def __repr__(self) -> str:
         return f"Saving({self.path!r}, {'ended' if self.done else 'under way'})"
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The same error, and what led to it, without the frames that they came through."""
-    seen, todo = set[int](), [error]
-    while todo:
-        own = todo.pop()
-        if id(own) not in seen:
-            seen.add(id(own))
-            own.__traceback__ = None
-            todo += [other for other in (own.__cause__, own.__context__) if other is not None]
-    return error
 
 
 _last: dict[int, Saving] = {}  # of each rank, until somebody has waited for it
@@ -239,8 +220,7 @@ def begin(
         raise error
     assert snapshot is not None
     board = Board(token, everyone.count, everyone.timeout, everyone.number)
-    _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)  # before it begins: it may be interrupted
-    saving._begin(everyone.number, everyone.count)
+    _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)
     return saving
 
 

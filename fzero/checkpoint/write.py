@@ -52,13 +52,6 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         board.leave(rank, ranks)
 
 
-def abandon(folder: Folder, board: Board, rank: int, ranks: int, error: BaseException) -> None:
-    """Tells the other ranks that this one does not take part."""
-    said = _words(error, folder)
-    board.post(str(rank) if rank else "begun", json.dumps([said]) if rank else said)
-    board.leave(rank, ranks)
-
-
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
     lead = lambda: f"{folder.path}: rank 0 of this save has not been heard of"
     if (said := board.read("begun", 0, lead)) != _WELL:

@@ -263,28 +263,28 @@ class _Reading(Others[str]):
         return Plain(dtype)
 
     def fill(self, tensor: str, start: int, stop: int, out: torch.Tensor) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        from fzero.compat.planners import Load, boxes
+        from fzero.compat.planners import Load
 
         saved = self._tensors[tensor]
-        own, targets, covers, at = [*boxes(tuple(saved.size), start, stop)], {}, {}, 0
-        met = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
-        for box in own:
-            numel = box.sizes.numel()
-            targets[box.offsets], covers[box.offsets] = (x[at : at + numel].view(box.sizes) for x in (out, met))
-            at += numel
-        items = create_read_items_for_chunk_list(tensor, saved, own)
-        seen = Load(covers)
+        offsets, sizes, row = [0] * len(saved.size), list(saved.size), saved.size[1:].numel()
+        if sizes:  # the rows that the elements lie in
+            offsets[0], sizes[0] = start // row, -(-stop // row) - start // row
+        rows, met = (torch.zeros(sizes, dtype=dtype, device="cpu") for dtype in (out.dtype, torch.bool))
+        box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(tensor, saved, [box])
         for item in items:
-            seen.resolve_tensor(item).fill_(True)
+            Load(met).resolve_tensor(item).fill_(True)
         if not met.all():
             raise DamagedCheckpoint(f"{self.place}: tensor {tensor!r} lacks elements between {start} and {stop}.")
         try:
-            self._reader.read_data(LoadPlan(items), Load(targets)).wait()
+            self._reader.read_data(LoadPlan(items), Load(rows)).wait()
         except Exception as error:
             raise DamagedCheckpoint(f"{self.place}: tensor {tensor!r} cannot be read: {error!r}.") from error
+        out.copy_(rows.view(-1)[start % row :][: stop - start])
 
     def _elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         out = torch.empty(stop - start, dtype=self.form(name)[1], device="cpu")

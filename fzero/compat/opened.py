@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from fzero.checkpoint.snapshot import bytes_of
 from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of
 
 _SOME = 64  # bytes of a tensor that stand for it
-_PART = re.compile(r".*-of-0*([2-9]|1\d)\d*\.safetensors")  # of several files
 
 
 class _File(NamedTuple):
@@ -143,7 +141,7 @@ def model_of(path: str) -> Model:
     """The files of a model: of a file itself, of an index those that it names, of a folder its one model.
 
     Raises:
-        FileNotFoundError: a folder has none, or several and no index.
+        FileNotFoundError: a folder has neither a file of the usual name nor an index.
         DamagedCheckpoint: an index that cannot be read.
     """
     if os.path.isdir(path):
@@ -152,7 +150,10 @@ def model_of(path: str) -> Model:
             return Model([os.path.join(path, SINGLE)], "", {})
         if os.path.exists(index):
             return _indexed(index)
-        return Model([os.path.join(path, _only(path))], "", {})
+        raise FileNotFoundError(
+            f"{path}: got a folder with neither {SINGLE} nor {INDEX}, expected one of them. Otherwise give the files "
+            "as a list."
+        )
     return _indexed(path) if path.endswith(".json") else Model([path], "", {})
 
 
@@ -165,17 +166,6 @@ def _indexed(path: str) -> Model:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path}: got no index with a weight_map: {error!r}.") from None
     return Model([*dict.fromkeys(places.values())], path, places)
-
-
-def _only(folder: str) -> str:
-    """The name of a folder's one file."""
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if len(names) != 1 or _PART.fullmatch(names[0]):
-        raise FileNotFoundError(
-            f"{folder}: got {' and '.join(names[:2]) or 'a folder without safetensors files'} and no {INDEX}, expected "
-            f"one file, such as {SINGLE}, or several and an index that names them. Otherwise give the files as a list."
-        )
-    return names[0]
 
 
 def check_index(model: Model, found: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What torch's distributed checkpoints (DCP) are told: whole tensors to write, and slices to read, as boxes."""
+"""What torch's distributed checkpoints (DCP) are told: whole tensors to write, and rows of one to read."""
 
 from __future__ import annotations
 
@@ -25,35 +25,6 @@ _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anyt
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
     *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
 }
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ChunkStorageMetadata]:
-    """The boxes that the elements [start, stop) of a tensor are, row by row: at most two a dimension, less one.
-
-    Example:
-        >>> [(tuple(own.offsets), tuple(own.sizes)) for own in boxes((4, 3), 2, 10)]
-        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield ChunkStorageMetadata(torch.Size(()), torch.Size(()))
-        return
-    row = torch.Size(shape[1:]).numel()
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # within one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield ChunkStorageMetadata(torch.Size((first, *[0] * (len(shape) - 1))), torch.Size((last - first, *shape[1:])))
-    yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[ChunkStorageMetadata]:
-    numel = torch.Size(shape[1:]).numel()
-    for own in boxes(shape[1:], start - row * numel, stop - row * numel):
-        yield ChunkStorageMetadata(torch.Size((row, *own.offsets)), torch.Size((1, *own.sizes)))
 
 
 class Save(DefaultSavePlanner):
@@ -85,14 +56,14 @@ class Save(DefaultSavePlanner):
 
 
 class Load(DefaultLoadPlanner):
-    """Fills the boxes of one slice, which are named by their offsets."""
+    """Fills one tensor."""
 
-    def __init__(self, targets: Mapping[torch.Size, torch.Tensor]) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
-        self._targets = targets
+        self._target = target
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._targets[index.offset or torch.Size(())]
+        return self._target
 
 
 class Reader(FileSystemReader):

@@ -49,8 +49,8 @@ def load_safetensors(
 
     Args:
         step: of any sharding and policy.
-        files: one file, several, a folder with one model as Hugging Face has it, or its index. A folder has one file,
-            or an index that names several.
+        files: one file, several, a folder with one model as Hugging Face has it, or its index. A folder has
+            `model.safetensors`, or an index that names several.
         like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
             tensors may be on the meta device. A tied param may have any of its names in the files. By default the
             params are `{name: tensor}`.

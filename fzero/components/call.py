@@ -11,11 +11,10 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
-from fzero.components.line import Line, refusing_cut_sequences, shapes_of
+from fzero.components.line import Line, shapes_of
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
-from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
 from fzero.engine.weighing import counted, own_weights, share
@@ -77,16 +76,16 @@ class Call:
         self._error: BaseException | None = None
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks
-        self.shares, self.counts = Shares(1 if places.line is None else places.line.shares, micro), Counts()
+        self.counts = Counts()
         parts: Sequence[Sequence[object]] = ()
         try:
             wires = default_inputs(wires, len(inputs))
             if places.line is None:
                 parts, self.counts = counted(micro, last, inputs)
             else:
-                if micro.count > 1:
-                    self.shares.count_examples(inputs, self.counts)
-                parts = micro.split(self.shares.inputs_apart(inputs), self.shares.count)
+                if micro.count > 1 and (sizes := micro.examples(inputs)) is not None:
+                    self.counts.split(sizes)
+                parts = micro.split(inputs)
         except Exception as caught:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
@@ -170,7 +169,7 @@ class Call:
             return 0
         if task.kind is Kind.SEND:
             return len(self._rests)
-        return min(self.line.most_alive - self._alive - (task.kind is Kind.FORWARD), self.line.places - 1)
+        return min(self.line.most_alive - self._alive - (task.kind is Kind.FORWARD), len(self.line.ranks) - 1)
 
     def _go_on(self, room: int) -> None:
         """Ends backward tasks whose cotangents have left, the first ones first, until few enough wait."""
@@ -190,10 +189,9 @@ class Call:
         """Does a task, or sends or receives a message; an error is told to all at the end of the call."""
         try:
             if task.kind is Kind.RECEIVE:
-                self._arrived(task, line.receive(task), line)
+                self._arrived(task, line.receive(task))
             elif task.kind is Kind.SEND:
-                rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
-                line.send(task, self._leaving(task), rows)
+                line.send(task, self._leaving(task))
             else:
                 self._do(task, pieces, retain_graph, leaves)
         except Exception as error:
@@ -207,8 +205,7 @@ class Call:
         """
         stage, microbatch, last = task.stage, task.microbatch, task.stage == self.wires.stages - 1
         if task.kind is Kind.FORWARD:
-            with refusing_cut_sequences(self.line, stage):
-                self.flow.forward(stage, microbatch)
+            self.flow.forward(stage, microbatch)
         elif task.kind is Kind.PARAMS:
             self.flow.params(stage, microbatch)
         else:
@@ -230,17 +227,15 @@ class Call:
         wires = self.wires.between(task.peer, task.stage)
         return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires)
 
-    def _arrived(self, task: Task, values: Sequence[object], line: Line) -> None:
+    def _arrived(self, task: Task, values: Sequence[object]) -> None:
         assert task.peer is not None
         if task.peer < task.stage:
             wires = self.wires.between(task.peer, task.stage)
             for wire, value in zip(wires, values, strict=True):
                 self.flow.arrived(wire, task.microbatch, value, [task.stage])
             return
-        times = line.times(task.stage, task.peer)
         for wire, value in zip(self.wires.between(task.stage, task.peer), values, strict=True):
-            own = pytree.map(lambda x: x * times, value) if times != 1 and value is not None else value
-            self.flow.came_back(wire, task.microbatch, task.peer, own)
+            self.flow.came_back(wire, task.microbatch, task.peer, value)
 
     # ---- what all places know at the end
 
@@ -260,10 +255,10 @@ class Call:
                 own = make()
             except Exception as error:
                 self._error = error
-        examples = sum(self.counts.sizes or ()) // self.shares.count
-        said = self.agreed((shapes_of(own) if self.has_last else None, examples))
-        self.line.need_same(said, self.wires.stages - 1)
-        return own if self.has_last else self.line.nearest(said, self.wires.stages - 1)[0]
+        last = self.wires.stages - 1
+        said = self.agreed((shapes_of(own) if self.has_last else None, sum(self.counts.sizes or ())))
+        self.line.need_same([examples for _, examples in said], last)
+        return own if self.has_last else said[self.line.rank_of(last)][0]
 
     def grads(self, times: float) -> PerStage:
         """The gradients of the components here, over `times`."""
@@ -273,8 +268,7 @@ class Call:
     def merged(self, found: Mapping[int, object], what: str) -> object:
         """The last stage's outputs, or aux, of all microbatches."""
         factors = self.counts.of_rank if what == "aux" else self.counts.factors
-        every = [fetch(found[i]) for i in range(self.micro.count)]
-        return self.shares.together(self.micro.merge(every, what, factors), what)
+        return self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what, factors)
 
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
@@ -282,7 +276,7 @@ class Call:
             [fetch(x) for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
             for i in range(self.micro.count)
         ]
-        whole = self.shares.inputs_together(inputs, self.micro.merge_inputs(inputs, flat))
+        whole = self.micro.merge_inputs(inputs, flat)
         if times != 1.0:
             whole = [None if x is None else x / times for x in whole]
         if self.line is not None:

@@ -45,7 +45,6 @@ class Flow:
 
     Attributes:
         outputs, auxes: microbatch -> what the last stage returned.
-        rows: (stage, microbatch) -> the examples that it was given, as far as tensors show.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Flow:
         self._wanted = None if wanted is None else frozenset(wanted)
         self.outputs: dict[int, object] = {}
         self.auxes: dict[int, object] = {}
-        self.rows: dict[tuple[int, int], int] = {}
         self._values: dict[tuple[Wire, int], object] = {}
         self._left: dict[tuple[Wire, int], set[int]] = {}  # stages that have not taken it yet
         self._forms: dict[tuple[int, int], _Form] = {}
@@ -81,9 +79,6 @@ class Flow:
             else:
                 inputs.append(self.take(argument, microbatch, stage))
                 wanted.append(place)
-        tensors = [x for x in pytree.leaves(inputs) if isinstance(x, torch.Tensor) and x.ndim]
-        if tensors:
-            self.rows[stage, microbatch] = tensors[0].shape[0]
         self._run(stage, microbatch, inputs, wanted)
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:

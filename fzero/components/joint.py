@@ -13,7 +13,6 @@ from fzero.base.follow import root
 from fzero.components.parts import PerStage, PipelineState
 from fzero.components.places import AllPlaces, tried
 from fzero.components.remote.component import fetch
-from fzero.components.remote.handle import Norm
 from fzero.components.stages import Stage, Weighed
 from fzero.state.gather import sum_by_leaf
 from fzero.state.metrics import Metrics
@@ -38,7 +37,7 @@ def updated(
     def weigh() -> dict[int, tuple[Any, Mapping[str, object], int]]:
         weighed.update({c: stage.weighed(state[c], grads[c]) for c, stage in stages.items()})
         count = lambda c: -1 if stages[c].distant else state[c].step
-        return {c: (weight.by_leaf, weight.metrics, count(c)) for c, weight in weighed.items()}
+        return {c: (fetch(weight.by_leaf), weight.metrics, count(c)) for c, weight in weighed.items()}
 
     said = places.of_all(*tried(weigh))
     every = {c: by_leaf for c, (by_leaf, *_) in said.items()}
@@ -48,20 +47,15 @@ def updated(
             f"pipeline: the components' states are after {counts} updates, by component; expected the same number of "
             "all. Go on from states that one call has returned."
         )
-    if any(stage.distant for stage in stages.values()):
-        # computed where it is needed, of what the others have
-        norm: Any = Norm([every[c] for c in sorted(every)])
-    else:
-        norm = sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()])
-        norm = root(norm)
+    norm = root(sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()]))
     # one that is not finite skips all, whatever they are to be clipped by
-    clip = norm if grad_norm is None else _chosen(fetch(norm), grad_norm)
+    clip = norm if grad_norm is None else _chosen(norm, grad_norm)
     # all have the next state, or none
     made = places.agree(lambda: {c: stage.update(state[c], weighed[c], clip) for c, stage in stages.items()})
     new, found = ({c: own[i] for c, own in made.items()} for i in range(2))
     skipped = next(iter(found.values()))["skipped"]  # which all do, or none
     elsewhere = {c: {**known, "skipped": skipped} for c, (_, known, _) in said.items() if c not in found}
-    metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": fetch(norm)}
+    metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": norm}
     return PipelineState([new.get(c) for c in range(len(state))], places), cast(Metrics, metrics)
 
 

@@ -12,7 +12,6 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import meaned
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
-from fzero.components.shares import Shares
 from fzero.engine.outcome import need_structure, scalar_loss
 from fzero.table.counting import Counts
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
@@ -29,14 +28,14 @@ class Losses:
 
     def __init__(self, micro: Microbatches, cotangent: object) -> None:
         self._micro, self._cotangent = micro, cotangent
-        self._shares, self._counts = Shares(1, micro), Counts()
+        self._counts = Counts()
         self._losses: dict[int, Any] = {}  # by microbatch
         self._pieces: dict[int, object] = {}
         self.times = 1.0
 
-    def begin(self, shares: Shares, counts: Counts) -> None:
+    def begin(self, counts: Counts) -> None:
         """A call begins, whose microbatches will count so."""
-        self._shares, self._counts = shares, counts
+        self._counts = counts
 
     def note(self, microbatch: int, output: object) -> object:
         """Takes the loss of an output, or notes its form; returns what else is to be kept of it."""
@@ -52,10 +51,10 @@ class Losses:
             self._losses[microbatch] = scalar_loss(output, WHO)
         if not self._pieces:
             several = self._micro.count > 1 or self._counts.factors
-            cotangent = self._shares.apart(self._cotangent, "the outputs' cotangent")
+            cotangent = self._cotangent
             if cotangent is not None:
                 need_structure(cotangent, pytree.flatten(output)[1])
-            if cotangent is None:
+            else:
                 cotangent = torch.ones_like(mean_of([output]) if several else output)  # type: ignore[arg-type]
             likely = self._micro.parts_like(known_parts(output), self._counts.sizes, microbatch)
             pieces, self.times = self._micro.split_cotangent(cotangent, likely, self._counts.factors)

@@ -10,8 +10,6 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.components.places import AllPlaces, tried
-from fzero.components.remote.component import fetch
-from fzero.components.remote.handle import squares_on
 from fzero.components.saved import save_parts
 from fzero.state.gather import measured
 from fzero.state.train_state import TrainState
@@ -43,7 +41,7 @@ class PerStage:
     def squares_by_leaf(self) -> list[torch.Tensor]:
         """The sum of squares of every leaf, stage by stage, over all places: 0-d float64 tensors."""
         here = {c: tree for c, tree in enumerate(self.parts) if tree is not None}
-        every = self.places.of_all(*tried(lambda: {c: fetch(next(measured([x], squares_on))) for c, x in here.items()}))
+        every = self.places.of_all(*tried(lambda: {c: next(measured([x])) for c, x in here.items()}))
         return [square for c in sorted(every) for square in every[c].unbind()]
 
     def __repr__(self) -> str:

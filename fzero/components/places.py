@@ -12,7 +12,6 @@ from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.components.line import Line
-from fzero.components.routes import Seat
 from fzero.components.wiring import Wiring
 from fzero.schedules.task import Schedule
 from fzero.table.spec import Spec
@@ -67,11 +66,13 @@ class AllPlaces:
             return dict(own or {})
         self.line.begin_call(ALL_KNOW)
         said = self.line.exchange(dict(own or {}), error)
-        return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
+        return {c: said[self.line.rank_of(stage)][c] for c, stage in self._home.items()} if own else {}
 
 
-ELSEWHERE = "Take components of fz.remote as stages that differ in that: values between them are cut as needed."
-EXPECTED = 'None, a mesh of one axis such as mesh["pp"], or a list of ranks for each place of the schedule'
+_MESH = (
+    "For several ranks at each place make a mesh, init_device_mesh('cpu', (places, ranks), mesh_dim_names=('pp', "
+    "'dp')), and give groups=mesh['pp']; for places with other numbers of ranks take components of fz.remote as stages."
+)
 
 
 def need_groups(groups: object, schedule: Schedule) -> None:
@@ -87,17 +88,12 @@ def need_groups(groups: object, schedule: Schedule) -> None:
             )
         return
     if not isinstance(groups, (list, tuple)) or not all(isinstance(ranks, (list, tuple)) for ranks in groups):
-        raise wrong("pipeline", "groups", groups, 'None, a mesh of one axis such as mesh["pp"], or lists of ranks')
-    flat = [need_int(rank, "pipeline", "a rank in groups", least=0) for ranks in groups for rank in ranks]
-    if len(groups) != count or not all(groups) or len(set(flat)) < len(flat):
+        raise wrong("pipeline", "groups", groups, 'None, a mesh of one axis such as mesh["pp"], or lists of one rank')
+    flat = {need_int(rank, "pipeline", "a rank in groups", least=0) for ranks in groups for rank in ranks}
+    if len(groups) != count or any(len(ranks) != 1 for ranks in groups) or len(flat) < count:
         raise ValueError(
-            f"pipeline: got groups={groups}, expected {count} lists of ranks, one for each place of the schedule "
-            f"{schedule.name!r}, no rank in two of them."
-        )
-    if any(list(ranks) != sorted(ranks) for ranks in groups):
-        raise ValueError(
-            f"pipeline: got groups={groups}, expected the ranks of each place in ascending order: shares of the batch "
-            "are paired between places in that order."
+            f"pipeline: got groups={groups}, expected {count} lists of one rank, each another, for the places of the "
+            f"schedule {schedule.name!r}. {_MESH}"
         )
 
 
@@ -111,70 +107,48 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             "torch.distributed.init_process_group('gloo') under torchrun, or leave groups out: all stages run here."
         )
     if isinstance(groups, backend.Mesh):
-        group, by_place = groups.get_group(), [[rank] for rank in backend.members(groups.get_group())]
+        group, by_place = groups.get_group(), groups.mesh.tolist()
+        ranks_each = backend.ranks_around(groups) // groups.size()
     else:
         assert isinstance(groups, (list, tuple))
-        group, by_place = backend.world(), groups
+        group, by_place, ranks_each = backend.world(), [rank for (rank,) in groups], 1
         assert group is not None
-        if sorted(rank for ranks in groups for rank in ranks) != list(range(backend.size_of(group))):
+        if sorted(by_place) != list(range(backend.size_of(group))):
             raise ValueError(
                 f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a "
-                "place."
+                f"place. {_MESH}"
             )
     _need_messages(group)
-    own = backend.members(group)[backend.rank_in(group)]
-    place = next(place for place, ranks in enumerate(by_place) if own in ranks)
+    members = list(backend.members(group))
+    ranks = [members.index(rank) for rank in by_place]
+    place = ranks.index(backend.rank_in(group))
 
-    def seat() -> str:
+    def check() -> None:
         here = {c: steps[c].axis() for c, stage in wires.home.items() if schedule.place_of(stage) == place}
-        _need_apart(here, place, {*by_place[place]}, {rank for ranks in by_place for rank in ranks})
-        if isinstance(groups, backend.Mesh):
-            _need_all_ranks(here, backend.ranks_around(groups) // groups.size())
-            return f"{place} 0 1 0 1"
-        _need_all_ranks(here, len(by_place[place]))
-        _need_same_shares({axis.ranks for axis in here.values()})
-        first = next(iter(here.values()))
-        return " ".join(map(str, (place, first.data_rank, first.ranks, *first.place_on_tensor)))
+        _need_apart(here, place, by_place)
+        _need_all_ranks(here, ranks_each)
 
-    identity, seats = _heard(group, seat, schedule, wires)
-    if wires.shared and len({seat.datas for seat in seats}) > 1:
-        raise ValueError(
-            f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
-            "that have different examples; expected as many in each place, where components are shared."
-        )
-    return Line(group, schedule, seats, identity)
+    return Line(group, schedule, ranks, _identity(group, check, schedule, wires))
 
 
-def _heard(
-    group: backend.Group, seat: Callable[[], str], schedule: Schedule, wires: Wiring
-) -> tuple[str, list[Seat]]:
-    """An identity that all ranks have, and their seats; where one has none, or another schedule or wires, all raise."""
-    said, error = tried(seat)
+def _identity(group: backend.Group, check: Callable[[], None], schedule: Schedule, wires: Wiring) -> str:
+    """One that all ranks have; where a check fails on one, or one has another schedule or wires, all raise."""
+    _, error = tried(check)
     failed = "" if error is None else f"rank {backend.rank_in(group)} failed: {type(error).__name__}: {error}"
     does = hashlib.sha256(repr((schedule, wires)).encode()).hexdigest()
-    own = json.dumps((uuid.uuid4().hex, does, said, failed))
-    heard = [json.loads(text) for text in backend.gather_strings(own, group)]
+    heard = [json.loads(text) for text in backend.gather_strings(json.dumps((uuid.uuid4().hex, does, failed)), group)]
     if error is not None:
         raise error
     if failed := next((text for *_, text in heard if text), ""):
         raise ValueError(f"pipeline: {failed}")
-    other = next((rank for rank, (_, text, *_) in enumerate(heard) if text != does), None)
+    other = next((rank for rank, (_, text, _) in enumerate(heard) if text != does), None)
     if other is not None:
         raise ValueError(
             f"pipeline: rank {other} of the pipeline has another schedule, or other inputs, skips or shared "
             f"components, than rank {backend.rank_in(group)}, {schedule.name!r} of {schedule.stages} stages and "
             f"{schedule.microbatches} microbatches; expected the same on all."
         )
-    return heard[0][0], [Seat(*map(int, text.split())) for _, _, text, _ in heard]
-
-
-def _need_same_shares(shares: set[int]) -> None:
-    """Refuses components that split a batch into other numbers of shares: the same examples would count differently."""
-    if len(shares) > 1:
-        raise ValueError(
-            f"pipeline: got components that split a batch into {sorted(shares)} shares, expected as many of all. "
-            f"{ELSEWHERE}"
-        )
+    return heard[0][0]
 
 
 def _need_messages(group: backend.Group) -> None:
@@ -201,11 +175,11 @@ def _need_all_ranks(axes: Mapping[int, Axis], count: int) -> None:
             )
 
 
-def _need_apart(axes: Mapping[int, Axis], place: int, own: set[int], every: set[int]) -> None:
+def _need_apart(axes: Mapping[int, Axis], place: int, by_place: Sequence[int]) -> None:
     """Refuses a component that goes over ranks of other places, which never call it."""
     for component, axis in axes.items():
         ranks = {*axis.members, *axis.others, *(axis.tensor.members if axis.tensor is not None else ())}
-        if others := sorted((ranks & every) - own):
+        if others := sorted(ranks & {*by_place} - {by_place[place]}):
             raise ValueError(
                 f"pipeline: component {component} runs at place {place}, and goes over ranks {sorted(ranks)}, of which "
                 f"{others} are at other places; expected ranks of its own place alone. Give its transforms a mesh of "

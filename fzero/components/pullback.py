@@ -55,8 +55,7 @@ class PipelinePullback:
         def asked(microbatch: int) -> object:
             if not pieces:
                 need_structure(cotangent, self._spec)
-                own = call.shares.apart(cotangent, "the outputs' cotangent")
-                found, times[0] = self._micro.split_cotangent(own, self._parts, self._counts.factors)
+                found, times[0] = self._micro.split_cotangent(cotangent, self._parts, self._counts.factors)
                 pieces.extend(found)
             return pieces[microbatch]
 

@@ -11,7 +11,7 @@ from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
 from fzero.components.parts import PipelineState
 from fzero.components.remote.component import RemoteComponent
-from fzero.components.remote.handle import RemoteState, RemoteTree, Value, squares_on
+from fzero.components.remote.handle import RemoteState, RemoteTree, squares_on
 from fzero.components.remote.pullback import RemotePasses
 from fzero.engine.carry import refuse_carry
 from fzero.engine.passes import Passes
@@ -93,8 +93,7 @@ class LocalStage:
         return Weighed(grads, over_ranks(squares, grads), squares, known_metrics(self.step, state))
 
     def update(self, state: State, weighed: Weighed, norm: object) -> Updated:
-        known = norm.fetched() if isinstance(norm, Value) else norm
-        return apply_update(self.step, state, weighed.grads, known, (weighed.by_leaf.sum(), weighed.own))
+        return apply_update(self.step, state, weighed.grads, norm, (weighed.by_leaf.sum(), weighed.own))
 
     def add_grads(self, state: State, grads: Grads) -> State:
         return self.step.add_grads(state, grads)
@@ -174,10 +173,9 @@ def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Time
                 own = [span for span in own if span[0].stage != stage] + found
         return Timeline([(schedule.place_of(task.stage), task, start, end) for task, start, end in own], "measured")
     call.line.begin_call("a timeline")
-    said, places = call.agreed([(list(task), start, end) for task, start, end in own]), {}
-    for seat, spans in zip(call.line.seats, said, strict=True):
-        places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
-    return Timeline([span for spans in places.values() for span in spans], "measured")
+    said = call.agreed([(list(task), start, end) for task, start, end in own])
+    spans = [(place, Task(*task), *times) for place, rank in enumerate(call.line.ranks) for task, *times in said[rank]]
+    return Timeline(spans, "measured")
 
 
 def init_stage(c: int, stage: Stage, params: object, seed: int, sync: bool) -> State:

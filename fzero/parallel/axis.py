@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
-from fzero.base.context import averaged, beside, exchanges, one_by_one, over_means
+from fzero.base.context import averaged, beside, exchanges, one_by_one
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
@@ -67,19 +67,7 @@ def need_axis(ax: object, who: str) -> Axis:
     exchanged = exchanges.get()
     if exchanged is not None and any(len(_common(each.members, ax)) > 1 for each in averaged.get()):
         exchanged()
-    if who in _ALONG_SEQUENCES:
-        note_over_means(ax, who, 1)
     return ax
-
-
-_ALONG_SEQUENCES = frozenset(("ring", "ulysses", "ring_shift", "shard_sequence"))  # which name no dim
-
-
-def note_over_means(ax: Axis, who: str, dim: int) -> None:
-    """Tells whoever asks that a map goes over an axis whose ranks have parts of one batch."""
-    noted = over_means.get()
-    if noted is not None and ax.size > 1 and is_averaged(ax):
-        noted(ax, who, dim)
 
 
 def need_dim(dim: object, ndim: int, who: str, argument: str = "dim") -> int:

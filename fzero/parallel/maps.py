@@ -25,7 +25,7 @@ from fzero.comm.linear import linear
 from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
 from fzero.parallel.acting import unseen
-from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
+from fzero.parallel.axis import is_averaged, need_axis, need_dim
 from fzero.parallel.types import running
 from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable, note_copy
 from fzero.table.placements import Cut
@@ -346,9 +346,7 @@ def _need_tensor(x: object, who: str) -> None:
 def _need_dim(x: torch.Tensor, ax: Axis, dim: int, who: str, argument: str = "dim") -> int:
     _need_tensor(x, who)
     need_axis(ax, who)
-    number = need_dim(dim, x.ndim, who, argument)
-    note_over_means(ax, who, number)
-    return number
+    return need_dim(dim, x.ndim, who, argument)
 
 
 def _need_sizes(sizes: Sizes | None, x: torch.Tensor, ax: Axis, dim: int, who: str) -> list[int]:

@@ -36,14 +36,10 @@ class Measurable(Protocol):
 
 @runtime_checkable
 class Distant(Protocol):
-    """Params, grads or moments that lie on ranks of a component of their own; `fz.gather` and `fz.global_norm` ask."""
+    """Params, grads or moments that lie on ranks of a component of their own; `fz.gather` asks."""
 
     def gathered(self, pattern: str | None) -> Any:
         """The natural tree of full tensors, or by path those of the leaves that match a pattern."""
-        ...
-
-    def norm_with(self, trees: Sequence[object]) -> Any:
-        """The norm of all trees, of which this is one."""
         ...
 
 

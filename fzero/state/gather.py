@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -137,24 +137,15 @@ def global_norm(*trees: object) -> torch.Tensor:
         tensor(5., dtype=torch.float64)
     """
     need_all_leaves()
-    for node in [node for tree in trees for node in _nodes(tree)]:
-        if isinstance(node, Distant):
-            return node.norm_with(trees)
     # leaf by leaf, so that several components have the norm of one that has all of their leaves
     return root(sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]))
 
 
-def measured(trees: Sequence[object], distant: Callable[[Distant], typing.Any] | None = None) -> Iterator[torch.Tensor]:
-    """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves].
-
-    Args:
-        distant: gives those of what lies on ranks of its own.
-    """
+def measured(trees: Sequence[object]) -> Iterator[torch.Tensor]:
+    """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves]."""
     for place, tree in enumerate(trees):
         for node in _nodes(tree, Measurable):
-            if isinstance(node, Distant) and distant is not None:
-                yield distant(node)
-            elif isinstance(node, Measurable):
+            if isinstance(node, Measurable):
                 yield torch.stack([*node.squares_by_leaf()])
             elif is_sharded(node):
                 yield squares_by_leaf(node, f"trees[{place}]")

@@ -55,11 +55,8 @@ class Microbatches:
             _refuse_rows_inside(leaf)
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
-    def split(self, inputs: Sequence[object], shares: int = 1) -> list[tuple[object, ...]]:
+    def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
         """The inputs of every microbatch, in sizes as equal as can be; of ragged examples each has the rows of its own.
-
-        Args:
-            shares: how many batches of one size these are, of which each microbatch has its part of every one.
 
         Raises:
             ValueError: an input has no such dim; they do not divide, and have different sizes there.
@@ -79,7 +76,7 @@ class Microbatches:
                         f"{self.count} microbatches. Pass in_dims= with None for inputs that are not split."
                     )
                 sizes[name] = leaf.shape[dim]
-            columns.append([leaf] * self.count if dim is None else leaf.split(self.sizes(leaf.shape[dim], shares), dim))
+            columns.append([leaf] * self.count if dim is None else leaf.split(self.sizes(leaf.shape[dim]), dim))
         if len({*sizes.values()}) > 1 and any(size % self.count for size in sizes.values()):
             raise ValueError(
                 f"accumulate: got {', '.join(f'{size} in input {name}' for name, size in sizes.items())} along the "
@@ -101,10 +98,10 @@ class Microbatches:
                 return self.sizes(x.shape[dim])
         return None
 
-    def sizes(self, total: int, shares: int = 1) -> list[int]:
-        """How many of some examples each microbatch has, as `torch.tensor_split` has it of each share of them."""
-        each, more = divmod(total // shares, self.count)
-        return [(each + (i < more)) * shares for i in range(self.count)]
+    def sizes(self, total: int) -> list[int]:
+        """How many of some examples each microbatch has, as `torch.tensor_split` has it."""
+        each, more = divmod(total, self.count)
+        return [each + (i < more) for i in range(self.count)]
 
     def weights_at(self, parts: Sequence[Sequence[object]]) -> list[Number]:
         """The weights of microbatches, of their inputs: numbers, or 0-d tensors where they are traced."""

@@ -214,52 +214,6 @@ def test_a_hashing_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.
     assert before.issuperset(threading.enumerate())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("there", [False, True])
-def test_a_rank_whose_thread_does_not_start_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, there: bool
-) -> None:
-    """Without a thread the others do not wait for it, and what lay there stays; with one it goes on."""
-    step, barrier, start, victim = step_of(2), threading.Barrier(2), threading.Thread.start, [0]
-
-    def interrupted(self: threading.Thread) -> None:
-        if fails := self.name == "fzero-save" and threading.get_ident() == victim[0]:
-            victim[0] = 0
-        if there or not fails:
-            start(self)
-        if fails:
-            while there and not begun.wait(0.01):
-                pass
-            raise KeyboardInterrupt
-
-    begun, write = threading.Event(), files.write
-
-    def slow(descriptor: int, data: memoryview, offset: int) -> None:
-        begun.set()
-        time.sleep(0.2)  # as the next save may find this one under way
-        write(descriptor, data, offset)
-
-    def rank_main(own: int) -> None:
-        state = trained(step)
-        fz.save(tmp_path, state)
-        state, _ = step(state, torch.ones(5))
-        barrier.wait(30)
-        if own == rank:
-            begun.clear()
-            victim[0] = threading.get_ident()
-        with contextlib.nullcontext() if there and own != rank else pytest.raises((KeyboardInterrupt, OSError)):
-            fz.save(tmp_path, state)
-        assert there or fz.load(tmp_path, step).step == 1
-        barrier.wait(30)
-        fz.save(tmp_path, state)
-        assert fz.load(tmp_path, step).step == 2
-
-    monkeypatch.setattr(files, "write", slow)
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    run_ranks(rank_main, 2, timeout=30)
-    assert len(os.listdir(tmp_path)) == 3
-
-
 def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, fails = files.write, [True]
 

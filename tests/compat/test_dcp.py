@@ -15,37 +15,20 @@ import optree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from nightly import in_turns
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import fzero as fz
-from fzero.compat.planners import boxes
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of dcp without a process group and of ShardedTensor
 SHARDS = (lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3)
 POLICIES: dict[str, Any] = {"plain": None, "exact": fz.Policy.exact(), "compact24": fz.Policy.compact24()}
 X = torch.linspace(-1.0, 1.0, 12).view(2, 6)
-
-
-@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_a_range_is_boxes(shape: tuple[int, ...], data: Any) -> None:
-    numel = torch.Size(shape).numel()
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    found: list[ChunkStorageMetadata] = [*boxes(shape, start, stop)]
-    assert len(found) <= max(2 * len(shape) - 1, 1)
-    elements = torch.arange(numel).view(shape)
-    cut = lambda own: elements[tuple(slice(a, a + n) for a, n in zip(own.offsets, own.sizes, strict=True))]
-    met = [cut(own).reshape(-1) for own in found]
-    assert torch.equal(torch.cat(met) if met else elements.new_empty(0), torch.arange(start, stop))
 
 
 class Net(nn.Module):

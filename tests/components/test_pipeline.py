@@ -212,7 +212,9 @@ def test_refusals() -> None:
         (lambda: fz.pipeline([step, step], schedule, skips={(1, 0): 1}), ValueError, "later stages"),
         (lambda: fz.pipeline([step, step], schedule, skips={0: 1}), TypeError, "a key of skips"),
         (lambda: fz.pipeline([step, step], schedule, inputs={5: 0}), ValueError, "expected stages from 0 to 1"),
-        (lambda: fz.pipeline([step, step], schedule, groups=[[0]]), ValueError, "expected 2 lists of ranks"),
+        (lambda: fz.pipeline([step, step], schedule, groups=[[0]]), ValueError, "expected 2 lists of one rank"),
+        (lambda: fz.pipeline([step, step], schedule, groups=[[0], [1, 2]]), ValueError, "take components of fz.remote"),
+        (lambda: fz.pipeline([step, step], schedule, groups=[[0], [0]]), ValueError, "one rank, each another"),
         (lambda: fz.pipeline([step, step], schedule, groups=3), TypeError, "groups"),
     ]
     for call, kind, words in cases:

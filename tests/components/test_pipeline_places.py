@@ -16,7 +16,7 @@ from drawn_pipelines import Case, Copied, Stage, cases, piped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY, in_turns, todays
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
 from fzero.schedules import Schedule
@@ -120,7 +120,7 @@ def test_one_rank_a_place(drawn: list[Job]) -> None:
 @in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("stage", [1, 2, 3] if NIGHTLY else [3])
 def test_sharded_stages(stage: int) -> None:
-    """Two places of two ranks each: ZeRO goes over one axis, the pipeline over the other; below, over uneven places."""
+    """Two places of two ranks each: ZeRO goes over one axis, the pipeline over the other."""
     case = Case(
         (
             Stage("linear", "x", "tuple", True, ("weight",)),
@@ -134,70 +134,6 @@ def test_sharded_stages(stage: int) -> None:
     )
     drawn = [(case, fz.schedules.dual_pipe_v(4, 4)), (case, fz.schedules.interleaved(4, 4, 2))]
     run_ranks(functools.partial(against_one, jobs=todays(drawn, of=2), dp=2, stage=stage), 4, backend="processes")
-
-
-def counted(x: torch.Tensor, *_: torch.Tensor) -> int:
-    return len(x)
-
-
-def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) -> None:
-    """A place has more ranks than the other; rows go where they belong, cotangents come home."""
-    case = Case(
-        (
-            Stage("linear", "x", "tuple", True, ()),
-            Stage("norm", "tuple", "bare", False, ()),
-            Stage("linear", "bare", "loss", False, ("skip", "input")),
-        ),
-        ((0, (2,)),),
-        ((0, (0,)), (2, (1,))),
-        (),
-    )
-    place = next(i for i, ranks in enumerate(groups) if rank in ranks)
-    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
-    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("dp",))
-    order = fz.schedules.one_f_one_b(2, 3)  # stages 0 and 1 in the first place
-    tasks = [*map(list, order.places)]
-    parse = fz.schedules.Task.parse
-    first = [parse(text) for i in range(3) for text in (f"F0.{i}", f"F1.{i}")]
-    first += [parse(text) for i in range(3) for text in (f"B1.{i}", f"B0.{i}")]
-    second = [task._replace(stage=2) for task in tasks[1]]
-    schedule = Schedule("two places", 3, 3, (first, second))
-    kinds = (stages[0], stages[0], stages[1])
-    steps = [SHARDS[k](make(fn), mesh=mesh) for fn, k in zip(case.fns, kinds, strict=True)]
-    # in the larger place one counts what each of its ranks has, in the smaller one what all of them have
-    pipe = fz.pipeline(steps, schedule, groups, **case.wires, weights=counted if stages[0] == 1 else None)
-    params, most = case.params(torch.float64), max(map(len, groups))
-    state = pipe.init(params)
-    whole = fz.accumulate(make(case.whole), 3)
-    other = whole.init(params)
-    for turn in range(3):
-        batch = case.batch(most * (6, 8, 10)[turn], torch.float64, seed=turn)
-        own, datas = groups[place].index(rank), len(groups[place])
-        mine = [x.chunk(datas)[own] for x in batch]
-        out, pullback = pipe.vjp(state, *mine, argnums=0)
-        loss, pull = whole.vjp(other, *batch, argnums=0)
-        grads, cotangents = pullback(torch.ones_like(out))
-        expected, ours = pull(torch.ones_like(loss))
-        if place == 0:
-            fz.testing.assert_trees_close(cotangents[0], ours[0].chunk(datas)[own] * datas, rtol=1e-12)
-        here = [0, 1] if place == 0 else [2]
-        full, gathered = fz.gather(expected), fz.gather(grads)
-        fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-10)
-        state, metrics = pipe(state, *mine)
-        other, wanted = whole(other, *batch)
-        fz.testing.assert_trees_close(metrics["loss"], wanted["loss"], rtol=1e-12)
-        fz.testing.assert_trees_close(metrics["grad_norm"], wanted["grad_norm"], rtol=1e-10)
-    full, gathered = fz.gather(other.params), fz.gather(state.params)
-    fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-9)
-
-
-@in_turns(3)
-@pytest.mark.parametrize(
-    ("groups", "stages"), [([[0], [1, 2]], (1, 3)), ([[0, 1, 2], [3]], (3, 2)), ([[1, 3], [0, 2]], (2, 1))]
-)
-def test_groups_of_other_sizes(groups: list[list[int]], stages: tuple[int, int]) -> None:
-    world = sum(map(len, groups))
-    run_ranks(functools.partial(unequal_groups, groups=groups, stages=stages), world, backend="processes")
 
 
 class Refuses:
@@ -400,34 +336,6 @@ def test_what_goes_between_places() -> None:
     run_ranks(between_places, 2, backend="processes", timeout=15)
 
 
-def unequal_refusals(rank: int) -> None:
-    """What has no parts that belong to examples does not go between places of unequal sizes."""
-    groups = [[0], [1, 2]]
-    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
-    place = 0 if rank == 0 else 1
-    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("dp",))
-    shard = lambda fn: fz.shard_zero1(make(fn), mesh=mesh)
-    eye = {"w": torch.eye(3)}
-    outputs: list[Any] = [
-        lambda h: (h, h.shape[0]),
-        lambda h: (h, torch.tensor(3)),
-        lambda h: (h, torch.arange(4.0)),
-        lambda h: (h, h.t()),
-    ]
-    for output in outputs:
-        first = lambda p, h, output=output: output(h @ p["w"])
-        last = lambda p, both: both[0].mean() * p["w"].sum()
-        pipe = fz.pipeline([shard(first), shard(last)], fz.schedules.gpipe(2, 1), groups)
-        with pytest.raises(ValueError, match="expected tensors whose dim 0 is that of the 6 examples"):
-            pipe(pipe.init([eye, eye]), torch.ones(6 if rank == 0 else 3, 3))
-    with pytest.raises(ValueError, match="component 1 is sharded over 1 ranks of its place, of 2"):
-        fz.pipeline([shard(twice), make(squares)], fz.schedules.gpipe(2, 1), groups).init([eye, eye])
-
-
-def test_unequal_places_refuse_what_has_no_examples() -> None:
-    run_ranks(unequal_refusals, 3, backend="processes", timeout=15)
-
-
 def replicas(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     eye = {"w": torch.eye(3)}
@@ -444,51 +352,6 @@ def replicas(rank: int) -> None:
 
 def test_copies_that_would_drift_apart() -> None:
     run_ranks(replicas, 4, backend="processes", timeout=15)
-
-
-def attends(p: Any, h: torch.Tensor, attention: Any = None, ax: Any = None, last: bool = False) -> torch.Tensor:
-    """A layer of attention over [examples, tokens, width]; with an axis its inputs are examples, and it cuts them."""
-    if ax is not None:
-        h = fz.parallel.all_to_all(h, ax, split=1, concat=0)
-    q = (h @ p["w"])[:, None]
-    h = h + (attention or torch.nn.functional.scaled_dot_product_attention)(q, q, q)[:, 0]
-    if ax is not None:
-        h = fz.parallel.all_to_all(h, ax, split=0, concat=1)
-    return h.cos().mean() if last else h
-
-
-def sequences(rank: int, groups: list[list[int]], cuts: int) -> None:
-    """What a place cuts over ranks that have examples elsewhere is refused, where its function does not turn it."""
-    place = next(i for i, ranks in enumerate(groups) if rank in ranks)
-    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
-    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("sp",))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 6, 2, generator=generator, dtype=torch.float64)
-    params = [{"w": torch.randn(2, 2, generator=generator, dtype=torch.float64)} for _ in groups]
-    mine, order = x.chunk(len(groups[place]))[groups[place].index(rank)], fz.schedules.gpipe(2, 1)
-    whole = fz.pipeline([make(attends), make(functools.partial(attends, last=True))], order)
-    want, wanted = whole(whole.init(params), x)
-    ax = fz.parallel.axis(mesh, "sp")
-    for own in (fz.parallel.ulysses(None, ax), fz.parallel.ring(ax)):
-        pipes = []
-        for own_ax in (None, ax):
-            kinds: list[dict[str, Any]] = [{}, {"last": True}]
-            kinds[cuts] |= {"attention": own, "ax": own_ax} if place == cuts else {}
-            fns = [make(functools.partial(attends, **kind)) for kind in kinds]
-            pipes.append(fz.pipeline([fz.shard_zero1(fn, mesh=mesh, axis="sp") for fn in fns], order, groups))
-        wrong, right = pipes
-        for call in (wrong, wrong.forward, wrong.vjp):
-            with pytest.raises(ValueError, match=rf"stage {cuts} calls fz.parallel.*, each of which has a part"):
-                call(wrong.init(params), mine)
-        new, metrics = right(right.init(params), mine)
-        fz.testing.assert_trees_close(metrics["loss"], wanted["loss"], rtol=1e-12)
-        fz.testing.assert_trees_close(fz.gather(new.params)[place], fz.gather(want.params)[place], rtol=1e-10)
-
-
-@in_turns(2)
-@pytest.mark.parametrize(("groups", "cuts"), [([[0], [1, 2]], 1), ([[0, 1], [2]], 0)])
-def test_sequences_that_are_cut_over_examples(groups: list[list[int]], cuts: int) -> None:
-    run_ranks(functools.partial(sequences, groups=groups, cuts=cuts), 3, backend="processes")
 
 
 def _tanh(p: Any, x: torch.Tensor) -> torch.Tensor:

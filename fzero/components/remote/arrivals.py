@@ -95,7 +95,7 @@ def brought_cotangent(
         wanted.append((_own_block(leaf, expected, place, number), _asked(expected, place, number)))
     for number, tensor in zip(numbers, puller.pulled(wanted), strict=True):
         factor = pulled.factors[number]
-        flat[number] = tensor if tensor is None or factor == 1.0 else tensor * factor
+        flat[number] = tensor if factor == 1.0 else tensor * factor
     return pytree.unflatten(spec, flat)
 
 

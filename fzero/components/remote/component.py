@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
+from fzero.base.arguments import named, need_argnums, need_int, wrong
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Made, RemoteState, RemoteTree, Value, absolute
 from fzero.components.remote.kept import Kept
@@ -116,12 +116,9 @@ class RemoteComponent:
             grads: what a pullback of this component returned.
             grad_norm: a norm to clip by, from `fz.global_norm` of several components' grads.
         """
-        given = None
-        if grad_norm is not None:
-            if not isinstance(grad_norm, Value):
-                need_norm(grad_norm, "update")
-            given = norm_for(self.group, grad_norm, "update")
-        made, skeletons = self.called("update", {"state": state, "grads": self._need_grads(grads, "update")}, {}, given)
+        objects = {"state": state, "grads": self._need_grads(grads, "update")}
+        options = {"grad_norm": norm_for(self.group, grad_norm, "update")}
+        made, skeletons = self.called("update", objects, options, None)
         return RemoteState(made, 0), _metrics(made, skeletons)
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:

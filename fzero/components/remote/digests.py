@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 
 import torch
 
 from fzero.base import pytree
-from fzero.state.sharded import Sharded, group_of
-from fzero.state.train_state import TrainState
 
 Digest = tuple[float, float, float]  # the sum, the norm of the elements, and how near sums must be, relative to it
 _WIDTH = 1024  # elements that are summed as a product with one vector
@@ -70,23 +68,10 @@ def is_close(one: Digest, other: Digest) -> bool:
 def unlike(component: str, what: object, sums: list[float]) -> str:
     """What is said of what ranks should have alike."""
     return (
-        f"component {component!r}: {what} differs between ranks that have the same examples: its elements, taken times "
-        f"weights, add up to {sums}; expected the same on all. Put pieces together in the function (fz.parallel.gather "
-        "or sum), and give what all of these ranks have, inputs and params, to a part that is cut over them by "
-        "fz.parallel.copy; or split batches over these ranks, too, say in out_specs= that each of them has its own "
-        "piece, and in fz.shard_tensor which leaves are cut."
+        f"component {component!r}: {what} differs between ranks that have the same examples, or that return it without "
+        f"a dim of theirs: its elements, taken times weights, add up to {sums}; expected the same on all. Put pieces "
+        "together in the function (fz.parallel.gather or sum), and give what all of these ranks have, inputs and "
+        "params, to a part that is cut over them by fz.parallel.copy; or split batches over these ranks, too, say in "
+        "out_specs= that each of them has its own piece, and in fz.shard_tensor which leaves are cut. Return a whole "
+        "number or a bool with a dim of examples, or as a floating tensor."
     )
-
-
-def digests_of(value: object) -> Iterator[tuple[str, Digest]]:
-    """Those of a state's params, or of grads, by groups of leaves: of what lies on the device and is whole over the
-    axis that leaves are cut over."""
-    what, tree = ("params", value.params) if isinstance(value, TrainState) else ("grads", value)
-    if not isinstance(tree, Sharded):
-        return
-    for key, group in tree.layout.groups.items():
-        if all(tree.layout.rows[slot.leaf].slices is None for slot in group.slots):
-            for kind, own in (("slices", tree.entries), ("in full", tree.held_entries)):
-                for name, x in own.items():
-                    if group_of(name) == key and isinstance(x, torch.Tensor):
-                        yield f"{what} of {[slot.path for slot in group.slots]} ({kind})", digest_of(x)

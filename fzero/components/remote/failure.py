@@ -5,8 +5,9 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.divergence import PeerStopped
 
@@ -77,7 +78,6 @@ _BROKEN = (
 )
 
 
-_OWN: dict[str, type[Exception]] = {"DamagedCheckpoint": DamagedCheckpoint}
 # To Python these say something of the place where they are raised: an iteration ends, an attribute is not there.
 _SPECIAL = (StopIteration, StopAsyncIteration, AttributeError)
 
@@ -121,9 +121,8 @@ def _builtin(error: BaseException) -> str:
     if isinstance(error, _SPECIAL):
         return "RuntimeError"
     for kind in type(error).__mro__:
-        if kind in _OWN.values():
-            return kind.__name__
-        if getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object):
+        own = getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object)
+        if own or kind is DamagedCheckpoint:
             return kind.__name__
     return "RuntimeError"
 
@@ -138,14 +137,8 @@ def error_of(failure: Failure) -> Exception:
     """The error that is raised here: of the same builtin type, where it is one that says a string."""
     if failure.kind == "ComponentDied":
         return ComponentDied(failure.component, failure.rank, failure.message)
-    own = _OWN.get(failure.kind, getattr(builtins, failure.kind, RuntimeError))
-    kind: Any = _Key if failure.kind == "KeyError" else own
     text = f"{failure.message}\n(Rank {failure.rank} of component {failure.component!r} says:)\n{failure.trace}"
-    try:
-        error = kind(text)
-    except TypeError:  # UnicodeDecodeError and the like
-        return RuntimeError(text)
-    return error if isinstance(error, Exception) else RuntimeError(text)
+    return _Key(text) if failure.kind == "KeyError" else as_said(failure.kind, text)
 
 
 def left_waiting(failure: Failure, other: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero.base.interrupts import kept_back
+from fzero.components.remote.digests import Digest, apart, unlike
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of, left_waiting
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import NOTICED, Arguments, Link, Message, Place, Settings
@@ -42,6 +43,7 @@ class Group:
         self.closed = False
         self._ended, self._process = False, os.getpid()
         self.places = [Place()] * settings.ranks
+        self._given: dict[int, list[Digest]] = {}  # of each rank, where others share its examples: of its params
         self.puller = Puller()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -107,6 +109,9 @@ class Group:
                 "batches and means; expected each place on as many ranks as any other. Give every rank the same "
                 "mesh and axis."
             )
+        differs = apart([(leaf, digest) for own in self._given.values() for leaf, digest in enumerate(own)])
+        if differs is not None:
+            raise ValueError(unlike(self.settings.component, f"leaf {differs[0]} of the params of build", differs[1]))
 
     def close(self) -> None:
         """Ends the ranks; more than once does no harm, and is right after an interrupt. A forked child ends nothing."""
@@ -250,7 +255,7 @@ class Group:
         else:
             with self._news:
                 if kind == "ready":
-                    self.places[rank] = message[1]
+                    self.places[rank], self._given[rank] = message[1:]
                     self._ready.add(rank)
                 else:
                     assert kind == "broken", kind
@@ -336,7 +341,6 @@ class Group:
         self.need_alive()
         with self._told():
             (tensor,) = self.puller.pulled([(leaf, whole)])
-        assert tensor is not None
         return tensor.clone()  # it may be the very value that lies there
 
     @contextlib.contextmanager

@@ -15,10 +15,9 @@ from fzero.checkpoint.save import as_json
 from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments
-from fzero.components.remote.pull import Leaf, norm_by
+from fzero.components.remote.pull import Leaf
 from fzero.components.remote.wire import unpacked
-from fzero.state.beyond import Distant, Elsewhere
-from fzero.state.gather import measured
+from fzero.state.beyond import Elsewhere
 
 
 class Owner(Protocol):
@@ -229,32 +228,6 @@ class Fill(Value):
         return f"Fill({self.number} like {self.like!r})"
 
 
-class Norm(Value):
-    """The norm of what several components have: the square root of the sum of squares, leaf by leaf.
-
-    Args:
-        squares: of the leaves of each, float64: [leaves].
-    """
-
-    def __init__(self, squares: Sequence[Handle | torch.Tensor]) -> None:
-        self.squares = squares
-
-    def leaf(self) -> Leaf:
-        return "norm", [x.leaf() if isinstance(x, Handle) else ("tensor", x) for x in self.squares]
-
-    def held(self) -> list[Away]:
-        return [x for x in self.squares if isinstance(x, Handle)]
-
-    def layout(self) -> Layout:
-        return Layout("block", (), (), torch.float64)
-
-    def fetched(self) -> torch.Tensor:
-        return norm_by([x.fetched() if isinstance(x, Handle) else x for x in self.squares])
-
-    def __repr__(self) -> str:
-        return f"Norm(of {len(self.squares)} parts)"
-
-
 class RemoteTree(Away):
     """Params, grads or moments that lie on a component's ranks.
 
@@ -272,8 +245,8 @@ class RemoteTree(Away):
         (skeleton,) = made.trees()
         return unpacked(skeleton, [Handle(made, place).fetched() for place in range(1, skeleton.places + 1)])
 
-    def norm_with(self, trees: Sequence[object]) -> Any:
-        return Norm([*measured(trees, squares_on)])
+    def squares_by_leaf(self) -> Sequence[torch.Tensor]:
+        return squares_on(self).fetched().unbind()
 
     def __repr__(self) -> str:
         return f"RemoteTree({self.what or 'grads'} of {self.component.name!r}, call {self.made.call})"
@@ -284,9 +257,8 @@ def absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
-def squares_on(node: Distant, state: RemoteState | None = None) -> Handle:
+def squares_on(node: RemoteTree, state: RemoteState | None = None) -> Handle:
     """The sums of squares of the leaves of grads, and of those that a state keeps with them, as a handle."""
-    assert isinstance(node, RemoteTree)
     objects = {"tree": node, **({"state": state} if state is not None else {})}
     return Handle(node.component.made("squares", {"objects": objects, "options": {"what": node.what}}), 1)
 

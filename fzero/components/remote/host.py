@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base import pytree
 from fzero.comm.divergence import checked_collectives, recorded_collectives
 from fzero.components.remote import verbs
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
-from fzero.components.remote.digests import apart, digests_of, unlike
+from fzero.components.remote.digests import digest_of
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of, left_waiting
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import NOTICED, Arguments, Message, Place, Settings
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.pull import Arrived, Puller, whole
+from fzero.components.remote.pull import Puller
 from fzero.components.remote.streams import Bringing, device_of, used_here
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
@@ -79,7 +80,7 @@ class Host:
         self.values = Values(self.component, rank, self.patience)
         self.puller, self._bringing = Puller(rank), Bringing()
         self.peers: Sequence[Any] = ()
-        self._arrived: dict[int, Failure | Arrived] = {}
+        self._arrived: dict[int, Failure | None] = {}
         self._arrival = threading.Condition()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
@@ -152,8 +153,8 @@ class Host:
         except Failed as failed:
             return failed.failure
 
-    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
-        """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
+    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | None:
+        """Waits until a call's operands are here: what is told of why they are not, or None."""
         begun = time.monotonic()
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
@@ -193,12 +194,7 @@ class Host:
         """The operands, where all ranks have theirs: otherwise none runs the call, or some would wait for others."""
         if not self.peers:
             return operands
-        try:
-            records = [] if isinstance(operands, Failure) else self._records(call)
-        except Failed as failed:
-            records, operands = [], failed.failure
-        digests = [(name, digest) for record in records for name, digest in record.digests]
-        own = operands if isinstance(operands, Failure) else (self.place.mean_rank, digests)
+        own = operands if isinstance(operands, Failure) else None
         with self._arrival:
             self._arrived[call.number] = own
             self._arrived.pop(call.number - 1000, None)
@@ -207,21 +203,8 @@ class Host:
             told = [own, *[peer.arrived(call.number) for peer in self.peers]]
         except Failed as failed:
             told = [own, failed.failure]
-        failures = [each for each in told if isinstance(each, Failure)]
-        if failures:
-            return first_of(failures)
-        differs = apart([((rank, name), d) for rank, each in told for name, d in each])  # type: ignore[misc]
-        if differs is not None:
-            (_, name), sums = differs  # type: ignore[misc]
-            return Failure("ValueError", unlike(self.component, name, sums), self.component, self.rank)
-        for record in records:
-            record.digests = []  # they are compared once
-        return operands
-
-    def _records(self, call: _Call) -> list[Record]:
-        """Those of the calls that made the objects of a call."""
-        made = dict.fromkeys([name[0] for name in call.arguments.get("objects", {}).values()])
-        return [self.values.record(number) for number in made]
+        failures = [each for each in told if each is not None]
+        return first_of(failures) if failures else operands
 
     def _operands(self, call: _Call) -> Operands:
         given = call.arguments
@@ -234,9 +217,6 @@ class Host:
             pulled, where = objects["pullback"], (self.place, self.puller, self.identity)
             assert isinstance(pulled, Pulled)
             out.cotangent = brought_cotangent(pulled, skeleton, leaves, *where)
-        if "norm" in given:
-            (norm,) = self.puller.pulled([(given["norm"], whole)])
-            out.options = {**out.options, "grad_norm": norm}
         return out
 
     # ---- calls
@@ -252,7 +232,8 @@ class Host:
             self.report(("broken", failure_of(error, self.component, self.rank)))
             return False
         self.part, self.place, self.puller.device = part, part.place, device_of(part.params)
-        self.report(("ready", part.place))
+        tensors = [x for x in pytree.leaves(part.params) if isinstance(x, torch.Tensor) and not x.is_meta]
+        self.report(("ready", part.place, list(map(digest_of, tensors)) if part.place.means < part.ranks else []))
         return True
 
     def run(self) -> None:
@@ -297,8 +278,6 @@ class Host:
                 with checked, recorded_collectives() as collectives:
                     results = verbs.RUN[call.verb](self.part, operands)
                 values, trees = results.values, results.trees
-                if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
-                    call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees
                 del results

@@ -72,7 +72,7 @@ def layout_of(metas: Sequence[Meta | Failure], places: Sequence[Place], componen
         raise Failed(first_of(failures))
     parts = [meta for meta in metas if isinstance(meta, Meta)]
     first = parts[0]
-    sized = first.kind in ("block", "added")
+    sized = first.kind != "mean"
     lengths: list[dict[int, int]] = [{} for _ in first.shape] if sized else []
     weights: dict[int, float] = {}
     for part, place in zip(parts, places, strict=True):
@@ -134,7 +134,7 @@ def reads_of(
         choice: a number of the reader: of what several ranks have alike, readers take different ones.
     """
     pick = lambda ranks: ranks[choice % len(ranks)]
-    if layout.kind not in ("block", "added"):
+    if layout.kind == "mean":
         return [[Read(pick(ranks), None, ()) for ranks in same] for same in groups]
     box = tuple([(0, size) for size in layout.shape]) if box is None else box
     out = []
@@ -161,12 +161,8 @@ def _moved(box: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) ->
     return tuple([(a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True)])
 
 
-def joined(
-    layout: Layout, box: Box | None, blocks: Sequence[Sequence[tuple[Read, torch.Tensor]]], component: str
-) -> torch.Tensor:
+def joined(layout: Layout, box: Box | None, blocks: Sequence[Sequence[tuple[Read, torch.Tensor]]]) -> torch.Tensor:
     """The tensor, or a box of it, of the parts that `reads_of` names."""
-    if layout.kind == "alike":
-        return _alike([part for _, part in blocks[0]], component)
     if layout.kind == "mean":
         wide = torch.complex128 if layout.dtype.is_complex else torch.float64
         pairs = [(part, weight) for own, weight in zip(blocks, layout.weights, strict=True) for _, part in own]
@@ -186,16 +182,3 @@ def joined(
 def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their sum, in rank order."""
     return functools.reduce(torch.add, terms)
-
-
-def _alike(parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:
-    for rank, part in enumerate(parts):
-        if not bool(((part == parts[0]) | ((part != part) & (parts[0] != parts[0]))).all()):
-            raise refused(
-                f"component {component!r}: an output without dims that is no floating number is {part.item()} on data "
-                f"rank {rank}, and {parts[0].item()} on data rank 0; expected the same on all, as it is not averaged. "
-                "Return it with a dim of examples, or as a floating tensor.",
-                component,
-                rank,
-            )
-    return parts[0]

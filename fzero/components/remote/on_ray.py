@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import os
 import secrets
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -84,26 +83,23 @@ def start(
 
     Raises:
         ImportError: ray is not installed.
-        ValueError: the cluster has not enough for the ranks.
-        TimeoutError: others hold what they want, or they did not come up.
+        TimeoutError: the cluster has not enough for the ranks, or they did not come up.
     """
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
     token, reachable = secrets.token_bytes(32), ray.util.get_node_ip_address()
     resources = dict(options.get("resources", {"CPU": 1}))
-    mine = f"fzero-{socket.gethostname()}-{os.getpid()}-"
-    if short := _missing(mine, settings.ranks, resources):
-        raise ValueError(f"fz.remote(on='ray'): {short} {_SHARE}")
     bundles, strategy = [resources] * settings.ranks, options.get("strategy", "PACK")
-    group = ray.util.placement_group(bundles, strategy=strategy, name=mine + settings.identity)
+    group = ray.util.placement_group(bundles, strategy=strategy, name=f"fzero-{settings.identity}")
     links: list[RayLink] = []
     try:
         if not group.wait(settings.timeout):
             raise TimeoutError(
                 f"fz.remote(on='ray'): Ray had no room for {settings.ranks} ranks with {resources} each in "
                 f"{settings.timeout:g} seconds; free are {_some(ray.available_resources(), resources)} of "
-                f"{_some(ray.cluster_resources(), resources)}. {_SHARE}"
+                f"{_some(ray.cluster_resources(), resources)}. Let ranks share, by "
+                "options={'resources': {'CPU': 0.5}} for each component, close a component, or take a larger cluster."
             )
         with Listener(token, reachable, f"the control of {settings.component!r}") as listener:
             job, store = ray.cloudpickle.dumps(build), None
@@ -132,30 +128,6 @@ def start(
         ray.util.remove_placement_group(group)
         raise
     return links
-
-
-_SHARE = (
-    "Let ranks share: options={'resources': {'CPU': 0.5}} for each component. Or close a component, or take a larger "
-    "cluster."
-)
-
-
-def _missing(mine: str, ranks: int, resources: Mapping[str, float]) -> str:
-    """What the cluster lacks for ranks beside the components of this process, which keep what they have; "" if nothing.
-
-    Args:
-        mine: how the names of this process's placement groups begin.
-    """
-    ray = _ray()
-    groups = ray.util.placement_group_table().values()
-    held = [each["bundles"].values() for each in groups if each["state"] == "CREATED" and each["name"].startswith(mine)]
-    there = ray.cluster_resources()
-    for name, count in resources.items():
-        taken = sum(bundle.get(name, 0) for bundles in held for bundle in bundles)
-        if ranks * count + taken > there.get(name, 0) + 1e-6:
-            others = f", and other components of this process hold {taken:g}" if taken else ""
-            return f"{ranks} ranks want {ranks * count:g} {name}{others}. The cluster has {there.get(name, 0):g}."
-    return ""
 
 
 def _some(every: Mapping[str, float], names: Mapping[str, object]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import named
+from fzero.base.arguments import named, need_norm
 from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
@@ -16,6 +16,7 @@ from fzero.components.remote.link import Arguments, Settings
 from fzero.components.remote.pull import Leaf
 from fzero.components.remote.values import Box, cut_to
 from fzero.components.remote.wire import LEAF, Skeleton, packed
+from fzero.state.beyond import here
 from fzero.state.checks import constants
 
 
@@ -110,12 +111,10 @@ def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Give
     return Given({"cotangent": (skeleton, own)}, (), _held(leaves))
 
 
-def norm_for(group: Group, value: object, who: str) -> Given:
-    """A norm: a number, a 0-d tensor or a handle of one."""
-    if isinstance(value, Value):
-        return Given({"norm": _sent(group, value)}, (), _held([value]))
-    leaf = ("tensor", _own(group, value, who)) if isinstance(value, torch.Tensor) else ("constant", value)
-    return Given({"norm": leaf}, (), [])
+def norm_for(group: Group, value: object, who: str) -> object:
+    """A norm: None, a number, or a 0-d tensor, which is waited for."""
+    need_norm(value := here(value), who)
+    return _own(group, value, who) if isinstance(value, torch.Tensor) else value
 
 
 def _own(group: Group, x: torch.Tensor, who: str) -> torch.Tensor:

@@ -186,23 +186,21 @@ class Part:
         tensor = tensor.detach()
         if dims is not None:
             dims = need_dims(dims, tensor.shape, f"fz.remote: a tensor of the {what}")
-        if not tensor.ndim and operands.shares and not pytree.is_real(tensor):
-            return Piece("alike", tensor)
         if not tensor.ndim and pytree.is_real(tensor):
             names = dict.fromkeys([name for own in operands.shares for name in own])
             axes = tuple([name for name in names if name in self.place.averaged])
-            return self._digested(Piece("mean", tensor, (axes,), self.weight(operands.shares)))
+            return self.digested(Piece("mean", tensor, (axes,), self.weight(operands.shares)))
         if dims is None:
             dims = need_dims((self.place.batch,) if tensor.ndim and operands.shares else (), tensor.shape, what)
-        return self._digested(Piece("block", tensor, dims))
+        return self.digested(Piece("block", tensor, dims))
 
     def factor(self, piece: Piece) -> float:
         """By what a cotangent of an output is multiplied."""
         if piece.kind == "mean":
             return piece.weight
-        return 1.0 / self.place.copies(axes_of(piece.dims)) if piece.kind == "block" else 1.0
+        return 1.0 / self.place.copies(axes_of(piece.dims))
 
-    def _digested(self, piece: Piece) -> Piece:
+    def digested(self, piece: Piece) -> Piece:
         """A piece with its digest, where other ranks should have the same tensor."""
         like = self.place.piece(axes_of(piece.dims))[1] if piece.kind == "block" else self.place.means
         return piece._replace(digest=digest_of(piece.tensor)) if like < self.ranks else piece
@@ -210,7 +208,7 @@ class Part:
     def input_piece(self, cotangent: torch.Tensor, dims: Dims) -> Piece:
         """The piece that this rank has of an input's cotangent."""
         kind = "added" if self.place.copies(axes_of(dims)) > 1 else "block"
-        return self._digested(Piece(kind, cotangent, dims))
+        return self.digested(Piece(kind, cotangent, dims))
 
     def grads(self, grads: Sharded) -> Sharded:
         """The grads of the whole batch, of those that a pullback gave."""

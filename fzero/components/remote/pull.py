@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import axes_of
 from fzero.components.remote.values import Box, Name
-from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
 Reads = dict[tuple[str, int], dict[tuple[Name, Box | None], torch.Tensor | None]]  # of a component's rank
-Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those that means are taken over; digests
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
@@ -98,14 +95,13 @@ class Puller:
         columns = zip(*[found[rank] for rank in ranks], strict=True)
         return [layout_of(metas, [table.places[rank] for rank in ranks], table.name) for metas in columns]
 
-    def pulled(self, wanted: Sequence[tuple[Leaf, Boxes]]) -> list[torch.Tensor | None]:
+    def pulled(self, wanted: Sequence[tuple[Leaf, Boxes]]) -> list[torch.Tensor]:
         """The tensors of operands.
 
         Raises:
             Failed: one of them could not be made.
         """
-        parts = [(part, box_of) for leaf, box_of in wanted for part in (leaf[1] if leaf[0] == "norm" else [leaf])]
-        away = [(leaf, box_of) for leaf, box_of in parts if leaf[0] in ("value", "fill")]
+        away = [(leaf, box_of) for leaf, box_of in wanted if leaf[0] in ("value", "fill")]
         layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}
         plans: list[tuple[Leaf, Layout, Box | None, list[list[Read]]]] = []
@@ -121,7 +117,7 @@ class Puller:
             found = self.table(component).sources[rank].blocks([*own], self.device)
             own.update(zip([*own], [x.to(self.device) for x in found], strict=True))
         tensors = iter([self._made(*plan, reads) for plan in plans])
-        return [self._computed(leaf, tensors) for leaf, _ in wanted]
+        return [next(tensors) if leaf[0] in ("value", "fill") else leaf[1].to(self.device) for leaf, _ in wanted]
 
     def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
         by_component: dict[str, list[Name]] = {}
@@ -141,21 +137,8 @@ class Puller:
             shape = layout.shape if box is None else [stop - start for start, stop in box]
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device=self.device)
         parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in blocks]
-        made = joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
+        made = joined(layout, box, parts)  # type: ignore[arg-type]
         return made.to(self.device)  # also where it has no elements, which nobody sent
-
-    def _computed(self, leaf: Leaf, tensors: Iterator[torch.Tensor]) -> Any:
-        """An operand's value, of the next tensors."""
-        if leaf[0] in ("value", "fill"):
-            return next(tensors)
-        if leaf[0] == "norm":  # on the CPU: it has the same bits for all components
-            return norm_by([self._computed(part, tensors).cpu() for part in leaf[1]]).to(self.device)
-        return leaf[1].to(self.device) if isinstance(leaf[1], torch.Tensor) else leaf[1]
-
-
-def norm_by(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of what has these squares by leaf, added up as fz.global_norm does."""
-    return sum_by_leaf(torch.cat([*squares]).unbind()).sqrt()
 
 
 def lost(component: str, name: str, rank: int, why: str) -> Failed:

@@ -14,7 +14,7 @@ from fzero.channels import Address, Connection, Listener, TimedOut, connect
 from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.host import Host
-from fzero.components.remote.pull import Arrived, lost
+from fzero.components.remote.pull import lost
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
@@ -117,7 +117,7 @@ class RemoteSource:
     def trees(self, call: int) -> object:
         return self._ask("trees", call)
 
-    def arrived(self, call: int) -> Failure | Arrived:
+    def arrived(self, call: int) -> Failure | None:
         return self._ask("arrived", call)
 
     def ended(self, call: int) -> int:

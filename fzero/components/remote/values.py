@@ -24,8 +24,7 @@ class Piece(NamedTuple):
 
     Attributes:
         kind: how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of
-            the ranks that have the same, where they are "added"; "mean" is an average by weights; of "alike" any one
-            is it, once all were compared.
+            the ranks that have the same, where they are "added"; "mean" is an average by weights.
         dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
         digest: of what other ranks have, too.
     """
@@ -74,7 +73,6 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
-        self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
         self.ready: dict[torch.device, torch.Event] = {}  # by GPU, once its values will be there
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}

@@ -14,6 +14,7 @@ from fzero.base import pytree
 from fzero.checkpoint.load import load
 from fzero.checkpoint.save import save
 from fzero.components.remote.part import Operands, Part, Pulled
+from fzero.components.remote.streams import device_of
 from fzero.components.remote.values import Name, Piece, whole
 from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
@@ -131,7 +132,8 @@ def _metrics(metrics: dict[str, Any], part: Part, operands: Operands) -> tuple[d
 
 def _update(part: Part, operands: Operands) -> Results:
     objects = operands.objects
-    norm = operands.options.get("grad_norm")
+    norm = operands.options["grad_norm"]
+    norm = norm.to(device_of(part.params)) if isinstance(norm, torch.Tensor) else norm
     state, metrics = part.step.update(objects["state"], objects["grads"], grad_norm=norm)
     values, skeletons = _metrics(metrics, part, operands)
     return Results({0: state, **values}, skeletons)
@@ -215,7 +217,8 @@ def _pass_grads(part: Part, operands: Operands) -> Results:
 
 def _gather(part: Part, operands: Operands) -> Results:
     skeleton, leaves = packed(gather(_tree(operands), operands.options["pattern"]), _is_tensor, "gather")
-    return Results({place: whole(x) for place, x in enumerate(leaves, 1)}, (skeleton,))
+    pieces = [whole(x) if part.place.means == part.ranks else part.digested(whole(x)) for x in leaves]
+    return Results({**dict(enumerate(pieces, 1))}, (skeleton,))
 
 
 def _tree(operands: Operands) -> Any:
@@ -265,4 +268,3 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "save": _save,
     "load": _load,
 }
-SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such

@@ -223,14 +223,6 @@ def test_components_with_and_without_specs_read_one_another() -> None:
         need_close(fz.fetch(ct), torch.func.grad(both)(x))
 
 
-def test_a_sum_of_handles_and_tensors_is_one_of_their_values() -> None:
-    x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
-    with started(P("dp", "sp"), P("dp", "sp"), sizes=(4, 1)) as own:
-        state = own.init()
-        out = own.forward(state, x)
-        assert fz.fetch(own.forward(state, x + (out + out))).equal(3 * x) and (x + out).equal(out + x)
-
-
 # ---- mistakes
 
 

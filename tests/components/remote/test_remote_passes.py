@@ -67,16 +67,3 @@ def test_both_halves_are_the_whole() -> None:
         half, _ = pullback.inputs(torch.ones_like(loss))
         need_close(fz.fetch(half), fz.fetch(ct), rtol=0, atol=0)
         need_close(fz.gather(pullback.params()), fz.gather(grads), rtol=0, atol=0)
-
-
-def test_cotangents_of_several_uses_are_added_where_they_are_needed() -> None:
-    with fz.remote(functools.partial(builds.built, stage=2), 2, "threads") as own:
-        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        state = own.init()
-        out, pullback = own.vjp(state, x, ("rows",))
-        y = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        other = torch.ones_like(out)
-        grads, _ = pullback(other + y + out, retain_graph=True)
-        expected, _ = pullback(1.0 + y + fz.fetch(out))
-        need_close(fz.gather(grads), fz.gather(expected))
-        need_close(fz.fetch(y + other), 1.0 + y)

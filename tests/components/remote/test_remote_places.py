@@ -137,7 +137,7 @@ def test_blocks_are_cut_and_joined(data: st.DataObject) -> None:
                 reads = reads_of(layout, groups, wanted, sum(reader))
                 cut = lambda each: parts[each.rank] if each.box is None else cut_to(parts[each.rank], each.box)
                 got = [[(each, cut(each)) for each in own] for own in reads]
-                assert torch.equal(joined(layout, wanted, got, "x"), expected * same)
+                assert torch.equal(joined(layout, wanted, got), expected * same)
         assert [*share(len(x), 0, readers["x"])] == [0, len(x.tensor_split(readers["x"])[0])]
 
 

@@ -94,6 +94,7 @@ def counted(p: Any, x: torch.Tensor, n: torch.Tensor, kind: str) -> Any:
         "nested": {"a": [(1,)]},
         "handed on": n,
         "bool": torch.tensor(True),
+        "of a share": (x > 1).any(),
         "python": (True, None, "text", torch.float32),
         "signs": (x > 0).long(),
     }
@@ -128,3 +129,6 @@ def test_numbers_that_may_be_of_a_share_are_refused() -> None:
                     else:
                         with pytest.raises(ValueError, match="a number without dims"):
                             use()
+            if ranks == 2:
+                with pytest.raises(ValueError, match="return it without a dim"):
+                    fz.fetch(own.forward(state, torch.tensor([[1.0] * 3, [2.0] * 3], dtype=D), n, "of a share"))

@@ -51,20 +51,8 @@ def test_sums_are_those_of_the_tensors(component: Any, rows: int) -> None:
             assert fz.fetch(component.forward(state, total))[0].equal(2 * times * x)
     grads, _ = pullback((out[0] + x, out[1] + out[1]))
     torch.testing.assert_close(fz.gather(grads)["w"], (3 * x * x).sum()[None] + 4 * x.mean() * x.mean())
-
-
-def test_terms_are_what_they_are_when_they_are_added(component: Any) -> None:
-    x = torch.ones(4, 3, dtype=D)
-    total = component.forward(component.init(), x)[0] + x
-    x.zero_()
-    assert fz.fetch(total).eq(3).all()
-
-
-def test_a_sum_is_that_of_the_values(component: Any) -> None:
-    rows, loss = component.forward(component.init(), X)
-    for total in (rows + loss, rows + X[0], X + rows):
-        assert type(total) is torch.Tensor and total.shape == X.shape
-    assert (rows + X[0]).equal(fz.fetch(rows) + X[0])
+    for total in (out[0] + out[1], out[0] + x[0], x + out[0]):
+        assert type(total) is torch.Tensor and total.shape == x.shape
 
 
 def test_handles_are_not_compared_as_objects(component: Any) -> None:
