@@ -90,9 +90,7 @@ class Changes:
         return [*self._found, *moment_squares(trained_moments(moments))]
 
 
-def metric(
-    params: Sharded, moments: object, grads: LeafSquares | None, changes: Changes | None
-) -> Metric:
+def metric(params: Sharded, moments: object, grads: LeafSquares | None, changes: Changes | None) -> Metric:
     """The norms after an update; NaN for grads that nobody has come to know.
 
     Args:

@@ -16,12 +16,10 @@ from fzero.state.counts import counted
 from fzero.state.items import Item, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
-from fzero.state.regrouped import keep_blocks, regroup, wide
+from fzero.state.regrouped import Source, keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded, part_names
-from fzero.state.sliced import sliced_in
-from fzero.state.source import Source
+from fzero.state.sliced import lies_in_slices, sliced_in
 from fzero.state.train_state import grads_like
-from fzero.state.whole import lies_in_slices
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key, Layout
