@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -192,8 +191,7 @@ class _Whole:
         """
         path, (had, spec) = slot.path, flat(rest)
         places = {i: x.dtype for i, x in enumerate(had) if isinstance(x, Place)}
-        # which it may write to, or keep
-        state = [_copied(x) for x in had]
+        state = copied(had)  # which it may write to, or keep
         for (i, dtype), x in zip(places.items(), own, strict=False):
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
@@ -363,10 +361,3 @@ def _too_wide(path: str, entry: torch.Tensor, leaf: torch.Tensor) -> ValueError:
         f"whole: the state of leaf {path!r} begins with {named(entry)}, expected at most {leaf.dtype}, which is what "
         "slices of this leaf are computed in. Make it so (torch.zeros_like(p)), or give params in torch.float64."
     )
-
-
-def _copied(x: object) -> object:
-    """A part of a leaf's state, which its update may write to. A count's value may be one of a graph."""
-    if isinstance(x, torch.Tensor):
-        return x.clone()
-    return pytree.Count(x.value, x.missed, x.paused) if isinstance(x, pytree.Count) else copy.deepcopy(x)

@@ -22,7 +22,7 @@ from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
 from fzero.table.rows import Row
-from fzero.table.spec import Spec
+from fzero.table.spec import LEAF_NORMS, Spec
 from fzero.update.update import on_host
 
 DISK = "disk"
@@ -82,7 +82,7 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     uses = uses_of(step, layout, key.unit) if row.fetched else 0
     changes = not row.frozen
     passes = int(memory == DISK or (memory == HOST and not on_host))
-    copies = changes and not step.donates
+    copies = changes and not (step.donates and LEAF_NORMS not in step.metrics)  # which compare
     out = []
     if row.held:
         parts = (group.numel * row.policy.compute.itemsize,)

@@ -16,7 +16,6 @@ import torch
 
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
-from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
 from fzero.state.leaf_norms import metric
@@ -27,7 +26,7 @@ from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
-from fzero.table.spec import Extra, Spec
+from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at
@@ -124,18 +123,18 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
     axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), Live()
     try:
         with thread_state.without_values(), live:
-            kept = _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
+            _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond + kept, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
     return ASSUMED * sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
 
 
-def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> int:
-    """Updates some groups as a step does; returns the bytes that are kept of the others meanwhile."""
+def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> None:
+    """Updates some groups as a step does."""
     by_group = tuple([dataclasses.replace(each, every=1) for each in step.extras if each.changes or each.fused])
     plain = dataclasses.replace(step, extras=by_group, donates=False, fusion=None)
     every = list(itertools.chain(*parts))
@@ -147,7 +146,8 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     grads = params.with_buffers({} if mode != "held" else {key: _grad(empty.layout, key) for key in every}, scale)
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
-        empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
+        for axis in (empty.axis, empty.axis.tensor):
+            axis.sent.clear() if isinstance(axis, Alone) else None
         made_then = mode in ("once", "twice")  # by the pullback: those of one are known
         live.begin(max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))
         for some, following in itertools.pairwise((*parts, ())):
@@ -155,11 +155,8 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
             update.apply(some, own, extra, following)
             del own
         new = update.finish()
-        if update.changes is None:
-            return 0
-        metric(*new, None, update.changes)
-        others = () if len(parts) > 1 else {*empty.layout.trainable} - {*every}
-        return sum([nbytes(empty.format(key), empty.layout.shard_numel(key)) for key in others])
+        if LEAF_NORMS in step.metrics:
+            metric(params, *new, None)
 
 
 def _scale(step: Spec) -> float:

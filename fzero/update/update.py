@@ -21,7 +21,7 @@ from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import values
 from fzero.state.checks import follows_step
 from fzero.state.gather import squares_in
-from fzero.state.leaf_norms import Changes, metric
+from fzero.state.leaf_norms import metric
 from fzero.state.moments import next_extra
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
@@ -33,10 +33,9 @@ from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
-from fzero.update.changed import Entry, due
 from fzero.update.cpu_worker import CpuWorker, spare_cores
 from fzero.update.differentiable import differentiable_update
-from fzero.update.writing import Writing
+from fzero.update.writing import Entry, Writing, due
 
 Squares = tuple[torch.Tensor, LeafSquares]  # over all leaves and shards, and of this rank's parts
 
@@ -140,8 +139,7 @@ class Decision:
         params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
             if LEAF_NORMS in step.metrics:
-                changes = update.changes if update is not None else None
-                self.metrics[LEAF_NORMS] = metric(params, moments, self._squares, changes)
+                self.metrics[LEAF_NORMS] = metric(state.params, params, moments, self._squares)
             old = {**state.extra, **(update.extra() if update is not None else {})}
             own = {
                 extra.name: old[extra.name]
@@ -172,8 +170,8 @@ class Update:
         copied: list[str] = []
         saved = bool(being_saved)  # asked first: a save may end while one looks at what it held
         self._on_host = on_host(step, self.layout)
-        self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
-        self.changes = Changes() if LEAF_NORMS in step.metrics else None
+        compares = LEAF_NORMS in step.metrics  # params with those before
+        self.params = Writing(self.old, "params", step.donates and not compares, copied.append, self._on_host)
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         # what has no trees in it stays as it is: it may be as much as there are leaves, for each group
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
@@ -269,8 +267,6 @@ class Update:
     def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Paused:
         """Updates some groups; returns their params."""
         own = self.params.open(keys).replaced(draw=self._draw)
-        if self.changes is not None:
-            self.changes.keep(own)
         moments = self._split.join([tree.open(keys) for tree in self._moments])
         self._begin(keys)
         run = call_paused(self.step.optimizer, own, grads, moments, extra)
@@ -282,8 +278,6 @@ class Update:
             tree.close(keys)
         for each in self._entries:
             each.write(keys, own)
-        if self.changes is not None:
-            self.changes.measure(own)
         self.params.close(keys)
         return own
 
