@@ -13,7 +13,8 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.base.rebound import is_others
-from fzero.optim._paused import all_combined, call_paused, combined
+from fzero.comm.waits import finish_all
+from fzero.optim._paused import call_paused, combined
 from fzero.optim._whole import of_slices
 from fzero.optim.base import Elementwise, call_update, values, written
 from fzero.state.moments import apart, begun
@@ -267,11 +268,15 @@ class _Partition(Joined):
     def combine(
         self, params: object, states: Mapping[str, object], parts: Sequence[Mapping[str, object]]
     ) -> dict[str, object]:
-        calls = [
-            functools.partial(combined, m, self._part(params, p), states[p], [part[p] for part in parts])
-            for p, m in self.table.items()
-        ]
-        return dict(zip(self.table, all_combined(calls), strict=True))
+        found = dict[str, object]()
+
+        def one(pattern: str, member: GradientTransformation) -> None:
+            own = [part[pattern] for part in parts]
+            found[pattern] = combined(member, self._part(params, pattern), states[pattern], own)
+
+        # all are called, also where one fails, as each lets go of its own errors
+        finish_all([functools.partial(one, pattern, member) for pattern, member in self.table.items()])
+        return found
 
     def label(self, path: str) -> str:
         pattern = self._chosen(path)

@@ -94,25 +94,12 @@ def call_paused(
 ) -> Paused:
     """An update of params and state in place: `member.paused`, or one that does not pause."""
     if member.paused is None:
-        return at_once(member, params, grads, state, extra)
-    return member.paused(params, grads if member.by_leaf else values(grads), state, **taken(member.paused, extra))
-
-
-def at_once(
-    member: GradientTransformation, params: Sharded, grads: object, state: object, extra: Mapping[str, object]
-) -> Paused:
-    """An update that does not pause."""
-    yield from ()
-    return call_fused(member, params, grads, state, extra)
+        return call_fused(member, params, grads, state, extra)
+    run = member.paused(params, grads if member.by_leaf else values(grads), state, **taken(member.paused, extra))
+    del grads, state  # or those of every group that waits would be kept
+    return (yield from run)
 
 
 def combined(member: GradientTransformation, params: object, old: object, parts: Sequence[object]) -> object:
     """The state after an update, of what `call_paused` has returned of each group."""
     return parts[-1] if member.combine is None else member.combine(params, old, parts)
-
-
-def all_combined(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What members' combinations return: all are called, also where one fails, as each lets go of its own errors."""
-    found = list[T]()
-    finish_all([lambda call=call: found.append(call()) for call in calls])
-    return found

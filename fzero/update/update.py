@@ -181,7 +181,6 @@ class Update:
         entries = [*due(step, state), *[x for x in step.extras if x.fused]]  # what changes the params goes first
         self._entries = [Entry(x, state, step.donates, copied.append, self._on_host) for x in entries]
         self._trees = [self.params, *self._moments, *[each.writing for each in self._entries]]
-        self._after: object = state.moments
         if copied and not saved:
             warnings.warn(
                 f"fz.donate: {len(copied)} buffers of the donated state are still held elsewhere (that of leaf "
@@ -359,6 +358,7 @@ class Update:
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
+        after = self._state.moments
         try:
             self._catch_up()
             with torch.no_grad():
@@ -366,9 +366,9 @@ class Update:
                 self._finish()
                 if self._parts:
                     own = self.old.only(self.layout.trainable)
-                    self._after = combined(self.step.optimizer, own, self._state.moments, self._parts)
+                    after = combined(self.step.optimizer, own, after, self._parts)
         except BaseException as error:
             self.lost(error)
             raise
         params, trees = self.params.finished(), iter(self._moments)
-        return params, map_trees(lambda _: next(trees).finished(), self._after)
+        return params, map_trees(lambda _: next(trees).finished(), after)
