@@ -44,8 +44,8 @@ class GradientTransformation(NamedTuple):
             and may note the factor with `Sharded.scaled`.
         copies: True if `fused` makes new values of all grads before it writes.
         blank: True if `init` gives only zeros and counts. Then a load does not fill them first.
-        exchanges: how often `fused` waits for slices that ranks send each other.
-        paused: `fused` as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
+        exchanges: how often `paused` waits for slices that ranks send each other.
+        paused: the same as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
             the result, and returns its part of the state. So other groups go on meanwhile.
         combine: `combine(params, state, parts) -> state`: joins what `paused` has returned for each group.
 
@@ -70,7 +70,7 @@ class GradientTransformation(NamedTuple):
     scales: bool = False
     copies: bool = False  # `fused` then gets one group at a time, if it may
     blank: bool = False
-    # not 0: `fused` gets all groups at once, unless it copies or something of them has to be brought, so that one's
+    # not 0: `paused` gets all groups at once, unless it copies or something of them has to be brought, so that one's
     # exchange runs beside another's computation; and it never runs on a thread beside
     exchanges: int = 0
     paused: Callable[..., Paused] | None = None  # given several groups, it may pause or not
