@@ -297,9 +297,10 @@ def call_fused(
     forms = [params.format(key) for key in params.groups] if fused is None or is_others(fused) else []
     if fused is None or any(not form.plain or form.rounds for form in forms):
         updates, new = written("step.update: the optimizer", member, grads, state, params, extra)
-        after = values(params).map(torch.add, values(updates))
+        assert isinstance(updates, Sharded)
+        after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
         for key in params.groups:
-            write_values(params, key, after.local(key), params.draw or Draw(0, 0))
+            write_values(params, key, after.local(key), draw)
         return new
     given, grads = grads, grads if member.by_leaf else values(grads)
     if is_others(fused):  # which writes to trees of its state that are its own, and perhaps to other tensors

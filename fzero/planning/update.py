@@ -91,7 +91,7 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool, 
         keys = keys if optimizer.exchanges else _largest(layout, 2)
         apart = one_by_one or optimizer.copies or step.fusion is not None
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
-    ranks = dict.fromkeys([rank, *(_owners(layout, keys) if optimizer.exchanges else [])])
+    ranks = [rank, *[own for own in (_owners(layout, keys) if optimizer.exchanges else ()) if own != rank]]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
     most, after = max([each.nbytes for each in found]), _by_entries(step, layout, structure, one_by_one)
     return found[0]._replace(nbytes=most, after=after)
