@@ -20,9 +20,9 @@ from fzero.state.checksums import checksum
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin
+from fzero.state.regrouped import Source
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
-from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of

@@ -25,8 +25,8 @@ from fzero.engine.weighing import counted
 from fzero.state.check_state import check_grads, check_state
 from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
+from fzero.state.sliced import whole_of
 from fzero.state.train_state import TrainState
-from fzero.state.whole import whole_of
 from fzero.table.counting import Counts, Mask, Number
 from fzero.table.layout import Key
 from fzero.table.placements import FirstRun, has_run, noted, notes

@@ -73,7 +73,6 @@ WAITS = [
     Wait("stores/host.py", "            wait()\n            return own", "            return own", tests=AWAY[1:]),
     Wait("stores/on_disk.py", "            wait()\n            return target", "            return target", tests=AWAY),
     Wait("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
-    Wait("state/origin.py", "        self.origin.wait()\n        return empty", "        return empty", tests=LOADS),
     Wait("state/origin.py", "        self.origin.wait()\n        return tree", "        return tree", tests=LOADS),
     Wait("state/origin.py", "        self.origin.wait()\n        there", "        there", tests=LOADS),
     Wait(

@@ -23,8 +23,8 @@ from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
 from fzero.state.metrics import Component, State
 from fzero.state.origin import Origin
+from fzero.state.regrouped import Source
 from fzero.state.sliced import Sliced
-from fzero.state.source import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step

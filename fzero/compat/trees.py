@@ -16,7 +16,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, Plain, zeros
 from fzero.state.items import Item
 from fzero.state.origin import TREES, Origin
-from fzero.state.source import Source
+from fzero.state.regrouped import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec

@@ -22,8 +22,7 @@ from fzero.state.checks import can_follow_here, constants, goes_on, refuse_captu
 from fzero.state.squares import LeafSquares, over_ranks, squares_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.spec import Spec
-from fzero.update.known import known_metrics
-from fzero.update.update import apply_update, with_kept
+from fzero.update.update import apply_update, known_metrics, with_kept
 
 State = Any  # a TrainState, or a handle of one
 Grads = Any  # a Sharded, or a handle of one

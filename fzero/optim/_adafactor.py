@@ -11,7 +11,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_number, wrong
 from fzero.base.follow import root
 from fzero.optim._whole import whole
-from fzero.optim.base import less, need_hypers, rate
+from fzero.optim.base import Rated, less, need_hypers, rate
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -71,12 +71,8 @@ def adafactor(
     least = {} if first is None else {"eps[0]": (first, "a positive number")}
     need_hypers("adafactor", **least, **{"eps[1]": (second, "at least 0")})  # type: ignore[arg-type]
     own = _Adafactor(lr, beta2_decay, first, second, d, weight_decay)
-    inner = GradientTransformation(_begun, own.update, None, _label, own.metrics)
+    inner = GradientTransformation(_begun, own.update, None, own.label, own.metrics)
     return whole(inner)
-
-
-def _label(path: str) -> str:
-    return "adafactor"
 
 
 def _begun(params: dict[str, torch.Tensor]) -> AdafactorState:
@@ -88,13 +84,14 @@ def _begun(params: dict[str, torch.Tensor]) -> AdafactorState:
 
 
 @dataclass(frozen=True)
-class _Adafactor:
+class _Adafactor(Rated):
     lr: Number | Schedule
     beta2_decay: float
     first: float | None
     second: float
     d: Number
     weight_decay: Number
+    name = "adafactor"
 
     def update(
         self, grads: dict[str, torch.Tensor], old: AdafactorState, params: dict[str, torch.Tensor]
@@ -117,9 +114,6 @@ class _Adafactor:
         update = -step / (_rms(u) / self.d).clamp(min=1.0) * u
         update = less(update, now * self.weight_decay, p)
         return {path: update}, AdafactorState(old.count.next(), rows, columns, elements)
-
-    def metrics(self, old: AdafactorState) -> dict[str, Number]:
-        return {"lr": rate(self.lr, old.count.value)}
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -13,9 +12,8 @@ from fzero.base.follow import follows, root
 from fzero.optim._whole import whole
 from fzero.optim.base import need_hypers
 from fzero.state.gather import global_norm
-from fzero.state.replicated_to_sharded import leaf_values_to_sharded, to_sharded
+from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Sharded
-from fzero.state.squares import over_ranks, squares_of
 from fzero.table.optimizer import GradientTransformation, Number
 
 
@@ -81,34 +79,32 @@ def _multiplied(grads: object, ratio: torch.Tensor) -> object:
 def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     """Scales each leaf's gradient so that its norm is at most `max_norm`.
 
-    Each leaf is multiplied by `min(1, max_norm / norm)`. The norm is that leaf's, over all its shards.
+    Each leaf is multiplied by `min(1, max_norm / norm)`, by its own norm. Under ZeRO each leaf is clipped on one rank,
+    as with `fz.whole`.
 
     Args:
         max_norm: gradients of a smaller norm pass unchanged. Positive.
 
     Example:
-        >>> clip = fz.clip_by_block_norm(1.0)
-        >>> clip.update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, clip.init(None))[0]
+        >>> clip, params = fz.clip_by_block_norm(1.0), {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> clip.update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, clip.init(params), params)[0]
         {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
     need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
+    return whole(GradientTransformation(_nothing, functools.partial(_clip_by_block_norm, max_norm), label=_block))
 
-    return GradientTransformation(
-        _nothing,
-        functools.partial(_clip_by_block_norm, max_norm),
-        by_leaf=True,
-        needs="all",
-        blank=True,
-        elementwise=True,
-    )
+
+def _block(path: str) -> str:
+    return "block clip"
 
 
 def _clip_by_block_norm(
-    max_norm: Number, grads: object, state: object, params: object = None, **extra: object
-) -> tuple[object, object]:
-    norms = norms_of(grads)
-    factors = [torch.where(n == 0, 1.0, max_norm / torch.where(n == 0, 1.0, n)).clamp(max=1.0) for n in norms]
-    return multiplied(grads, factors), state
+    max_norm: Number, grads: dict[str, torch.Tensor], state: object, params: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], object]:
+    ((path, g),) = grads.items()
+    norm = norm_of(g)
+    factor = torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm)).clamp(max=1.0)
+    return {path: g * factor.to(g.dtype)}, state
 
 
 def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> GradientTransformation:
@@ -193,19 +189,6 @@ def _nothing(params: object) -> tuple[()]:
     return ()
 
 
-def norms_of(tree: object) -> list[torch.Tensor]:
-    """The norm of each leaf, over all its shards, in order: 0-d float64 tensors."""
-    if isinstance(tree, Sharded):
-        return [root(x) for x in over_ranks(squares_of(tree), tree).unbind()]
-    return [root(leaf.to(torch.float64).square().sum()) for leaf in pytree.leaves(tree)]
-
-
-def multiplied(tree: object, factors: Sequence[torch.Tensor]) -> object:
-    """A tree, each leaf times its factor, a 0-d tensor."""
-    if not isinstance(tree, Sharded):
-        leaves, spec = pytree.flatten(tree)
-        return pytree.unflatten(spec, [x * f.to(x.device, x.dtype) for x, f in zip(leaves, factors, strict=True)])
-    numbers = sorted(slot.leaf for key in tree.groups for slot in tree.layout.groups[key].slots)
-    each = leaf_values_to_sharded(tree, dict(zip(numbers, factors, strict=True)))
-    own = {key: tree.local(key) for key in tree.groups}
-    return tree.with_buffers({key: x * each[key].to(x.device, x.dtype) for key, x in own.items()})
+def norm_of(x: torch.Tensor) -> torch.Tensor:
+    """The norm of a leaf, a 0-d float64 tensor."""
+    return root(x.to(torch.float64).square().sum())

@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
 from fzero.base.follow import any_follows
 from fzero.optim._whole import whole
-from fzero.optim.base import known, rate
+from fzero.optim.base import Rated, known, rate
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -70,16 +70,13 @@ def from_torch(
 
 
 @dataclass(frozen=True)
-class _Torch:
+class _Torch(Rated):
     kind: type[torch.optim.Optimizer]
     lr: Number | Schedule
     options: tuple[tuple[str, object], ...]
 
     def label(self, path: str) -> str:
         return self.kind.__name__.lower()
-
-    def metrics(self, old: TorchState) -> dict[str, Number]:
-        return {"lr": rate(self.lr, old.count.value)}
 
     def step(
         self, now: float, p: torch.Tensor, g: torch.Tensor, state: Entries | None

@@ -13,13 +13,14 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.base.rebound import is_others
-from fzero.optim._paused import all_combined, call_paused, combined, fused_of
+from fzero.comm.waits import finish_all
+from fzero.optim._paused import call_paused, combined
 from fzero.optim._whole import of_slices
-from fzero.optim.base import Elementwise, call_update, kept, values, write_values
+from fzero.optim.base import Elementwise, call_update, values, written
 from fzero.state.moments import apart, begun
-from fzero.state.sharded import Draw, Sharded, is_item, map_trees, trees_of
-from fzero.table.layout import Key, Layout
-from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused, Whole
+from fzero.state.sharded import Sharded, is_item, map_trees, trees_of
+from fzero.table.layout import Layout
+from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused
 
 States = tuple[object, ...]
 
@@ -46,19 +47,18 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(
         own.init,
         own.update,
-        own.fused if last.fused else None,
+        None,
         own.label,
         own.metrics,
         all(member.by_leaf for member in members),
         # the norm of the gradients is the first member's: behind it others come in
-        "all" if any(m.needs for m in members[1:]) or any(m.combine for m in before) else members[0].needs,
+        "all" if any(m.needs for m in members[1:]) or any(m.exchanges for m in before) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
         sum(member.exchanges for member in members),
-        own.paused if last.paused else None,
-        own.sends if any(member.sends for member in members) else None,
-        own.combine if last.combine else None,
+        own.paused,
+        own.combine,
         elementwise=True,
     )
 
@@ -138,14 +138,11 @@ class _Chain(Joined):
             new.append(state)
         return updates, tuple(new)
 
-    def fused(self, params: object, grads: object, states: States, **extra: object) -> object:
-        return fused_of(self, params, grads, states, **extra)
-
-    def paused(self, params: object, grads: object, states: States, **extra: object) -> Paused:
+    def paused(self, params: Sharded, grads: object, states: States, **extra: object) -> Paused:
         new, updates = list[object](), grads
         del grads  # or those of every group that waits would be kept
         for place, (member, state) in enumerate(zip(self.members[:-1], states, strict=False)):
-            updates, part = _passed(f"chain: member {place}", member, updates, state, params, extra)
+            updates, part = written(f"chain: member {place}", member, updates, state, params, extra)
             extra.pop("grad_norm", None)
             new.append(part)
         run = call_paused(self.members[-1], params, apart(updates, params), states[-1], extra)
@@ -156,40 +153,12 @@ class _Chain(Joined):
         last = combined(self.members[-1], params, states[-1], [part[-1] for part in parts])
         return (*parts[-1][:-1], last)
 
-    def sends(self, params: object, states: States) -> Sequence[Mapping[Key, Whole]]:
-        pairs = zip(self.members, states, strict=True)
-        return [each for member, state in pairs if member.sends for each in member.sends(params, state)]
-
     def label(self, path: str) -> str:
         return "+".join(member.label(path) for member in self.members if member.label is not None)
 
     def metrics(self, states: States) -> dict[str, Number]:
         pairs = zip(self.members, states, strict=True)
         return {k: x for member, state in pairs if member.metrics for k, x in member.metrics(state).items()}
-
-
-def _passed(
-    who: str,
-    member: GradientTransformation,
-    updates: object,
-    state: object,
-    params: Any,
-    extra: Mapping[str, object],
-) -> tuple[object, object]:
-    """`member.update`, and its next state written over the old one."""
-    updates, new = call_update(member, updates, state, params, extra)
-    if member.scales:  # it keeps nothing
-        return updates, new
-    updates = apart(updates, state)  # as it may pass on what it kept
-    write = functools.partial(_written, draw=params.draw or Draw(0, 0))
-    return updates, kept(who, state, apart(new, params, state), write)
-
-
-def _written(new: Sharded, old: Sharded, draw: Draw) -> Sharded:
-    """An old tree, over whose buffers new values are written in their formats."""
-    for key, value in values(new).locals().items():
-        write_values(old, key, value, draw)
-    return old
 
 
 def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
@@ -224,7 +193,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     return GradientTransformation(
         own.init,
         own.update,
-        own.fused if all(member.fused for member in members) else None,
+        None,
         own.label,
         own.metrics,
         all(member.by_leaf for member in members),
@@ -232,9 +201,8 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
         exchanges=max(member.exchanges for member in members),
-        paused=own.paused if any(member.paused for member in members) else None,
-        sends=own.sends if any(member.sends for member in members) else None,
-        combine=own.combine if any(member.combine for member in members) else None,
+        paused=own.paused,
+        combine=own.combine,
         elementwise=True,
     )
 
@@ -286,9 +254,6 @@ class _Partition(Joined):
             buffers.update(values(out).locals())
         return whole.with_buffers(buffers, 1.0), new
 
-    def fused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> object:
-        return fused_of(self, params, grads, states, **extra)
-
     def paused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> Paused:
         extra.pop("grad_norm", None)
         runs, new = dict[str, Paused](), dict[str, object]()
@@ -303,15 +268,15 @@ class _Partition(Joined):
     def combine(
         self, params: object, states: Mapping[str, object], parts: Sequence[Mapping[str, object]]
     ) -> dict[str, object]:
-        calls = [
-            functools.partial(combined, m, self._part(params, p), states[p], [part[p] for part in parts])
-            for p, m in self.table.items()
-        ]
-        return dict(zip(self.table, all_combined(calls), strict=True))
+        found = dict[str, object]()
 
-    def sends(self, params: object, states: Mapping[str, object]) -> Sequence[Mapping[Key, Whole]]:
-        own = [(pattern, member.sends) for pattern, member in self.table.items() if member.sends]
-        return [each for pattern, sends in own for each in sends(self._part(params, pattern), states[pattern])]
+        def one(pattern: str, member: GradientTransformation) -> None:
+            own = [part[pattern] for part in parts]
+            found[pattern] = combined(member, self._part(params, pattern), states[pattern], own)
+
+        # all are called, also where one fails, as each lets go of its own errors
+        finish_all([functools.partial(one, pattern, member) for pattern, member in self.table.items()])
+        return found
 
     def label(self, path: str) -> str:
         pattern = self._chosen(path)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.arguments import with_betas
 from fzero.optim._adam import AdamState, adamw
-from fzero.optim._clip import multiplied, norms_of
-from fzero.optim.base import need_hypers, rate, zeros_of
+from fzero.optim._clip import norm_of
+from fzero.optim._whole import whole
+from fzero.optim.base import Rated, need_hypers, rate
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -27,7 +27,8 @@ def lamb(
 
     `p -= lr * norm(p) / norm(r) * r`, with `r = m̂ / (sqrt(v̂) + eps) + weight_decay * p`.
 
-    The norms of a leaf cover all its shards. If one of them is zero, their ratio counts as one, as in optax.
+    If one of the norms is zero, their ratio counts as one, as in optax. Under ZeRO each leaf is updated on one rank, as
+    with `fz.whole`.
 
     Source: You et al., 2020 (arXiv 1904.00962).
 
@@ -49,30 +50,21 @@ def lamb(
     need_hypers("lamb", b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
     need_rate(lr, "lamb")
     own = _Lamb(lr, adamw(1.0, b1, b2, eps, weight_decay))
-    return GradientTransformation(
-        _begun, own.update, None, _label, own.metrics, needs="all", blank=True, elementwise=True
-    )
-
-
-def _label(path: str) -> str:
-    return "lamb"
-
-
-def _begun(params: object) -> AdamState:
-    return AdamState(pytree.Count(0), zeros_of(params), zeros_of(params))
+    return whole(GradientTransformation(own.direction.init, own.update, None, own.label, own.metrics))
 
 
 @dataclass(frozen=True)
-class _Lamb:
+class _Lamb(Rated):
     lr: Number | Schedule
     direction: GradientTransformation  # of a rate of one
+    name = "lamb"
 
-    def update(self, grads: object, old: AdamState, params: object, **extra: object) -> tuple[object, AdamState]:
+    def update(
+        self, grads: dict[str, torch.Tensor], old: AdamState, params: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], AdamState]:
         now = rate(self.lr, old.count.value)
         updates, new = self.direction.update(grads, old, params)
-        pairs = zip(norms_of(params), norms_of(updates), strict=True)
-        ratios = [torch.where((p > 0) & (r > 0), p / torch.where(r > 0, r, 1.0), 1.0) for p, r in pairs]
-        return multiplied(updates, [now * ratio for ratio in ratios]), new
-
-    def metrics(self, old: AdamState) -> dict[str, Number]:
-        return {"lr": rate(self.lr, old.count.value)}
+        ((path, u),), (p,) = updates.items(), params.values()
+        own, its = norm_of(p), norm_of(u)
+        ratio = torch.where((own > 0) & (its > 0), own / torch.where(its > 0, its, 1.0), 1.0)
+        return {path: u * (now * ratio).to(u.dtype)}, new

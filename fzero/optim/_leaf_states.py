@@ -15,7 +15,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
 from fzero.state.checksums import checksum
 from fzero.state.items import NUMBERS
-from fzero.state.whole import lies_in_slices
+from fzero.state.sliced import lies_in_slices
 
 
 class Place:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,15 +17,15 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, renamed, wrong
 from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
-from fzero.optim._paused import Steps, fused_of, run_all, together
-from fzero.optim.base import known, need_hypers, rate, values, write_values
+from fzero.optim._paused import Steps, run_all, together
+from fzero.optim.base import Rated, known, need_hypers, rate, values, write_values
 from fzero.state.moments import zeros_like
 from fzero.state.owners import Leaves, on_every_rank, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, numbers_in
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule, Whole
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
 CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
@@ -102,14 +102,13 @@ def muon(
     return GradientTransformation(
         own.init,
         own.update,
-        own.fused,
+        None,
         own.label,
         own.metrics,
         by_leaf=True,
         blank=True,
         exchanges=2,
         paused=own.paused,
-        sends=own.sends,
         combine=own.combine,
         elementwise=True,
     )
@@ -138,7 +137,7 @@ def _iterated(x: torch.Tensor, steps: int, rounded: Callable[[torch.Tensor], tor
 
 
 @dataclass(frozen=True)
-class _Muon:
+class _Muon(Rated):
     lr: Number | Schedule
     momentum: Number
     weight_decay: Number
@@ -146,12 +145,7 @@ class _Muon:
     steps: int
     eps: float
     adjust_lr: str
-
-    def label(self, path: str) -> str:
-        return "muon"
-
-    def metrics(self, old: MuonState) -> dict[str, Number]:
-        return {"lr": rate(self.lr, old.count.value)}
+    name = "muon"
 
     def init(self, params: object) -> MuonState:
         if isinstance(params, Sharded):
@@ -192,17 +186,11 @@ class _Muon:
         o = orthogonal(d.to(_wire(d.dtype)), self.steps, self.eps).to(d.dtype)
         return -now * (SCALES[self.adjust_lr](*p.shape[-2:]) * o + self.weight_decay * p), b
 
-    def fused(self, params: object, grads: Sharded, old: MuonState) -> object:
-        return fused_of(self, params, grads, old)
-
     def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
         return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:
         return MuonState(old.count.next(), old.momentum)
-
-    def sends(self, params: Sharded, old: MuonState) -> Sequence[Mapping[Key, Whole]]:
-        return [{key: Whole(1, 1, _wire(_dtype(params, key)).itemsize) for key in params.groups}]
 
     def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key, passes: bool = False) -> Steps[Sharded]:
         """Updates one group, over an exchange in and one out; or returns updates, where others come behind it."""

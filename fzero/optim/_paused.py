@@ -5,11 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
-from fzero.base import pytree
 from fzero.comm.waits import finish_all
 from fzero.optim.base import call_fused, taken, values
 from fzero.state.sharded import Sharded
@@ -92,39 +89,17 @@ def finished(paused: Steps[T]) -> T:
         return end.value
 
 
-def fused_of(own: Any, params: object, grads: object, state: object, **extra: object) -> object:
-    """`fused` by `own.paused` and `own.combine`: all groups at once; on trees that are no step's, update and apply."""
-    if isinstance(params, Sharded):
-        return own.combine(params, state, [finished(own.paused(params, grads, state, **extra))])
-    updates, new = own.update(grads, state, params, **extra)
-    pytree.map(torch.Tensor.add_, params, updates)
-    return new
-
-
 def call_paused(
-    member: GradientTransformation, params: object, grads: object, state: object, extra: Mapping[str, object]
+    member: GradientTransformation, params: Sharded, grads: object, state: object, extra: Mapping[str, object]
 ) -> Paused:
-    """`member.paused` with those keywords that it takes, or `member.fused`, which does not pause."""
+    """An update of params and state in place: `member.paused`, or one that does not pause."""
     if member.paused is None:
-        return at_once(member, params, grads, state, extra)
-    return member.paused(params, grads if member.by_leaf else values(grads), state, **taken(member.paused, extra))
-
-
-def at_once(
-    member: GradientTransformation, params: object, grads: object, state: object, extra: Mapping[str, object]
-) -> Paused:
-    """`member.fused`, which does not pause."""
-    yield from ()
-    return call_fused(member, params, grads, state, extra)
+        return call_fused(member, params, grads, state, extra)
+    run = member.paused(params, grads if member.by_leaf else values(grads), state, **taken(member.paused, extra))
+    del grads, state  # or those of every group that waits would be kept
+    return (yield from run)
 
 
 def combined(member: GradientTransformation, params: object, old: object, parts: Sequence[object]) -> object:
     """The state after an update, of what `call_paused` has returned of each group."""
     return parts[-1] if member.combine is None else member.combine(params, old, parts)
-
-
-def all_combined(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What members' combinations return: all are called, also where one fails, as each lets go of its own errors."""
-    found = list[T]()
-    finish_all([lambda call=call: found.append(call()) for call in calls])
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from fzero.optim._leaf_states import (
     tensors_of,
     with_others,
 )
-from fzero.optim._paused import Steps, fused_of, run_all, together
+from fzero.optim._paused import Steps, run_all, together
 from fzero.optim.base import taken, takes, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
@@ -38,7 +37,7 @@ from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number, Paused, Whole, members_of
+from fzero.table.optimizer import GradientTransformation, Number, Paused, members_of
 
 Extra = Mapping[str, object]  # the keywords of an update
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
@@ -111,14 +110,13 @@ def _whole(optimizer: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(
         own.init,
         own.update,
-        own.fused,
+        None,
         own.label,
         own.metrics if optimizer.metrics else None,
         by_leaf=True,
         needs="norm" if is_others(optimizer.update) and takes(optimizer.update, "grad_norm") else "",
         exchanges=2,
         paused=own.paused,
-        sends=own.sends,
         combine=own.combine,
         elementwise=True,
     )
@@ -134,15 +132,6 @@ class _Whole:
     def metrics(self, old: WholeState) -> dict[str, Number]:
         assert self.optimizer.metrics is not None
         return self.optimizer.metrics(next(iter(old.rest.values()))) if old.rest else {}
-
-    def sends(self, params: Sharded, old: WholeState) -> Sequence[Mapping[Key, Whole]]:
-        found = dict[Key, Whole]()
-        for key in params.groups:
-            trees, cut = sum(key in tree.groups for tree in old.trees), params.layout.groups[key].row.cuts
-            rest = {slot.leaf: tensors_of(old.rest[slot.path]) for slot in params.layout.groups[key].slots if cut}
-            told = {leaf: sum(x.nbytes for x in own) for leaf, own in rest.items()}
-            found[key] = Whole(2 + trees, 1 + trees, math_dtype(params.format(key).dtype).itemsize, told)
-        return [found]
 
     # ---- a leaf's state, apart and together
 
@@ -202,8 +191,7 @@ class _Whole:
         """
         path, (had, spec) = slot.path, flat(rest)
         places = {i: x.dtype for i, x in enumerate(had) if isinstance(x, Place)}
-        # which it may write to, or keep
-        state = [_copied(x) for x in had]
+        state = copied(had)  # which it may write to, or keep
         for (i, dtype), x in zip(places.items(), own, strict=False):
             state[i] = x.to(dtype, copy=True)
         g, p = g.clone(), p.clone()
@@ -269,9 +257,6 @@ class _Whole:
 
         updates, *trees = on_every_rank((grads, params, *old.trees), one)  # as a transform may go on through it
         return updates, WholeState(tuple(trees), _counted(old, rest))
-
-    def fused(self, params: object, grads: Sharded, old: WholeState, **extra: object) -> object:
-        return fused_of(self, params, grads, old, **extra)
 
     def paused(self, params: Sharded, grads: Sharded, old: WholeState, **extra: object) -> Paused:
         return together([self._group(params, grads, old, key, extra) for key in params.groups], AHEAD)
@@ -376,10 +361,3 @@ def _too_wide(path: str, entry: torch.Tensor, leaf: torch.Tensor) -> ValueError:
         f"whole: the state of leaf {path!r} begins with {named(entry)}, expected at most {leaf.dtype}, which is what "
         "slices of this leaf are computed in. Make it so (torch.zeros_like(p)), or give params in torch.float64."
     )
-
-
-def _copied(x: object) -> object:
-    """A part of a leaf's state, which its update may write to. A count's value may be one of a graph."""
-    if isinstance(x, torch.Tensor):
-        return x.clone()
-    return pytree.Count(x.value, x.missed, x.paused) if isinstance(x, pytree.Count) else copy.deepcopy(x)

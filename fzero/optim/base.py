@@ -18,7 +18,6 @@ from fzero.base import pytree
 from fzero.base.follow import any_follows, follows, is_transformed
 from fzero.base.rebound import is_others, rebound, tensors_held
 from fzero.formats.bits import Counters
-from fzero.formats.formats import Stored, zeros
 from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.optim._returned import need_params, returned, versions
 from fzero.state.counts import by_counts, spans
@@ -89,8 +88,21 @@ def _as_number(x: torch.Tensor) -> float:
     return number
 
 
+class Rated:
+    """What has a name in the table, and a learning rate among an update's metrics."""
+
+    name: str
+    lr: Number | Schedule
+
+    def label(self, path: str) -> str:
+        return self.name
+
+    def metrics(self, old: Kept) -> dict[str, Number]:
+        return {"lr": rate(self.lr, old[0].value)}
+
+
 @dataclass(frozen=True)
-class Elementwise:
+class Elementwise(Rated):
     """An optimizer of elementwise formulas, whose moments begin with zeros; as data, so that it can be pickled.
 
     In all of these `now` is the learning rate and `count` the number of updates, this one included.
@@ -215,12 +227,6 @@ class Elementwise:
                     run(self.formula, numbers, own, its, drawn, compiled, one, self.generated)
         return self.state(old[0].next(), *old[1:])
 
-    def label(self, path: str) -> str:
-        return self.name
-
-    def metrics(self, old: Kept) -> dict[str, Number]:
-        return {"lr": rate(self.lr, old[0].value)}
-
 
 def is_some(number: Number) -> bool:
     """False for the number zero; a tensor may be another one."""
@@ -237,11 +243,6 @@ def mixed(old: torch.Tensor, new: torch.Tensor, keep: Number) -> torch.Tensor:
 def less(x: torch.Tensor, factor: Number, y: torch.Tensor) -> torch.Tensor:
     """x - factor * y, in one pass where it can be."""
     return x - factor * y if isinstance(factor, torch.Tensor) else torch.sub(x, y, alpha=factor)
-
-
-def zeros_of(params: Tree) -> Tree:
-    """Zeros like values of params, for an optimizer that knows of no formats."""
-    return params.map(torch.zeros_like) if isinstance(params, Sharded) else pytree.map(torch.zeros_like, params)  # type: ignore[return-value]
 
 
 def values(tree: Tree) -> Tree:
@@ -266,44 +267,6 @@ def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> No
     write(tree.stored(key), value, counters.keys(value.device))
 
 
-def encoded(tree: Sharded, like: Sharded, draw: Draw) -> Sharded:
-    """Values in another tree's formats, and of its kind; what is stored as it is shares their memory."""
-    buffers = dict[object, torch.Tensor]()
-    for key, value in values(tree).locals().items():
-        form = like.format(key)
-        if form.plain and not form.rounds:
-            parts = (value.to(form.dtype),)
-        else:
-            parts = zeros(form, value.numel(), value.device)
-            keys = draw.counters(like.layout, key, like.rank_of(key)).keys(value.device)
-            write(Stored(form, parts), value, keys)
-        buffers.update(zip(like.names(key), parts, strict=True))
-    return like.over(buffers)
-
-
-def kept(who: str, old: object, new: object, one: Callable[[Sharded, Sharded], Sharded]) -> object:
-    """An optimizer's next state: its trees as `one(new, old)` makes them, and what is no tree, such as a count.
-
-    Raises:
-        ValueError: it has another structure than the old one.
-    """
-
-    def of(after: object, before: object) -> object:
-        if is_sharded(after) and is_sharded(before) and after.groups == before.groups:
-            return one(after, before)
-        if is_sharded(after) or is_sharded(before):
-            raise ValueError("A tree of it is of other leaves than before.")
-        return after
-
-    try:
-        return pytree.map(of, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
-    except ValueError as error:
-        raise ValueError(
-            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned. Start with zeros for what comes later. ({error})"
-        ) from error
-
-
 def call_update(
     member: GradientTransformation, updates: object, state: object, params: object, extra: Mapping[str, object]
 ) -> tuple[Any, Any]:
@@ -324,16 +287,54 @@ def call_update(
 
 
 def call_fused(
-    member: GradientTransformation, params: object, grads: object, state: object, extra: Mapping[str, object]
+    member: GradientTransformation, params: Sharded, grads: object, state: object, extra: Mapping[str, object]
 ) -> object:
-    """`member.fused` with those keywords that it takes; one that knows nothing of formats is given values of grads."""
+    """Updates params and state in place: by `member.fused`, or by its update, whose results are written over them.
+
+    A user's `fused` knows nothing of formats: it is called where the params are stored as values.
+    """
     fused: Callable[..., object] | None = member.fused
-    assert fused is not None
+    forms = [params.format(key) for key in params.groups] if fused is None or is_others(fused) else []
+    if fused is None or any(not form.plain or form.rounds for form in forms):
+        updates, new = written("step.update: the optimizer", member, grads, state, params, extra)
+        assert isinstance(updates, Sharded)
+        after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
+        for key in params.groups:
+            write_values(params, key, after.local(key), draw)
+        return new
     given, grads = grads, grads if member.by_leaf else values(grads)
     if is_others(fused):  # which writes to trees of its state that are its own, and perhaps to other tensors
         grads = apart(grads, given)
         state = pytree.map(lambda x: x if isinstance(x, Sharded) else copied(x), state, is_leaf=is_sharded)
     return fused(params, grads, state, **taken(fused, extra))
+
+
+def written(
+    who: str, member: GradientTransformation, updates: object, state: object, params: Any, extra: Mapping[str, object]
+) -> tuple[object, object]:
+    """`member.update`, and its next state written over the old one, in the formats of that."""
+    updates, new = call_update(member, updates, state, params, extra)
+    if member.scales:  # it keeps nothing
+        return updates, new
+    updates = apart(updates, state)  # as it may pass on what it kept
+    draw = params.draw or Draw(0, 0)
+
+    def one(after: object, before: object) -> object:
+        if not is_sharded(after) and not is_sharded(before):
+            return after
+        if not (is_sharded(after) and is_sharded(before) and after.groups == before.groups):
+            raise ValueError("A tree of it is of other leaves than before.")
+        for key, value in values(after).locals().items():
+            write_values(before, key, value, draw)
+        return before
+
+    try:  # a count, which is no leaf, is the new one's
+        return updates, pytree.map(one, apart(new, params, state), state, is_leaf=is_sharded)
+    except ValueError as error:
+        raise ValueError(
+            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
+            f"init returned. Start with zeros for what comes later. ({error})"
+        ) from error
 
 
 def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
@@ -354,18 +355,12 @@ def _keywords(fn: Any) -> tuple[str, ...] | None:
 
     What is noted holds no function, which may hold tensors, and these a graph.
     """
-    while isinstance(fn, functools.partial) or (hasattr(fn, "__wrapped__") and _takes_any(fn)):  # which passes them on
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn  # whose __call__ takes anything
-    fn = getattr(fn, "__func__", fn)
+    key = getattr(fn, "__func__", fn)
     with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly
-        return _known[fn]
-    names = None if _takes_any(fn) else tuple(inspect.signature(fn, follow_wrapped=False).parameters)
+        return _known[key]
+    own = inspect.signature(fn).parameters
+    names = None if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()) else tuple(own)
     with contextlib.suppress(TypeError):
-        _known[fn] = names
+        _known[key] = names
     return names
-
-
-def _takes_any(fn: Callable[..., object]) -> bool:
-    own = inspect.signature(fn, follow_wrapped=False).parameters.values()
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own)

@@ -19,7 +19,7 @@ from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast
 from fzero.parallel.types import WHO
 from fzero.state.init import leaf_specs
-from fzero.state.whole import cut
+from fzero.state.sliced import cut
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.placements import Notes, notes
@@ -116,7 +116,7 @@ class Planned:
     def own(self, index: int) -> torch.Tensor:
         """This rank's slice of a leaf."""
         slices = self.given[index].slices
-        return self.whole(index) if slices is None else cut(slices, *self._layout.tensor, 0, self.whole(index))
+        return self.whole(index) if slices is None else cut(slices, *self._layout.tensor, self.whole(index))
 
     def device(self, index: int) -> torch.device:
         """The device that a leaf lies on."""

@@ -20,7 +20,7 @@ from fzero.base.random import seeded
 from fzero.comm.playing import Parted, play
 from fzero.parallel.declared import Dims, Input, Inputs, dims_of
 from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in
-from fzero.state import whole
+from fzero.state import sliced
 
 MOST = 64  # ranks that are played
 proven = set[tuple[object, int]]()  # definitions of steps' functions that were compared, and on how many ranks
@@ -142,7 +142,7 @@ def _cut(inputs: Inputs, each: Input, place: Place, sizes: Mapping[str, int], x:
         return _piece(x, each.dims, place, sizes)
     if over is None or over.name not in sizes:
         return x
-    return whole.cut(each.given.slices, place[over.name], sizes[over.name], 0, x)
+    return sliced.cut(each.given.slices, place[over.name], sizes[over.name], x)
 
 
 def _piece(x: torch.Tensor, dims: Dims, place: Place, sizes: Mapping[str, int]) -> torch.Tensor:

@@ -29,10 +29,9 @@ from fzero.state.moments import filled
 from fzero.state.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.sharded import Sharded
 from fzero.stores.put import DEVICE, HOST
-from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
-from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
+from fzero.table.ranks import AnyMesh, Held, Holdings, Ranks, cuts_of, joined, ranks_of
 from fzero.table.rows import KINDS, Row
 from fzero.table.spec import Spec, need_step
 
@@ -294,7 +293,7 @@ def planned(
     layout = Holdings(rows, ranks).layout(rank)
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
-    messages, pieces = sent_of(step, layout, like, ranks, rank), traffic.pieces_of(step, layout, like)
+    messages, pieces = sent_of(step, layout, ranks), traffic.pieces_of(step, layout, like)
     gathered = collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
@@ -311,7 +310,7 @@ def planned(
     if moves not in updates:
         here = dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column not in _MEMORIES]))
         bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
-        updates[moves] = taken(here, bare, structure, moves)
+        updates[moves] = taken(here, bare, structure, moves, ranks.place(ranks.sharded, rank))
     update = updates[moves]
     messages += update.messages(ranks)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fzero.table.held import Held, Holdings, cuts_of
+from fzero.table.ranks import Held, Holdings, cuts_of
 from fzero.table.rows import KINDS, Row
 
 Axes = Any  # of matplotlib

@@ -22,8 +22,8 @@ from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
 from fzero.table.rows import Row
-from fzero.table.spec import Spec
-from fzero.update.known import in_place, on_host
+from fzero.table.spec import LEAF_NORMS, Spec
+from fzero.update.update import on_host
 
 DISK = "disk"
 MEMORIES = (DEVICE, HOST, DISK)
@@ -82,7 +82,7 @@ def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     uses = uses_of(step, layout, key.unit) if row.fetched else 0
     changes = not row.frozen
     passes = int(memory == DISK or (memory == HOST and not on_host))
-    copies = changes and not step.donates
+    copies = changes and not (step.donates and LEAF_NORMS not in step.metrics)  # which compare
     out = []
     if row.held:
         parts = (group.numel * row.policy.compute.itemsize,)
@@ -137,7 +137,7 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
 
 
 def _moments(step: Spec, like: Sharded) -> list[Piece]:
-    moments, written, there = init_moments(step, like), in_place(step, like.layout), on_host(step, like.layout)
+    moments, there = init_moments(step, like), on_host(step, like.layout)
     tensors = [x for x in pytree.flatten(moments, is_leaf=is_sharded)[0] if isinstance(x, torch.Tensor)]
     out = [Piece("moments", ROOT, DEVICE, (x.nbytes,), copies=True) for x in tensors]
     for tree in trees_of(moments):
@@ -147,7 +147,7 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
             assert row.moments
             memory = name_of(row.moments.memory)
             moves = int(not row.frozen and (memory == DISK or (memory == HOST and key not in there)))
-            copies = not (row.frozen or (written and step.donates))
+            copies = not (row.frozen or step.donates)
             out.append(Piece("moments", key.unit, memory, (buffer.nbytes,), moves, moves, copies))
     return out
 

@@ -16,7 +16,6 @@ import torch
 
 from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
-from fzero.formats.formats import nbytes
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
 from fzero.state.leaf_norms import metric
@@ -27,13 +26,12 @@ from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
-from fzero.table.spec import Extra, Spec
-from fzero.update.known import in_place
+from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at
 ASSUMED = 8  # copies of whole leaves that are there at once, of an optimizer that does not run without values
-_PURPOSES = {"global_norm": "leaf norms", "the update by fz.whole": "agreement"}  # what is sent so
+_PURPOSES = ("leaves", "leaf norms", "agreement")
 Records = Sequence[tuple[str, Hashable, int]]  # operation, tag, bytes
 
 
@@ -52,38 +50,48 @@ class Taken(NamedTuple):
     tensor: Records = ()
 
     def messages(self, ranks: Ranks) -> list[Sent]:
-        """What it sends, but for the leaves that are brought to one rank and their state."""
+        """What it sends."""
         found = list[Sent]()
-        for purpose in _PURPOSES.values():
+        for purpose in _PURPOSES:
             for axes, own in ((ranks.sharded, self.over), (ranks.tensor, self.tensor)):
-                sizes = [(op, size) for op, tag, size in own if _PURPOSES.get(str(tag)) == purpose]
+                sizes = [(op, size) for op, tag, size in own if _purpose(op, tag) == purpose]
                 sent = sum([round_a_ring(n, ranks.size(axes)) if op == "all_reduce" else n for op, n in sizes])
                 found += [Sent(joined(axes), purpose, len(sizes), sent)] if sizes else []
-        told = sum([_PURPOSES.get(str(tag)) == "agreement" for _, tag, _ in self.over])
+        told = sum([_purpose(op, tag) == "agreement" for op, tag, _ in self.over])
         return found + (
             [Sent(joined(ranks.copies), "agreement", told, 0)] if told and ranks.size(ranks.copies) > 1 else []
         )
 
 
-def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) -> Taken:
-    """Counts what an update takes; where leaves are whole on one rank each, on those ranks that have the most.
+def _purpose(op: str, tag: Hashable) -> str:
+    """What is sent so in an update."""
+    if str(tag) == "the update by fz.whole":
+        return "agreement"
+    if op == "exchange" or str(tag).startswith("gather of leaf"):
+        return "leaves"
+    return "leaf norms" if tag == "global_norm" else ""
 
-    An optimizer that may be given groups one by one is run on the largest ones alone, as many as wait for one another.
+
+def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool, rank: int) -> Taken:
+    """Counts what an update takes; where leaves are whole on one rank each, also on those ranks that have the most.
+
+    An optimizer that may be given groups one by one, and has no leaves whole, is run on the largest ones alone.
 
     Args:
         layout: with everything on the device.
         one_by_one: whether something is away, so that groups are updated one by one also where the optimizer would take
             all at once.
+        rank: a rank's number on the sharded axis, whose messages these are.
     """
     optimizer, keys = step.optimizer, list(layout.trainable)
     if not keys:
         return Taken(0, _by_entries(step, layout, structure, one_by_one))
     parts = [tuple(keys)]
     if optimizer.by_group:
-        keys = _largest(layout, 2 + 3 * optimizer.exchanges)
+        keys = keys if optimizer.exchanges else _largest(layout, 2)
         apart = one_by_one or optimizer.copies or step.fusion is not None
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
-    ranks = _owners(layout, keys) if optimizer.exchanges else [0]
+    ranks = [rank, *[own for own in (_owners(layout, keys) if optimizer.exchanges else ()) if own != rank]]
     found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
     most, after = max([each.nbytes for each in found]), _by_entries(step, layout, structure, one_by_one)
     return found[0]._replace(nbytes=most, after=after)
@@ -115,18 +123,18 @@ def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence
     axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), Live()
     try:
         with thread_state.without_values(), live:
-            kept = _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
+            _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
         return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
-    return Taken(live.beyond + kept, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
+    return Taken(live.beyond, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
     return ASSUMED * sum([layout.groups[key].numel * _wide(layout, key).itemsize for key in keys])
 
 
-def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> int:
-    """Updates some groups as a step does; returns the bytes that are kept of the others meanwhile."""
+def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live) -> None:
+    """Updates some groups as a step does."""
     by_group = tuple([dataclasses.replace(each, every=1) for each in step.extras if each.changes or each.fused])
     plain = dataclasses.replace(step, extras=by_group, donates=False, fusion=None)
     every = list(itertools.chain(*parts))
@@ -138,20 +146,17 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     grads = params.with_buffers({} if mode != "held" else {key: _grad(empty.layout, key) for key in every}, scale)
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
-        empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
-        moments = 0 if in_place(plain, empty.layout) else _nbytes(state.moments)  # of the next state
+        for axis in (empty.axis, empty.axis.tensor):
+            axis.sent.clear() if isinstance(axis, Alone) else None
         made_then = mode in ("once", "twice")  # by the pullback: those of one are known
-        live.begin(moments + max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))
+        live.begin(max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))
         for some, following in itertools.pairwise((*parts, ())):
             own = _grads(grads, some) if made_then else grads.only(some)
             update.apply(some, own, extra, following)
             del own
         new = update.finish()
-        if update.changes is None:
-            return 0
-        metric(*new, None, update.changes)
-        others = () if len(parts) > 1 else {*empty.layout.trainable} - {*every}
-        return sum([nbytes(empty.format(key), empty.layout.shard_numel(key)) for key in others])
+        if LEAF_NORMS in step.metrics:
+            metric(params, *new, None)
 
 
 def _scale(step: Spec) -> float:

@@ -88,25 +88,19 @@ def by_counts(
     """
     if not count.missed:
         return update(count.value + 1, like, *trees)
-    kinds, numbers = list[object](), dict[object, int]()  # by what tells numbers apart, as a graph's have no values
-    if isinstance(like, Sharded):
-        numbers = {n: count.value - n + 1 for key in like.groups for _, _, n in spans(count, like, key)}
-    else:
-        (paths, leaves, _), own = pytree.named_leaves(like), count.own()
-        missed, paused = dict(count.missed), dict(count.paused)
-        for path in [path for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]:
-            kinds.append((missed.get(path, 0), paused.get(path)))
-            numbers[kinds[-1]] = own(path) + 1
-    made = {kind: update(number, like, *trees) for kind, number in (numbers or {None: count.value + 1}).items()}
+    if not isinstance(like, Sharded):  # leaf by leaf
+        (paths, leaves, spec), own = pytree.named_leaves(like), count.own()
+        columns = [[None] * len(leaves) if tree is None else pytree.flatten(tree)[0] for tree in trees]
+        made = [update(own(path) + 1, *each) for path, *each in zip(paths, leaves, *columns, strict=True)]
+        pairs = zip((like, *trees), zip(*made, strict=True), strict=True)
+        return tuple([None if tree is None else pytree.unflatten(spec, [*each]) for tree, each in pairs])
+    numbers = {n for key in like.groups for _, _, n in spans(count, like, key)} or {0}
+    made = {missed: update(count.value - missed + 1, like, *trees) for missed in numbers}
 
-    def chosen(trees: Mapping[object, Sharded]) -> object:
+    def chosen(trees: Mapping[int, Sharded]) -> object:
         if next(iter(trees.values())) is None:
             return None
-        if isinstance(like, Sharded):
-            parts = {key: [trees[n].local(key)[a:b] for a, b, n in spans(count, like, key)] for key in like.groups}
-            return like.with_buffers({key: torch.cat(own) for key, own in parts.items()})
-        leaves = {kind: pytree.leaves(tree) for kind, tree in trees.items()}
-        rest = iter([leaves[kind][place] for place, kind in enumerate(kinds)])
-        return pytree.map(lambda _: next(rest), like)
+        parts = {key: [trees[n].local(key)[a:b] for a, b, n in spans(count, like, key)] for key in like.groups}
+        return like.with_buffers({key: torch.cat(own) for key, own in parts.items()})
 
     return tuple([chosen(dict(zip(made, each, strict=True))) for each in zip(*made.values(), strict=True)])

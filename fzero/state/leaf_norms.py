@@ -8,11 +8,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.follow import root
-from fzero.formats.formats import Stored
 from fzero.state.counts import trained_moments
 from fzero.state.sharded import Sharded, is_sharded, trees_of
 from fzero.state.squares import LeafSquares, over_ranks, squares_of
-from fzero.table.layout import Key
 
 _TREES = ("params", "grads", "updates")  # the other names are those of moments
 Metric = dict[str, object]
@@ -66,64 +64,27 @@ def norms_of_squares(trees: Sequence[Named], like: Sharded) -> dict[str, Norms]:
     return out
 
 
-class Changes:
-    """What is kept of an update on its way for the norms of its leaves: the old params."""
-
-    def __init__(self) -> None:
-        self._old: dict[Key, Stored] = {}
-        self._found = list[Named]()
-
-    def keep(self, params: Sharded) -> None:
-        """Keeps some groups, as they are stored, that are about to be written to."""
-        own = {key: params.stored(key) for key in params.groups}
-        self._old |= {key: Stored(x.format, tuple([part.clone() for part in x.parts])) for key, x in own.items()}
-
-    def measure(self, params: Sharded) -> None:
-        """Measures those that have been written to, and leaves what was kept."""
-        for key in params.groups:
-            new, old = _wide(params.local(key)), self._old.pop(key)
-            update = params.with_buffers({key: new - old.to(new.dtype)})
-            self._found += [("params", squares_of(params.only([key]))), ("updates", squares_of(update))]
-
-    def found(self, moments: object) -> list[Named]:
-        """The squares of this rank's parts after the update."""
-        return [*self._found, *moment_squares(trained_moments(moments))]
-
-
-def metric(
-    params: Sharded, moments: object, grads: LeafSquares | None, changes: Changes | None
-) -> Metric:
+def metric(old: Sharded, params: Sharded, moments: object, grads: LeafSquares | None) -> Metric:
     """The norms after an update; NaN for grads that nobody has come to know.
 
     Args:
+        old: the params before it; the same ones where it was skipped.
         grads: squares of this rank's parts.
-        changes: of the update; None where it was skipped.
     """
-    own = params.only(params.layout.trainable)
-    if not own.groups:  # all is frozen
+    before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
+    if not after.groups:  # all is frozen
         return _ordered({name: {} for name in _TREES})
-    if changes is not None:
-        parts = changes.found(moments)
-    else:
-        now = squares_of(own)
-        none = LeafSquares(now.leaves, torch.zeros_like(now.vector))
-        parts = [("params", now), ("updates", none), *moment_squares(trained_moments(moments))]
-    norms = norms_of_squares([("grads", grads), *parts] if grads is not None else parts, own)
+    parts = [("params", squares_of(after)), *moment_squares(trained_moments(moments))]
+    if params is old:
+        parts.append(("updates", LeafSquares(parts[0][1].leaves, torch.zeros_like(parts[0][1].vector))))
+    for key in after.groups if params is not old else ():
+        new = after.local(key)
+        new = new.to(torch.promote_types(new.dtype, torch.float32))  # in which differences of close values are exact
+        update = after.with_buffers({key: new - before.local(key).to(new.dtype)})
+        parts.append(("updates", squares_of(update)))
+    norms = norms_of_squares([("grads", grads), *parts] if grads is not None else parts, after)
     nothing = {path: torch.full_like(x, torch.nan) for path, x in norms["params"].items()}
     return _ordered({"grads": nothing, **norms})
-
-
-def differentiable_metric(old: Sharded, params: Sharded, moments: object, grads: Sharded) -> Metric:
-    """The same where a transform goes on through the update, of its trees."""
-    before, after = (tree.only(tree.layout.trainable) for tree in (old, params))
-    trees = {"params": after, "grads": grads, "updates": after.map(torch.sub, before)}
-    parts = [(name, squares_of(tree)) for name, tree in trees.items()]
-    return _ordered(norms_of_squares([*parts, *moment_squares(trained_moments(moments))], after))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """At least in single precision, in which a difference of close values is exact."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _ordered(norms: Mapping[str, Mapping[str, torch.Tensor]]) -> Metric:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,10 @@ from fzero.state.counts import counted
 from fzero.state.items import Item, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
-from fzero.state.regrouped import keep_blocks, regroup, wide
-from fzero.state.sharded import Sharded, is_sharded, part_names
-from fzero.state.sliced import sliced_in
-from fzero.state.source import Source
+from fzero.state.regrouped import Source, keep_blocks, regroup, wide
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sliced import lies_in_slices, sliced_in
 from fzero.state.train_state import grads_like
-from fzero.state.whole import lies_in_slices
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key, Layout
@@ -106,14 +104,7 @@ class Move:
             base: the params where the origin has none.
         """
         empty = Sharded(layout, axis, structure, {}, kind="params")
-        buffers = dict[object, Buffer]()
-        source = self._source("params", empty, layout.groups)
-        for key, group in layout.groups.items():
-            kind = None if group.row.held else "params"
-            parts = self._settled(empty, key, kind, self._filled(empty, key, source, base))
-            buffers.update(zip(part_names(empty.format(key), key), parts, strict=True))
-        self.origin.wait()
-        return empty.replaced(buffers=buffers)
+        return self._tree(empty, layout.groups, "params", "params", base)
 
     def held(self, params: Sharded) -> Sharded:
         """The params with the full buffers that every rank holds in ZeRO-1 and 2, which are gathered."""
@@ -211,7 +202,8 @@ class Move:
         """The kept grads."""
         if "grads" not in self.origin.kinds:
             return None
-        return self._tree(grads_like(params).replaced(scale=self.origin.scale("grads")), "grads", "grads", None)
+        own = grads_like(params).replaced(scale=self.origin.scale("grads"))
+        return self._tree(own, own.groups, "grads", "grads", None)
 
     def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
         """What the origin has of the name of an item, in the item's format."""
@@ -226,7 +218,7 @@ class Move:
             if have == "values" and entry:  # of which no table says the dtype
                 source = self._source(item.name, own, ())
                 own = own.with_buffers({key: _like(source, own, key) for key in own.groups})
-            return self._tree(own, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
+            return self._tree(own, own.groups, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
         value = self.origin.value(item.name)
         if isinstance(value, torch.Tensor):
             return value.to(self.device if own.device.type == "meta" else own.device)
@@ -257,12 +249,13 @@ class Move:
     def _takes(self, path: str) -> bool:
         return self.taken is None or path in self.taken
 
-    def _tree(self, tree: Sharded, name: str, kind: str | None, base: Sharded | None) -> Sharded:
-        """A tree's groups, filled; in the memory for a kind of state."""
+    def _tree(self, tree: Sharded, keys: Collection[Key], name: str, kind: str | None, base: Sharded | None) -> Sharded:
+        """Some groups of a tree, filled; in the memory for a kind of state."""
         buffers = dict[object, Buffer]()
-        source = self._source(name, tree, tree.groups)
-        for key in tree.groups:
-            parts = self._settled(tree, key, kind, self._filled(tree, key, source, base))
+        source = self._source(name, tree, keys)
+        for key in keys:
+            waits = kind == "params" and tree.layout.groups[key].row.held  # to be gathered
+            parts = self._settled(tree, key, None if waits else kind, self._filled(tree, key, source, base))
             buffers.update(zip(tree.names(key), parts, strict=True))
         self.origin.wait()
         return tree.over(buffers)
@@ -276,7 +269,7 @@ class Move:
         there = [part.to(self.device) for part in parts]
         return [*there] if kind is None else [settle(tree, key, kind, part) for part in there]
 
-    def _source(self, name: str, tree: Sharded, keys: Sequence[Key] | Mapping[Key, object]) -> Source:
+    def _source(self, name: str, tree: Sharded, keys: Collection[Key]) -> Source:
         """The source of a tree, from which nothing is rounded that may not be."""
         source = self.origin.tree(name)
         source = source if self.taken is None else _Taken(source, self.taken)

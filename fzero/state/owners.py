@@ -13,9 +13,8 @@ from fzero.comm.linear import Wire
 from fzero.comm.pieces import start_exchange
 from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Sharded
-from fzero.state.whole import slice_of, whole_of
+from fzero.state.sliced import slice_of, whole_of
 from fzero.table.layout import Key, Layout, Slot
-from fzero.table.optimizer import Whole
 
 Leaves = dict[int, torch.Tensor]  # leaf -> the whole of it
 
@@ -134,32 +133,6 @@ def _start_exchange(
         return [x.split(each) if other else own for x, each, other in zip(come, lengths, others, strict=True)]
 
     return finish
-
-
-def sent_whole(layout: Layout, rank: int, whole: Mapping[Key, Whole]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a rank sends for whole leaves of some groups, over the axis that buffers are cut over and the tensor axis.
-
-    Args:
-        rank: its number on the former.
-
-    Returns:
-        Messages and bytes over each.
-    """
-    over, sliced, slices = [0, 0], [0, 0], layout.tensor[1]
-    told = sum([sum(own.told.values()) for own in whole.values()]) > 0
-    for key, own in whole.items():
-        cuts = layout.groups[key].row.cuts and layout.shards > 1
-        by = owners(layout, key) if cuts else dict[int, int]()
-        for slot, start, stop in layout.pieces(key, rank if cuts else 0):
-            mine = by.get(slot.leaf, rank) == rank
-            elements = (slot.numel - (stop - start)) * own.back if mine else (stop - start) * own.to
-            over[1] += elements * own.itemsize if cuts else 0
-            over[1] += own.told.get(slot.leaf, 0) * (layout.shards - 1) if cuts and mine else 0
-            if mine and layout.rows[slot.leaf].slices is not None and slices > 1:
-                sliced[0] += own.to
-                sliced[1] += own.to * slot.numel * own.itemsize * (slices - 1)
-        over[0] += 2 if cuts else 0
-    return (over[0] + told, over[1]), (sliced[0], sliced[1])
 
 
 def joined(tree: Sharded, key: Key, pieces: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:

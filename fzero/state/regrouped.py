@@ -1,18 +1,46 @@
-"""Codes of values that a format has decoded; and slices of a leaf out of slices that are cut otherwise."""
+"""The values that a state is made from, leaf by leaf; out of slices that are cut otherwise, and as codes again."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fzero.formats.formats import ALIGN, Companded, Format, decode, encode
 from fzero.formats.ops import Ops
-from fzero.state.sliced import Sliced, in_order, sliced_in
-from fzero.state.source import Source
+from fzero.state.sliced import Sliced, in_order, slice_of
 from fzero.table.layout import Layout, Slot
+
+
+class Source(Protocol):
+    """The values of one tree, by the paths of its leaves."""
+
+    def format(self, path: str) -> Format | None:
+        """What a leaf is stored as; None where there is none."""
+        ...
+
+    def sliced(self, path: str) -> Sliced | None:
+        """How a leaf that there is is cut into slices; None where it is whole."""
+        ...
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
+        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
+
+        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
+        where it needs another one than that of its own number.
+
+        Args:
+            start: a multiple of 64 where elements share an entry of a part.
+            into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
+                returned without it has arrived.
+            rank: which slice.
+        """
+        ...
 
 
 def wide(form: Format) -> torch.dtype:
@@ -39,7 +67,7 @@ def regroup(
     into: Sequence[torch.Tensor],
 ) -> None:
     """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise."""
-    old, new, shape = source.sliced(slot.path), sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
+    old, shape = source.sliced(slot.path), layout.rows[slot.leaf].shape
     ranks = range(len(old.pieces) if old is not None else 1)
     if first == last:
         for rank in ranks:
@@ -51,7 +79,7 @@ def regroup(
         count = math.prod(own)
         parts.append(decode(have, source.read(slot.path, 0, count, None, rank), wide(form))[:count].view(own))
     whole = parts[0] if old is None else in_order(old.pieces, torch.cat(parts, old.dim), old.dim)
-    mine = whole if new is None else new.of(whole, layout.tensor[0])
+    mine = slice_of(layout.rows[slot.leaf], *layout.tensor, whole)
     values = whole.new_zeros(-(-(last - first) // ALIGN) * ALIGN)
     values[: last - first] = mine.reshape(-1)[first:last]
     for target, value in zip(into, codes_of(form, values), strict=True):  # the same where blocks stay together

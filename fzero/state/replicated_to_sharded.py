@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from fzero.base.follow import follows
 from fzero.comm.linear import Wire, in_pieces, in_shards
 from fzero.state.sharded import Sharded
-from fzero.state.whole import slice_of
+from fzero.state.sliced import slice_of
 from fzero.table.layout import Key
 
 
@@ -24,44 +23,17 @@ def to_sharded(tree: Sharded, key: Key, value: torch.Tensor) -> torch.Tensor:
     Returns:
         The value; once for each element of the slice where only some of its leaves are cut over the tensor axis.
     """
-    group, rows = tree.layout.groups[key], tree.layout.rows
-    if len({rows[slot.leaf].slices is None for slot in group.slots}) > 1:
-        return leaf_values_to_sharded(tree.only([key]), {slot.leaf: value for slot in group.slots})[key]
-    if group.row.cuts:
-        value = in_shards(tree.axis, value)
-    return _of_leaf(tree, group.slots[0].leaf, value)
-
-
-def leaf_values_to_sharded(tree: Sharded, values: Mapping[int, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """A value of each leaf, the same on all ranks, once for each element of this rank's slices.
-
-    Args:
-        values: 0-d tensors, by the leaf's number.
-    """
-    if not values:  # of a part of the leaves that are all frozen
-        return {}
-    rows, axis, numbers = tree.layout.rows, tree.axis, sorted(values)
-    kinds = {leaf: (rows[leaf].cuts, rows[leaf].slices is not None) for leaf in numbers}
-    every = torch.stack([values[leaf] for leaf in numbers])
-    of_kind = dict[tuple[object, bool], dict[int, torch.Tensor]]()
-    together = None  # zero, by which a rank that has nothing of some leaves takes part in the exchanges all the same
-    for cut, sliced in dict.fromkeys(kinds.values()):  # one exchange for all leaves of a kind, on every rank
-        own = in_shards(axis, every) if cut and follows(every) else every
-        own = in_pieces(axis.tensor, own) if sliced and axis.tensor is not None and follows(every) else own
-        of_kind[cut, sliced] = dict(zip(numbers, own.unbind(), strict=True))
-        if own is not every:
-            together = own.sum() * 0 if together is None else together + own.sum() * 0
-    out = dict[Key, torch.Tensor]()
-    for key in tree.groups:
-        parts, end = list[torch.Tensor](), 0
-        for slot, _, stop in tree.layout.pieces(key, tree.rank_of(key)):
-            # in the gap before it there is nothing to compute with
-            parts.append(of_kind[kinds[slot.leaf]][slot.leaf].expand(stop - end))
-            end = stop
-        # and behind the last one nothing either, but a number that may be computed with
-        own = torch.cat([*parts, every[0].detach().expand(tree.layout.shard_numel(key) - end)])
-        out[key] = own if together is None else own + together
-    return out
+    group, size, end = tree.layout.groups[key], tree.layout.shard_numel(key), 0
+    value = in_shards(tree.axis, value) if group.row.cuts else value
+    own = {tree.layout.rows[slot.leaf].slices is not None: slot.leaf for slot in group.slots}
+    kinds = {sliced: _of_leaf(tree, leaf, value) for sliced, leaf in own.items()}
+    if len(kinds) == 1:
+        return next(iter(kinds.values()))
+    parts = list[torch.Tensor]()
+    for slot, _, stop in tree.layout.pieces(key, tree.rank_of(key)):  # each with the gap before it
+        parts.append(kinds[tree.layout.rows[slot.leaf].slices is not None].expand(stop - end))
+        end = stop
+    return torch.cat([*parts, value.detach().expand(size - end)])
 
 
 def _of_leaf(tree: Sharded, leaf: int, value: torch.Tensor) -> torch.Tensor:

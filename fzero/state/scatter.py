@@ -19,7 +19,7 @@ from fzero.state.checksums import checksums
 from fzero.state.regrouped import codes_of
 from fzero.state.replicated_to_sharded import held_of, slice_in
 from fzero.state.sharded import Sharded, check_buffers, entries_of, is_item, is_sharded
-from fzero.state.whole import slice_of
+from fzero.state.sliced import slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import put_again
 from fzero.table.layout import Key

@@ -10,9 +10,6 @@ import torch
 
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Blocks, nbytes
-from fzero.state.moments import init_moments
-from fzero.state.owners import sent_whole
-from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Spec
@@ -26,7 +23,7 @@ class Sent(NamedTuple):
     Attributes:
         axis: a mesh axis, or several that are taken as one, `dp×sp`.
         purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "leaves" (whole ones,
-            to the rank that updates each, and what it makes of them back), "leaf norms" (that an optimizer wants),
+            to the rank that updates each, and what it makes of them back), "leaf norms" (that are asked for),
             "agreement" (that `fz.whole` has failed on no rank: words, without bytes here), "norm", "loss" or
             "function" (its own maps).
         messages: collectives that it takes part in.
@@ -39,12 +36,8 @@ class Sent(NamedTuple):
     nbytes: int
 
 
-def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) -> list[Sent]:
-    """All that a rank sends in a step of one microbatch, whose units run once, in the order of their names.
-
-    Args:
-        like: the state's params, on the meta device.
-    """
+def sent_of(step: Spec, layout: Layout, ranks: Ranks) -> list[Sent]:
+    """What a rank sends in a step of one microbatch, whose units run once, but for what the optimizer does."""
     size, copies, slices = (ranks.size(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
     over, replicas, tensor = (joined(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
     times, counts = pullbacks(step), collections.Counter[tuple[str, str]]()
@@ -66,13 +59,6 @@ def sent_of(step: Spec, layout: Layout, like: Sharded, ranks: Ranks, rank: int) 
         each = reduction_bytes(layout, key, size) if row.cuts else round_a_ring(reduced, size)
         add(over, "grads", times, each, size)
         add(replicas, "replicas", times, round_a_ring(reduced, copies), copies)
-    sends = step.optimizer.sends
-    for whole in sends(like.only(layout.trainable), init_moments(step, like)) if sends is not None else ():
-        both = sent_whole(layout, ranks.place(ranks.sharded, rank), whole)
-        for axis, (messages, sent) in zip((over, tensor), both, strict=True):
-            if messages:
-                counts[axis, "leaves"] += messages
-                sizes[axis, "leaves"] += sent
     rows = [row for row in layout.rows if not row.frozen]
     cut = [row for row in rows if row.cuts]
     add(over, "norm", int(bool(cut)), round_a_ring(len(cut) * torch.float64.itemsize, size), size)

@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
-from fzero.formats.formats import ALIGN, Format, Plain, Stored
+from fzero.formats.formats import Format, Plain, Stored
 from fzero.state.draw import Draw as Draw
 from fzero.stores.away import Away, Buffer, Placed, all_owned, shown
 from fzero.table.layout import Key, Layout, Slot
@@ -189,11 +189,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         key, slot = self.layout.key_of[path]
         if key not in self.groups:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
-        if self.kind == "values":
-            return next(piece for other, piece in self.pieces(key) if other == slot)
-        start, stop = next(bounds for other, *bounds in self.layout.pieces(key, self.rank_of(key)) if other == slot)
-        own = self.stored(key).cut(start, -(-stop // ALIGN) * ALIGN)  # of all its group only this one is decoded
-        return own.to(own.dtype)[: stop - start]
+        return next(piece for other, piece in self.pieces(key) if other == slot)
 
     def __iter__(self) -> Iterator[str]:
         groups = set(self.groups)

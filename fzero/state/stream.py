@@ -19,8 +19,8 @@ from fzero.comm.pieces import told
 from fzero.formats.formats import CHUNK, chunks
 from fzero.state.checks import constants
 from fzero.state.sharded import Sharded, check_buffers, entries_of
+from fzero.state.sliced import whole_of
 from fzero.state.squares import squares_of, sum_of_squares
-from fzero.state.whole import whole_of
 from fzero.table.layout import Key, Slot
 
 Leaves = Generator[tuple[str, typing.Any], None, None]  # None where they are another rank's
@@ -28,9 +28,7 @@ Leaf = tuple[Slot, torch.Tensor]  # a full leaf, often a view of its group's buf
 
 
 @renamed(dst="to")
-def stream(
-    tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None
-) -> Leaves:
+def stream(tree: Sharded, dtype: torch.dtype | None = None, pattern: str = "*", to: int | None = None) -> Leaves:
     """Full leaves, unit by unit: to hand weights to an inference engine while training stands. All ranks iterate.
 
     While you use the leaves of one unit, those of the next are on their way. No rank holds more than these two units

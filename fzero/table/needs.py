@@ -11,7 +11,7 @@ from fzero.base.rebound import is_others
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
 
-_OF_UPDATE = ("fused", "paused", "combine", "sends")  # what a step runs for an update
+_OF_UPDATE = ("fused", "paused", "combine")  # what a step runs for an update
 
 
 def is_component(value: object) -> bool:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-
-from fzero.table.layout import Key
 
 Number = float | torch.Tensor  # a 0-d one
 Schedule = Callable[[int], Number]
 Arrived = list[dict[int, torch.Tensor]]  # what an exchange has brought: leaves, by their numbers
 Paused = Generator[Callable[[], Arrived], Arrived, object]
-
-
-class Whole(NamedTuple):
-    """What an update brings of one group to the ranks that have its leaves whole.
-
-    Attributes:
-        to, back: how many buffers of the group's size go there, and back.
-        itemsize: bytes of each of their elements.
-        told: leaf -> bytes of its state that its rank tells every other one.
-    """
-
-    to: int
-    back: int
-    itemsize: int
-    told: Mapping[int, int] = {}
 
 
 class GradientTransformation(NamedTuple):
@@ -61,10 +44,9 @@ class GradientTransformation(NamedTuple):
             and may note the factor with `Sharded.scaled`.
         copies: True if `fused` makes new values of all grads before it writes.
         blank: True if `init` gives only zeros and counts. Then a load does not fill them first.
-        exchanges: how often `fused` waits for slices that ranks send each other.
-        paused: `fused` as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
+        exchanges: how often `paused` waits for slices that ranks send each other.
+        paused: the same as a generator, `paused(params, grads, state)`: it yields what waits for each exchange, is sent
             the result, and returns its part of the state. So other groups go on meanwhile.
-        sends: `sends(params, state) -> [{group: what is sent to make leaves whole}]`, for `fz.plan`.
         combine: `combine(params, state, parts) -> state`: joins what `paused` has returned for each group.
 
     Example:
@@ -88,11 +70,10 @@ class GradientTransformation(NamedTuple):
     scales: bool = False
     copies: bool = False  # `fused` then gets one group at a time, if it may
     blank: bool = False
-    # not 0: `fused` gets all groups at once, unless it copies or something of them has to be brought, so that one's
+    # not 0: `paused` gets all groups at once, unless it copies or something of them has to be brought, so that one's
     # exchange runs beside another's computation; and it never runs on a thread beside
     exchanges: int = 0
     paused: Callable[..., Paused] | None = None  # given several groups, it may pause or not
-    sends: Callable[..., Sequence[Mapping[Key, Whole]]] | None = None
     # of the old state; the trees of `parts` are empty. Without it, the last part is the state of all groups
     combine: Callable[..., object] | None = None
     elementwise: bool = False
@@ -100,7 +81,7 @@ class GradientTransformation(NamedTuple):
     @property
     def by_group(self) -> bool:
         """True if groups of leaves may be updated in place one by one."""
-        return self.fused is not None and self.by_leaf and self.needs != "all"
+        return self.by_leaf and self.needs != "all"
 
     def __repr__(self) -> str:
         return f"GradientTransformation({_words(self)})"

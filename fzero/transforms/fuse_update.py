@@ -57,11 +57,11 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     norms = ("auto", "twice", "held")
     if not isinstance(norm, str) or norm not in norms:
         raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, norms))}.")
-    if step.optimizer.fused is None or not step.optimizer.by_leaf:
+    if not step.optimizer.by_leaf:
         raise ValueError(
-            "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
-            "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; or, of one "
-            "that treats each leaf by itself, fz.whole(optimizer). Or leave fuse_update out."
+            "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True). Use "
+            "fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; or, of one that treats each "
+            "leaf by itself, fz.whole(optimizer). Or leave fuse_update out."
         )
     if norm == "twice" and step.optimizer.needs == "all":
         raise ValueError(

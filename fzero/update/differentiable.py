@@ -18,14 +18,15 @@ from fzero.state.checks import transform_of
 from fzero.state.checksums import check_values
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
-from fzero.state.leaf_norms import differentiable_metric
+from fzero.state.leaf_norms import metric
 from fzero.state.moments import copied, next_extra
 from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
+from fzero.state.squares import squares_of
 from fzero.state.train_state import TrainState
 from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
-from fzero.update.changed import changed, due
+from fzero.update.writing import changed, due
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -63,7 +64,7 @@ def differentiable_update(
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
-        metrics[LEAF_NORMS] = differentiable_metric(state.params, params, moments, grads)
+        metrics[LEAF_NORMS] = metric(state.params, params, moments, squares_of(grads))
     others = {each.name: _next_extra(each, extras[each.name], params, applied) for each in step.extras}
     return state.changed(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 

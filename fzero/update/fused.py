@@ -29,8 +29,7 @@ from fzero.stores.away import tensor_of
 from fzero.table.counting import Number
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
-from fzero.update.known import is_finite
-from fzero.update.update import Decision, Update, apply_update
+from fzero.update.update import Decision, Update, apply_update, is_finite
 
 
 class _Grads:

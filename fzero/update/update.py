@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
-from fzero.base import pages, pytree
+from fzero.base import pages, private, pytree
 from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
+from fzero.optim._join import members_and_states
 from fzero.optim._paused import Running, call_paused, combined, finished
-from fzero.optim._returned import versions
-from fzero.optim.base import call_update, encoded, kept, values, write_values
+from fzero.optim.base import values
 from fzero.state.checks import follows_step
-from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
-from fzero.state.leaf_norms import Changes, metric
-from fzero.state.moments import apart, next_extra, placed_moments
+from fzero.state.leaf_norms import metric
+from fzero.state.moments import next_extra
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
 from fzero.state.squares import LeafSquares, need_alike_beside
@@ -31,14 +30,12 @@ from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
-from fzero.table.layout import Key
+from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
-from fzero.update.changed import Entry, due
 from fzero.update.cpu_worker import CpuWorker, spare_cores
 from fzero.update.differentiable import differentiable_update
-from fzero.update.known import in_place, is_finite, known_metrics, on_host
-from fzero.update.writing import Writing
+from fzero.update.writing import Entry, Writing, due
 
 Squares = tuple[torch.Tensor, LeafSquares]  # over all leaves and shards, and of this rank's parts
 
@@ -88,6 +85,29 @@ def _applied(
     return decision.next_state(None)
 
 
+def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
+    """The metrics of an update that do not depend on its gradients: "lr", the loss scale.
+
+    Raises:
+        ValueError: the moments are of the same optimizer in another chain.
+    """
+    members_and_states(step.optimizer, state.moments)
+    known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
+    scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
+    return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}
+
+
+def is_finite(norm: torch.Tensor) -> bool:
+    """Tells whether a norm is finite; a fake tensor, which has no value, is."""
+    return private.is_fake(norm) or bool(torch.isfinite(norm))
+
+
+def on_host(step: Spec, layout: Layout) -> frozenset[Key]:
+    """The groups whose update runs in the host's memory, as all that it writes lies elsewhere than on the device."""
+    keys = frozenset(key for key in layout.trainable if layout.groups[key].row.updates_on_host)
+    return keys if step.optimizer.by_group or len(keys) == len(layout.trainable) else frozenset()
+
+
 class Decision:
     """The decision by an update's norm: whether it is applied, the metrics, the next loss scale.
 
@@ -119,8 +139,7 @@ class Decision:
         params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
             if LEAF_NORMS in step.metrics:
-                changes = update.changes if update is not None else None
-                self.metrics[LEAF_NORMS] = metric(params, moments, self._squares, changes)
+                self.metrics[LEAF_NORMS] = metric(state.params, params, moments, self._squares)
             old = {**state.extra, **(update.extra() if update is not None else {})}
             own = {
                 extra.name: old[extra.name]
@@ -150,19 +169,18 @@ class Update:
         self.step, self._state, self.old, self.layout = step, state, state.params, state.layout
         copied: list[str] = []
         saved = bool(being_saved)  # asked first: a save may end while one looks at what it held
-        self._fused = in_place(step, self.layout)
         self._on_host = on_host(step, self.layout)
-        self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
-        self.changes = Changes() if LEAF_NORMS in step.metrics else None
+        compares = LEAF_NORMS in step.metrics  # params with those before
+        self.params = Writing(self.old, "params", step.donates and not compares, copied.append, self._on_host)
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         # what has no trees in it stays as it is: it may be as much as there are leaves, for each group
         self._split = pytree.Split(state.moments, is_sharded, is_leaf=lambda x: is_sharded(x) or not trees_of(x))
-        trees = self._split.leaves[0] if self._fused else []
-        self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
+        self._moments = [
+            Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in self._split.leaves[0]
+        ]
         entries = [*due(step, state), *[x for x in step.extras if x.fused]]  # what changes the params goes first
         self._entries = [Entry(x, state, step.donates, copied.append, self._on_host) for x in entries]
         self._trees = [self.params, *self._moments, *[each.writing for each in self._entries]]
-        self._after: object = state.moments
         if copied and not saved:
             warnings.warn(
                 f"fz.donate: {len(copied)} buffers of the donated state are still held elsewhere (that of leaf "
@@ -248,24 +266,17 @@ class Update:
     def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Paused:
         """Updates some groups; returns their params."""
         own = self.params.open(keys).replaced(draw=self._draw)
-        if self.changes is not None:
-            self.changes.keep(own)
-        if not self._fused:
-            self._after = self._plainly(own, grads, extra)
-        else:
-            moments = self._split.join([tree.open(keys) for tree in self._moments])
-            self._begin(keys)
-            run = call_paused(self.step.optimizer, own, grads, moments, extra)
-            del moments, grads
-            part = yield from run
-            del run
-            self._parts.append(map_trees(lambda tree: tree.over({}), part))
-            for tree in self._moments:
-                tree.close(keys)
+        moments = self._split.join([tree.open(keys) for tree in self._moments])
+        self._begin(keys)
+        run = call_paused(self.step.optimizer, own, grads, moments, extra)
+        del moments, grads
+        part = yield from run
+        del run
+        self._parts.append(map_trees(lambda tree: tree.over({}), part))
+        for tree in self._moments:
+            tree.close(keys)
         for each in self._entries:
             each.write(keys, own)
-        if self.changes is not None:
-            self.changes.measure(own)
         self.params.close(keys)
         return own
 
@@ -326,25 +337,6 @@ class Update:
 
         self._waits.append(finish)
 
-    def _plainly(self, own: Sharded, grads: Sharded, extra: Mapping[str, object]) -> object:
-        """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
-        params = values(own)
-        moments = trained_moments(self._state.moments)
-        before = versions(params)
-        try:
-            updates, new = call_update(self.step.optimizer, grads, moments, params, extra)
-        except BaseException:
-            if versions(params) != before:  # it has written to them
-                self._begin(own.groups)
-            raise
-        updates, new = values(updates), apart(new, own)
-        self._begin(own.groups)
-        for key in own.groups:
-            write_values(own, key, params.local(key) + updates.local(key), self._draw)
-        encode = functools.partial(encoded, draw=self._draw)
-        new = placed_moments(kept("step.update: the optimizer", moments, new, encode))
-        return with_kept_moments(new, self._state.moments)
-
     def _finish(self) -> None:
         waits, self._waits = self._waits, []
         finish_all(waits)
@@ -366,6 +358,7 @@ class Update:
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
+        after = self._state.moments
         try:
             self._catch_up()
             with torch.no_grad():
@@ -373,12 +366,9 @@ class Update:
                 self._finish()
                 if self._parts:
                     own = self.old.only(self.layout.trainable)
-                    self._after = combined(self.step.optimizer, own, self._state.moments, self._parts)
+                    after = combined(self.step.optimizer, own, after, self._parts)
         except BaseException as error:
             self.lost(error)
             raise
-        params = self.params.finished()
-        if not self._fused:
-            return params, self._after
-        trees = iter(self._moments)
-        return params, map_trees(lambda _: next(trees).finished(), self._after)
+        params, trees = self.params.finished(), iter(self._moments)
+        return params, map_trees(lambda _: next(trees).finished(), after)

@@ -1,4 +1,4 @@
-"""Optimizers beside and in front of those that only return updates (`fz.lamb`, torch's, a user's own)."""
+"""Optimizers beside and in front of those that only return updates (a user's own, declared elementwise)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,22 @@ MEMBERS: dict[str, Any] = {
     "adafactor": lambda: fz.adafactor(0.01),
     "whole": lambda: fz.whole(fz.adamw(0.01)),
 }
+
+
+def two_moments(u: fz.Sharded, state: Any, params: fz.Sharded) -> Any:
+    mu = state["mu"].map(lambda m, g: 0.9 * m + 0.1 * g, u)
+    nu = state["nu"].map(lambda v, g: 0.9 * v + 0.1 * g * g, u)
+    return mu.map(lambda m, v, p: -0.01 * (m / (v.sqrt() + 1e-3) + 0.1 * p), nu, params), {"mu": mu, "nu": nu}
+
+
 EIGHT_BITS = ("adamw", "amsgrad", "sgd", "lion")
 OTHERS: dict[str, Any] = {
-    "lamb": lambda: fz.lamb(0.01),
+    "two moments": lambda: fz.GradientTransformation(
+        lambda params: {"mu": params.map(torch.zeros_like), "nu": params.map(torch.zeros_like)},
+        two_moments,
+        label=lambda path: "two",
+        elementwise=True,
+    ),
     "own": lambda: fz.GradientTransformation(
         lambda params: params.map(torch.zeros_like),
         lambda u, state, params: (u.map(lambda x: -0.1 * x), u),
@@ -137,13 +150,13 @@ def goes_on(config: Drawn, world: int, folder: Path, rank: int) -> Any:
 
 
 CONFIGS = [
-    Drawn(("muon", "lamb", "beside", "float64", 3, False)),
-    Drawn(("muon", "lamb", "in front", "exact", 1, False)),
+    Drawn(("muon", "two moments", "beside", "float64", 3, False)),
+    Drawn(("muon", "two moments", "in front", "exact", 1, False)),
     Drawn(("muon", "own", "behind", "bf16 states", 2, True)),
-    Drawn(("adamw", "lamb", "beside", "8-bit", 3, True)),
+    Drawn(("adamw", "two moments", "beside", "8-bit", 3, True)),
     Drawn(("adamw", "own", "in front", "moments in bf16", 1, False)),
-    Drawn(("sgd", "lamb", "behind", "exact", 2, False)),
-    Drawn(("amsgrad", "lamb", "in front", "bf16 states", 3, False)),
+    Drawn(("sgd", "two moments", "behind", "exact", 2, False)),
+    Drawn(("amsgrad", "two moments", "in front", "bf16 states", 3, False)),
     Drawn(("lion", "own", "beside", "8-bit", 0, False)),
 ]
 
@@ -234,7 +247,8 @@ def test_moments_in_few_bits_beside_another_are_near_those_alone() -> None:
     (batch,) = scenarios.vector_batches(1, width=6, dtype=torch.float32)
     found = dict[str, Any]()
     for policy in ("8-bit", "float64"):
-        step = fz.train_step(loss, JOINED["beside"](fz.sgd(0.01, momentum=0.9), fz.lamb(0.01)), POLICIES[policy])
+        optimizer = JOINED["beside"](fz.sgd(0.01, momentum=0.9), OTHERS["two moments"]())
+        step = fz.train_step(loss, optimizer, POLICIES[policy])
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, *batch)
@@ -245,9 +259,10 @@ def test_moments_in_few_bits_beside_another_are_near_those_alone() -> None:
 
 def test_who_cannot_carry_few_bits_is_said() -> None:
     policy, params = fz.Policy(moment="8-bit"), {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    other = OTHERS["two moments"]()
     for optimizer, said in (
-        (JOINED["beside"](fz.adamw(0.1), fz.lamb(0.1)), r"params\['b'\].*\(lamb \(\*\)\).*state.moments.\*.mu may"),
-        (fz.chain(fz.sgd(0.1, 0.9), fz.lamb(0.1)), r"\(sgd\+lamb\).*state.moments.1.mu may be negative"),
+        (JOINED["beside"](fz.adamw(0.1), other), r"params\['b'\].*\(two \(\*\)\).*state.moments.\*.mu may"),
+        (fz.chain(fz.sgd(0.1, 0.9), other), r"\(sgd\+two\).*state.moments.1.mu may be negative"),
     ):
         with pytest.raises(ValueError, match=said):
             fz.train_step(lambda p: p["w"].sum(), optimizer, policy).init(params)

@@ -64,8 +64,8 @@ def on_rank(spec: chains.Spec, stage: int, way: str | None, world: int, transfor
             step = fz.fuse_update(step, norm=way)
         except ValueError:
             # a remedy that works is named: another way, or none
-            assert chains.has(spec, *chains.OWN) or way == "twice" or step.optimizer.fused is None
-            if chains.has(spec, *chains.OWN) or step.optimizer.fused is None:
+            assert chains.has(spec, *chains.OWN) or way == "twice" or not step.optimizer.by_leaf
+            if chains.has(spec, *chains.OWN) or not step.optimizer.by_leaf:
                 return None
             step = fz.fuse_update(step, norm="held")
     state = step.init(params)

@@ -59,7 +59,6 @@ OPTIMIZERS: dict[str, Any] = {
     "torch's Adafactor": lambda: fz.from_torch(torch.optim.Adafactor, lr=1e-2),
     "torch's Muon": lambda: fz.partition({MATRICES: fz.from_torch(torch.optim.Muon, lr=1e-2), "*": fz.sgd(0.1)}),
 }
-WHOLE_TREES = ("lamb", "muon and lamb", "torch's NAdam")  # no update of theirs is fused
 SHARDS = (lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3)
 
 
@@ -132,7 +131,7 @@ def test_a_step_takes_what_is_planned(
     units: int,
     width: int,
 ) -> None:
-    world, fused = world if stage else 1, None if optimizer in WHOLE_TREES else fused
+    world = world if stage else 1
     count = count if away is None else 1
     params = made(units, width)
 

@@ -108,15 +108,16 @@ def counted() -> Iterator[Sent]:
 
 @contextlib.contextmanager
 def leaves_counted() -> Iterator[Sent]:
-    """Counts exchanges of whole leaves, of what is told of them, and gathers of their slices."""
+    """Counts exchanges of whole leaves, of what is told of them, and gathers of their slices, but for a plan's."""
     out, started, sliced = Sent(), pieces.start_exchange, pieces.gathered
 
     def exchange(axis: Any, send: Sequence[torch.Tensor], receive: Any, tag: Any) -> Any:
-        out.add(axis.group, sum(x.nbytes for rank, x in enumerate(send) if rank != axis.rank))
+        if not axis.fake:
+            out.add(axis.group, sum(x.nbytes for rank, x in enumerate(send) if rank != axis.rank))
         return started(axis, send, receive, tag)
 
     def gather(axis: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
-        if axis.size > 1:
+        if axis.size > 1 and not axis.fake:
             out.add(axis.group, x.nbytes * (axis.size - 1))
         return sliced(axis, x, *more)
 

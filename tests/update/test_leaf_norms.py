@@ -111,8 +111,7 @@ def test_are_those_of_the_gathered_trees(
 ) -> None:
     dtype = F64 if wide and policy == "none" else F32
     policy = "none" if optimizer in ("lamb", "muon") else policy
-    unfit = {"autocast", *(["fuse_update"] if optimizer == "lamb" else [])}
-    chosen = [pair for pair in chosen if pair[0] not in unfit]
+    chosen = [pair for pair in chosen if pair[0] != "autocast"]
     world = world if any(name.startswith("shard") for name, _ in chosen) else 1
 
     def on_rank(rank: int) -> None:

@@ -67,3 +67,20 @@ def test_a_donated_state_whose_update_fails_halfway_says_so() -> None:
         RuntimeError, match=r"donated to update 1, which had begun with .*'a'.* and then failed \(KeyError"
     ):
         step(state)
+
+
+def test_an_error_in_an_own_update_leaves_a_donated_state_dead_and_others_alone() -> None:
+    def failing(grads: Any, state: Any, params: Any) -> Any:
+        raise KeyError("no such leaf")
+
+    own = fz.GradientTransformation(lambda params: (), failing, elementwise=True)
+    step = fz.train_step(lambda p: p["a"].sum(), own)
+    for each, dead in ((step, False), (fz.donate(step), True)):
+        state = each.init({"a": torch.ones(3)})
+        with pytest.raises(KeyError, match="no such leaf"):
+            each(state)
+        if not dead:
+            assert fz.gather(state.params)["a"].equal(torch.ones(3))
+            continue
+        with pytest.raises(RuntimeError, match=r"donated to update 1, which had begun with .*'a'.* and then failed"):
+            state.params  # noqa: B018
