@@ -98,11 +98,8 @@ class Ranks:
                 tell(error)
             except Exception as own:
                 error = error or own
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # which holds this frame
+        if error is not None:
+            raise error
 
     def by_all(self, job: Callable[[], T]) -> T:
         """Does a job on every rank; where it fails on one, all raise."""
@@ -111,10 +108,7 @@ class Ranks:
             result = [job()]
         except Exception as own:
             error = own
-        try:
-            self.all_well(error)
-        finally:
-            del error  # which holds this frame
+        self.all_well(error)
         return result[0]
 
 

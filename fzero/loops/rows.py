@@ -7,10 +7,8 @@ import csv
 import errno
 import io
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from fzero.checkpoint.files import Folder
 from fzero.loops.numbers import STEP
@@ -18,36 +16,20 @@ from fzero.loops.numbers import STEP
 Row = Mapping[str, float]
 
 
-class Writer(Protocol):
-    """What takes rows."""
-
-    def add(self, row: Row) -> None:
-        """Writes one: "step", and numbers by their names. It takes the place of one of the same step."""
-        ...
-
-    def back(self, done: int) -> None:
-        """The run goes on from so many steps: rows of later ones go."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        ...
-
-
 class Table:
     """A CSV file with one row for each step that is logged, which is in the file at once.
 
+    A row takes the place of those of its step and of later ones, which a run that goes back comes to again.
+
     Args:
-        after: the step that a run goes on after: rows of later ones go as it writes its first one, and at once what a
-            killed run has half written. None for a new run, whose file begins anew.
+        goes_on: whether the rows of the file stay, but for what a killed run has half written.
 
     Raises:
         OSError, ValueError: it cannot be written, or something else than a loop's log is there.
     """
 
-    def __init__(self, path: str, after: int | None) -> None:
+    def __init__(self, path: str, goes_on: bool) -> None:
         self.path = os.path.realpath(path)  # what a link leads to; wherever the program goes
-        self._until = sys.maxsize if after is None else after
         if os.path.isdir(path):
             raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
         if os.path.exists(path) and not os.path.isfile(path):  # a device may be read for ever
@@ -55,7 +37,7 @@ class Table:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         columns, rows = self._found()
         with self._named("so that the log does not begin"):
-            self._begin(*((columns, rows) if after is not None else ([], [])))
+            self._begin(*((columns, rows) if goes_on else ([], [])))
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -89,21 +71,14 @@ class Table:
         self._columns, self._at = columns, int(rows[-1][STEP]) if rows else -1
 
     def add(self, row: Row) -> None:
-        step = int(row[STEP])
-        new, last = [name for name in row if name not in self._columns], min(self._until, step - 1)
+        step, new = int(row[STEP]), [name for name in row if name not in self._columns]
         with self._named(f"so that the row after step {step} is missing in the log"):
-            if new or last < self._at:
-                self._begin(self._columns + new, [own for own in self._found()[1] if int(own[STEP]) <= last])
+            if new or step <= self._at:
+                self._begin(self._columns + new, [own for own in self._found()[1] if int(own[STEP]) < step])
             with open(self.path, "r+b") as file:  # which is an error where it has gone
                 file.seek(0, os.SEEK_END)
                 file.write(_text(self._columns, [{name: repr(value) for name, value in row.items()}]))
-        self._at, self._until = step, sys.maxsize
-
-    def back(self, done: int) -> None:
-        self._until = min(self._until, done)
-
-    def close(self) -> None:
-        pass
+        self._at = step
 
 
 def _start(path: str) -> bytes:
@@ -122,28 +97,28 @@ def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], header: boo
 
 
 class Board:
-    """A folder of events for TensorBoard, which hides those of later steps than the one that a run goes on after."""
+    """A folder of events for TensorBoard, which hides those of a run that went back from there on."""
 
-    def __init__(self, path: str, after: int | None) -> None:
+    def __init__(self, path: str, done: int) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 f"loop: got tensorboard={path!r}, which needs the package tensorboard: pip install tensorboard."
             ) from error
-        self._open = lambda after: SummaryWriter(path, purge_step=after + 1)
-        self._writer, self._last = self._open(-1 if after is None else after), dict[str, float]()
+        self._from = lambda step: SummaryWriter(path, purge_step=step)
+        self._writer, self._last = self._from(done + 1), dict[str, float]()
 
     def add(self, row: Row) -> None:
-        known = self._last if self._last.get(STEP) == row[STEP] else {STEP: 0}
-        for name in row.keys() - known.keys():
-            self._writer.add_scalar(name, row[name], int(row[STEP]))
+        step, known = int(row[STEP]), self._last
+        if not known.items() <= row.items():  # else there are more numbers in the same row
+            if step <= known[STEP]:
+                self._writer.close()
+                self._writer = self._from(step)
+            known = {}
+        for name in row.keys() - known.keys() - {STEP}:
+            self._writer.add_scalar(name, row[name], step)
         self._last = dict(row)
-
-    def back(self, done: int) -> None:
-        if self._last.get(STEP, 0) > done:
-            self._writer.close()
-            self._writer, self._last = self._open(done), {}
 
     def close(self) -> None:
         self._writer.close()
