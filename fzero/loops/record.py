@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import errno
+import io
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from fzero.checkpoint.files import Folder
 from fzero.loops.numbers import SECONDS, STEP, numbers_of
-from fzero.loops.rows import Board, Row, Table
 
 if TYPE_CHECKING:  # it may not be installed
     from tqdm import tqdm
+
+Row = Mapping[str, float]
 
 
 class Record:
@@ -110,3 +117,114 @@ def _bar(progress: bool | str | None, total: int | None, done: int) -> tqdm[NoRe
     often = 0.5 if sys.stderr.isatty() else 10
     label = progress if isinstance(progress, str) else None
     return tqdm(total=total, initial=done, desc=label, unit="step", mininterval=often)
+
+
+# ---- files
+
+
+class Table:
+    """A CSV file with one row for each step that is logged, which is in the file at once.
+
+    A row takes the place of those of its step and of later ones, which a run that goes back comes to again.
+
+    Args:
+        goes_on: whether the rows of the file stay, but for what a killed run has half written.
+
+    Raises:
+        OSError, ValueError: it cannot be written, or something else than a loop's log is there.
+    """
+
+    def __init__(self, path: str, goes_on: bool) -> None:
+        self.path = os.path.realpath(path)  # what a link leads to; wherever the program goes
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
+        if os.path.exists(path) and not os.path.isfile(path):  # a device may be read for ever
+            raise ValueError(f"loop: got log={path!r}, a device or a pipe, expected the path of a file.")
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        columns, rows = self._found()
+        with self._named("so that the log does not begin"):
+            self._begin(*((columns, rows) if goes_on else ([], [])))
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Says in an error of the disk, which knows neither, which file it is about, and what is not in it."""
+        try:
+            yield
+        except OSError as error:
+            error.strerror, error.filename = f"{error.strerror or error}, {what}", error.filename or self.path
+            raise
+
+    def _found(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns, and the whole rows, that are in the file."""
+        if not os.path.exists(self.path):
+            return [], []
+        text = Path(self.path).read_bytes().decode(errors="replace")
+        table = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), restval="")
+        rows, columns = list(table), [*(table.fieldnames or ())]
+        if text and not (columns[:1] == [STEP] and all(row[STEP].isdigit() for row in rows)):
+            raise ValueError(
+                f"loop: got log={self.path!r}, a file that is no log of a loop, expected one, or a path for it."
+            )
+        return columns, rows
+
+    def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        """The file with these rows, to which others are added; the old one stays until it is whole."""
+        (folder, name), new = os.path.split(self.path), f"{self.path}.new"
+        if os.path.lexists(new) and not (os.path.isfile(new) and STEP.encode().startswith(_start(new))):
+            why = "it is no log of a loop, and would be written over: move it away, or give another path"
+            raise FileExistsError(errno.EEXIST, why, new)
+        Folder(folder).replace(name, _text(columns, rows, header=bool(columns)))
+        self._columns, self._at = columns, int(rows[-1][STEP]) if rows else -1
+
+    def add(self, row: Row) -> None:
+        step, new = int(row[STEP]), [name for name in row if name not in self._columns]
+        with self._named(f"so that the row after step {step} is missing in the log"):
+            if new or step <= self._at:
+                self._begin(self._columns + new, [own for own in self._found()[1] if int(own[STEP]) < step])
+            with open(self.path, "r+b") as file:  # which is an error where it has gone
+                file.seek(0, os.SEEK_END)
+                file.write(_text(self._columns, [{name: repr(value) for name, value in row.items()}]))
+        self._at = step
+
+
+def _start(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(STEP))
+
+
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], header: bool = False) -> bytes:
+    """Rows as lines of a table."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+class Board:
+    """A folder of events for TensorBoard, which hides those of a run that went back from there on."""
+
+    def __init__(self, path: str, done: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"loop: got tensorboard={path!r}, which needs the package tensorboard: pip install tensorboard."
+            ) from error
+        self._from = lambda step: SummaryWriter(path, purge_step=step)
+        self._writer, self._last = self._from(done + 1), dict[str, float]()
+
+    def add(self, row: Row) -> None:
+        step, known = int(row[STEP]), self._last
+        if not known.items() <= row.items():  # else there are more numbers in the same row
+            if step <= known[STEP]:
+                self._writer.close()
+                self._writer = self._from(step)
+            known = {}
+        for name in row.keys() - known.keys() - {STEP}:
+            self._writer.add_scalar(name, row[name], step)
+        self._last = dict(row)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fzero.base.arguments import need_path, wrong
-from fzero.planning.plotting import LINES, TEXT, Axes, add_frame, new_axes
+from fzero.planning.plot_plan import LINES, TEXT, Axes, add_frame, new_axes
 from fzero.schedules.simulate import Durations, Times, simulate
 from fzero.schedules.task import Kind, Schedule
 from fzero.schedules.timeline import Span, Timeline

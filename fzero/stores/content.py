@@ -9,8 +9,8 @@ import threading
 from dataclasses import dataclass, field
 
 from fzero.stores import blocks
+from fzero.stores.blocks import Handle, open_file
 from fzero.stores.disk import Disk
-from fzero.stores.handle import Handle, open_file
 from fzero.stores.pool import Pool, Room
 
 

@@ -15,8 +15,7 @@ from fzero.stores.away import donated_to
 from fzero.stores.blocks import copy
 from fzero.stores.content import Content, Shared
 from fzero.stores.disk import Disk
-from fzero.stores.read import Read
-from fzero.stores.write import Write
+from fzero.stores.transfer import Read, Write
 
 
 class File:
