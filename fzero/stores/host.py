@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import warnings
 
 import torch
@@ -12,9 +12,6 @@ from fzero.comm.backend import done
 from fzero.comm.hazards import in_flight
 from fzero.stores.away import Away, Wait
 from fzero.stores.copies import host_memory, start_down, start_up
-
-_said: set[str] = set()
-_once = threading.Lock()
 
 
 class HostBuffer(Away):
@@ -41,12 +38,7 @@ class HostBuffer(Away):
     def _start_read(self, target: torch.Tensor | None) -> Wait:
         own = torch.empty_like(self.tensor, device=self.device) if target is None else target
         wait = in_flight(own, self.tensor, self._copy, late=True)
-
-        def arrived() -> torch.Tensor:
-            wait()
-            return own
-
-        return arrived
+        return lambda: (wait(), own)[1]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
         arrived, self._read = start_up(target, source, self._arrival)
@@ -69,12 +61,11 @@ class HostBuffer(Away):
         return HostBuffer(own, self.device, self.what, start_down(own, tensor.detach()))
 
 
+@functools.cache
 def _warn_where_it_saves_nothing(device: torch.device) -> None:
     """Says once a process that there is no other memory than the host's."""
-    with _once:
-        if device.type != "cpu" or "host" in _said:
-            return
-        _said.add("host")
+    if device.type != "cpu":
+        return
     warnings.warn(
         "fz.offload to 'host': this step computes on the CPU, whose memory is the host's, so nothing is saved; buffers "
         "are copied all the same. On this machine fz.Disk(path) saves memory.",
