@@ -118,6 +118,8 @@ def loop(
         raise ValueError("loop: got save_every or extra, expected checkpoints=fz.Checkpoints(folder) beside it.")
     path = None if log is None else os.path.abspath(need_path(log, "loop", "log", "the path of a file"))
     folder = None if tensorboard is None else os.path.abspath(need_path(tensorboard, "loop", "tensorboard"))
+    kinds = {"evaluate": evaluate, "checkpoints": checkpoints, "best": best}
+    said = [f"{name}={'None' if given is None else 'one'}" for name, given in kinds.items()]
     return Loop(
         step,
         state,
@@ -128,6 +130,7 @@ def loop(
         Evaluation(evaluate, evaluate_every, patience, best is not None),
         Saves(checkpoints, save_every, best, extra),
         stop,
+        f"total={total}, every={every}, evaluate_every={evaluate_every}, patience={patience}, {', '.join(said)}",
     )
 
 
@@ -159,9 +162,11 @@ class Loop(Generic[S, M]):
         evaluation: Evaluation,
         saves: Saves,
         stop: Callable[[], bool] | None,
+        said: str,
     ) -> None:
         self.ended, self.state, self.done, self.note = "", state, 0, ""
         self._step, self._total, self._resumed = step, total, after is not None
+        self._said = said  # what all ranks are given alike
         self._record, self._evaluation, self._saves = record, evaluation, saves
         self._signals = Asked() if stop is None else None
         self._stop = stop or self._signals
@@ -232,7 +237,7 @@ class Loop(Generic[S, M]):
         ranks = self._ranks
         self._tried(lambda: self._record.begin(self.done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)
-        own = f"{self.done} steps before, total={self._total}, {self._record}, {self._evaluation}, {self._saves}"
+        own = f"{self._said}, {self.done} steps before, best so far {self._evaluation.best}"
         if not ranks.alike(own):
             raise ValueError(
                 f"loop: got {own} on this rank and others on another, expected the same on all. What one rank alone "

@@ -32,10 +32,8 @@ def need_functions(**given: object) -> None:
 def pair(out: tuple[S, M]) -> tuple[S, M]:
     """The state and the metrics that a step gives."""
     if not isinstance(out, (tuple, list)) or len(out) != 2 or not isinstance(out[1], Mapping):
-        kinds = f"{len(out)} values" if isinstance(out, (tuple, list)) and len(out) != 2 else named(out)
-        if isinstance(out, (tuple, list)) and len(out) == 2:
-            kinds = f"{named(out[1])} behind the state"
-        raise TypeError(f"loop: step gave {kinds}, expected (state, metrics), a mapping of names to numbers.")
+        got = " and ".join(map(named, out)) if isinstance(out, (tuple, list)) else named(out)
+        raise TypeError(f"loop: step gave {got}, expected (state, metrics), a mapping of names to numbers.")
     return out[0], out[1]
 
 

@@ -38,9 +38,6 @@ class Record:
         self._since, self._taken = 0.0, 0  # time counts from here, and the steps taken since
         self._first = 0  # the number of the run's first step
 
-    def __str__(self) -> str:
-        return f"every={self._every}"
-
     def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
         """Opens what is shown, on the rank that leads.
 

@@ -58,8 +58,8 @@ class Plan:
         gathered: full params of the largest unit.
         root: full params of the leaves outside of any unit, where they are gathered (ZeRO-3, offloaded params).
         sent: what a step sends to gather params and to reduce gradients, over all axes.
-        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, norms, the loss, and
-            with `inputs=` the maps of `fz.parallel` in the function.
+        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, the norm, the loss, and
+            with `inputs=` the maps of `fz.parallel` in the function. Not an optimizer's norms of single leaves.
         device: state between updates on the device that computes.
         host: state between updates in the host's memory.
         disk: state between updates on a disk.
@@ -313,7 +313,6 @@ def planned(
         bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
         updates[moves] = taken(here, bare, structure, moves)
     update = updates[moves]
-    messages += update.messages(ranks)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
     by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
     alone = [*(p for p in pieces if p.kind != "grads"), *traffic.grads_of(step, layout, several=False)]

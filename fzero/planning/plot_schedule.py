@@ -170,7 +170,8 @@ def _mixed(hue: str, white: float) -> str:
     """The colour with this share of white."""
     from matplotlib.colors import to_hex, to_rgb
 
-    return to_hex([part + (1 - part) * white for part in to_rgb(hue)])
+    red, green, blue = [part + (1 - part) * white for part in to_rgb(hue)]
+    return to_hex((red, green, blue))
 
 
 def _readable(hue: str) -> str:

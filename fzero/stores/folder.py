@@ -13,9 +13,9 @@ import torch
 from fzero.stores import claim
 from fzero.stores.blocks import takes_direct
 from fzero.stores.claim import Claim
-from fzero.stores.content import Shared
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
+from fzero.stores.pool import Shared
 
 
 class Folder:

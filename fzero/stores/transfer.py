@@ -14,9 +14,53 @@ import torch
 
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Handle, Memory
-from fzero.stores.content import Content, Shared, remove
+from fzero.stores.disk import Disk
+from fzero.stores.pool import Shared
 
 _NOT_HERE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # a filesystem that cannot reserve space
+
+
+class Content:
+    """The bytes of one tensor in a file, whole or not yet.
+
+    Attributes:
+        what: it is, in words, for errors.
+        path: of the whole file; one that is being written has another name, `part`.
+        over: the file of as many bytes that it is written over, as that is quicker than to free and allocate blocks.
+        sums: the checksum of each chunk, where the disk verifies.
+        whole: whether it is written.
+        dropped: whether nobody wants it any more.
+    """
+
+    def __init__(self, path: str, nbytes: int, what: str, disk: Disk, over: str | None = None) -> None:
+        self.path, self.part, self.nbytes, self.what, self.disk = path, f"{path}.part", nbytes, what, disk
+        self.over = over
+        self.sums = [0] * math.ceil(nbytes / blocks.CHUNK) if disk.verify else []
+        self.whole = self.dropped = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that the file takes."""
+        return blocks.rounded(self.nbytes)
+
+    def drop(self, shared: Shared) -> None:
+        """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
+
+        Names are removed in the order in which a write gives them, so that none is missed: what is removed is not
+        renamed any more, and a part that is made afterwards its write removes, as it looks at `dropped` then.
+        """
+        if os.getpid() != shared.pid:  # a forked child's copy
+            return
+        self.dropped = True
+        for path in (self.over, self.part, self.path):
+            if path is not None:
+                remove(path)
+
+
+def remove(path: str) -> None:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 class Stopped(Exception):
