@@ -97,13 +97,13 @@ class Asked:
 
     def _around(self, number: int) -> tuple[list[Asked], Handler]:
         """This loop and those around it, as far as they listen; and who handled a signal before all of them."""
-        loops, handler = list[Asked](), self._before[number]
+        loops, handler = list[Asked](), self._before.get(number)
         if self._listens:
             loops.append(self)
         while isinstance(loop := getattr(handler, "__self__", None), Asked):
             if loop._listens:
                 loops.append(loop)
-            handler = loop._before[number]
+            handler = loop._before.get(number)
         return loops, handler
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

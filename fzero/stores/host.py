@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 import warnings
 
 import torch
@@ -12,6 +12,9 @@ from fzero.comm.backend import done
 from fzero.comm.hazards import in_flight
 from fzero.stores.away import Away, Wait
 from fzero.stores.copies import host_memory, start_down, start_up
+
+_said: set[str] = set()
+_once = threading.Lock()
 
 
 class HostBuffer(Away):
@@ -61,11 +64,12 @@ class HostBuffer(Away):
         return HostBuffer(own, self.device, self.what, start_down(own, tensor.detach()))
 
 
-@functools.cache
 def _warn_where_it_saves_nothing(device: torch.device) -> None:
     """Says once a process that there is no other memory than the host's."""
-    if device.type != "cpu":
-        return
+    with _once:
+        if device.type != "cpu" or "host" in _said:
+            return
+        _said.add("host")
     warnings.warn(
         "fz.offload to 'host': this step computes on the CPU, whose memory is the host's, so nothing is saved; buffers "
         "are copied all the same. On this machine fz.Disk(path) saves memory.",

@@ -244,11 +244,12 @@ class Write(Transfer):
         offset, cause = self.failure
         if isinstance(cause, Stopped):
             raise RuntimeError(f"{self.content.what} was not written to {self.content.path}: the interpreter ends.")
+        told = isinstance(cause, OSError) and cause.strerror
         said = (
             f"Writing {self.content.what} to {self.content.path} failed at byte {offset} of {self.nbytes}: "
-            f"{_reason(cause)}. {self.content.room} bytes are needed there, {_free(self.content.path)} are free. The "
-            "values are kept in memory, where later calls read them, and written as soon as they can be: make room, or "
-            "give another folder, fz.Disk(path)."
+            f"{told or f'{type(cause).__name__}: {cause}'}. {self.content.room} bytes are needed there, "
+            f"{_free(self.content.path)} are free. The values are kept in memory, where later calls read them, and "
+            "written as soon as they can be: make room, or give another folder, fz.Disk(path)."
         )
         number = cause.errno if isinstance(cause, OSError) else None
         raise RuntimeError(said) if number is None else OSError(number, said)
@@ -268,10 +269,6 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         if error.errno not in _NOT_HERE:
             raise
     os.ftruncate(descriptor, nbytes)
-
-
-def _reason(error: BaseException) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _free(path: str) -> str:
