@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from fzero.comm import backend
-from fzero.comm.axis import Axis
+from fzero.comm.axis import Axis, Into
 from fzero.comm.backend import Group, Wait, done
 
 P = ParamSpec("P")
@@ -29,7 +29,13 @@ class _Ranks:
 
 
 class Alone(Axis):
-    """An axis whose collectives make what they would make, and leave it as it is."""
+    """An axis whose collectives make what they would make, and leave it as it is.
+
+    Attributes:
+        sent: (operation, tag, bytes) of each collective.
+    """
+
+    sent: list[tuple[str, Hashable, int]]
 
     @staticmethod
     def of_ranks(size: int, rank: int = 0, tensor: tuple[int, int] = (0, 1)) -> Alone:
@@ -40,7 +46,7 @@ class Alone(Axis):
         """
         group, out = backend.standing_for_all(cast(Group, _Ranks(size, rank))), object.__new__(Alone)
         over = Alone.of_ranks(tensor[1], tensor[0]) if tensor[1] > 1 else None
-        own = {"group": group, "_size": size, "_rank": rank, "ranks": size, "tensor": over}
+        own = {"group": group, "_size": size, "_rank": rank, "ranks": size, "tensor": over, "sent": []}
         vars(out).update(vars(Axis()) | own)
         return out
 
@@ -48,7 +54,19 @@ class Alone(Axis):
         return done
 
     def _sum(self, tensor: torch.Tensor, tag: Hashable, groups: Sequence[Group]) -> torch.Tensor:
-        return tensor.clone() if groups else tensor
+        for group in groups:
+            tensor = tensor.clone()
+            self._announced("all_reduce", tag, tensor, group, into=(tensor,))
+        return tensor
 
-    def _announced(self, *_: object, **__: object) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def _announced(
+        self,
+        operation: str,
+        tag: Hashable,
+        tensor: torch.Tensor,
+        group: Group,
+        sent: int | None = None,
+        into: Into = (),
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        self.sent.append((operation, tag, tensor.nbytes if sent is None else sent))
         return lambda call: call

@@ -17,7 +17,7 @@ from fzero.base.display import counted, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.parallel.check import sent_by
+from fzero.parallel.check import Report, sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
@@ -58,8 +58,8 @@ class Plan:
         gathered: full params of the largest unit.
         root: full params of the leaves outside of any unit, where they are gathered (ZeRO-3, offloaded params).
         sent: what a step sends to gather params and to reduce gradients, over all axes.
-        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, the norm, the loss, and
-            with `inputs=` the maps of `fz.parallel` in the function. Not an optimizer's norms of single leaves.
+        messages: what a step sends, by axis and purpose: params, gradients, means of replicas, norms, the loss, and
+            with `inputs=` the maps of `fz.parallel` in the function.
         device: state between updates on the device that computes.
         host: state between updates in the host's memory.
         disk: state between updates on a disk.
@@ -301,10 +301,7 @@ def planned(
     activations, flops = (), 0
     if inputs is not None:
         here = step if step.tensor_axis is not None or backend.initialized() else without_axis(step)
-        report = sent_by(here, params, _beside(params, inputs))
-        over = [axis for axis in dict.fromkeys(each.axis for each in report.conversions) if report.messages(axis)]
-        for axis in over:
-            messages.append(Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)))
+        messages += _of_function(sent_by(here, params, _beside(params, inputs)))
         activations, flops = activations_of(step, params, inputs)
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:
@@ -316,6 +313,7 @@ def planned(
         bare = Holdings(here.rows(specs, frozen, hints_of(structure)), ranks).layout(rank)
         updates[moves] = taken(here, bare, structure, moves)
     update = updates[moves]
+    messages += update.messages(ranks)
     by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
     by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
     alone = [*(p for p in pieces if p.kind != "grads"), *traffic.grads_of(step, layout, several=False)]
@@ -348,6 +346,12 @@ def _beside(params: object, inputs: Sequence[object]) -> Sequence[object]:
     if not any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.leaves(params)):
         return inputs
     return [pytree.map_leaves(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, each) for each in inputs]
+
+
+def _of_function(report: Report) -> list[Sent]:
+    """What a function's own maps send."""
+    axes = [axis for axis in dict.fromkeys(each.axis for each in report.conversions) if report.messages(axis)]
+    return [Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)) for axis in axes]
 
 
 def _need_rank(rank: int, ranks: Ranks, who: str) -> int:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,15 +22,19 @@ from fzero.planning.live import LiveBytes
 from fzero.state.leaf_norms import metric
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
+from fzero.state.sent import Sent, round_a_ring
 from fzero.state.sharded import Sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
+from fzero.table.ranks import Ranks, joined
 from fzero.table.spec import Extra, Spec
 from fzero.update.known import in_place
 from fzero.update.update import Update
 
 MOST = 4  # ranks that are looked at
 ASSUMED = 8  # copies of whole leaves that are there at once, of an optimizer that does not run without values
+_PURPOSES = {"global_norm": "leaf norms", "the update by fz.whole": "agreement"}  # what is sent so
+Records = Sequence[tuple[str, Hashable, int]]  # operation, tag, bytes
 
 
 class Taken(NamedTuple):
@@ -39,10 +43,26 @@ class Taken(NamedTuple):
     Attributes:
         nbytes: at most, beside the old state, the next one and the gradients.
         after: the same, of the entries of the state that are updated once all groups are.
+        over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
     """
 
     nbytes: int
     after: int = 0
+    over: Records = ()
+    tensor: Records = ()
+
+    def messages(self, ranks: Ranks) -> list[Sent]:
+        """What it sends, but for the leaves that are brought to one rank and their state."""
+        found = list[Sent]()
+        for purpose in _PURPOSES.values():
+            for axes, own in ((ranks.sharded, self.over), (ranks.tensor, self.tensor)):
+                sizes = [(op, size) for op, tag, size in own if _PURPOSES.get(str(tag)) == purpose]
+                sent = sum([round_a_ring(n, ranks.size(axes)) if op == "all_reduce" else n for op, n in sizes])
+                found += [Sent(joined(axes), purpose, len(sizes), sent)] if sizes else []
+        told = sum([_PURPOSES.get(str(tag)) == "agreement" for _, tag, _ in self.over])
+        return found + (
+            [Sent(joined(ranks.copies), "agreement", told, 0)] if told and ranks.size(ranks.copies) > 1 else []
+        )
 
 
 def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) -> Taken:
@@ -64,8 +84,9 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool) 
         apart = one_by_one or optimizer.copies or step.fusion is not None
         parts = [(key,) for key in keys] if apart else [tuple(keys)]
     ranks = _owners(layout, keys) if optimizer.exchanges else [0]
-    most = max([_on_rank(step, layout, structure, parts, rank) for rank in ranks])
-    return Taken(most, _by_entries(step, layout, structure, one_by_one))
+    found = [_on_rank(step, layout, structure, parts, rank) for rank in ranks]
+    most, after = max([each.nbytes for each in found]), _by_entries(step, layout, structure, one_by_one)
+    return found[0]._replace(nbytes=most, after=after)
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
@@ -90,14 +111,14 @@ def _owners(layout: Layout, keys: Sequence[Key]) -> list[int]:
     return [rank for rank, _ in loads.most_common(MOST)]
 
 
-def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence[Sequence[Key]], rank: int) -> int:
+def _on_rank(step: Spec, layout: Layout, structure: pytree.Spec, parts: Sequence[Sequence[Key]], rank: int) -> Taken:
     axis, live = Alone.of_ranks(layout.shards, rank, layout.tensor), Live()
     try:
         with thread_state.without_values(), live:
             kept = _run(step, Sharded(layout, axis, structure, {}, kind="params"), parts, live)
     except Exception:  # of code of the user's own, which wants values
-        return max(live.beyond, _assumed(layout, itertools.chain(*parts)))
-    return live.beyond + kept
+        return Taken(max(live.beyond, _assumed(layout, itertools.chain(*parts))))
+    return Taken(live.beyond + kept, 0, axis.sent, axis.tensor.sent if isinstance(axis.tensor, Alone) else ())
 
 
 def _assumed(layout: Layout, keys: Iterable[Key]) -> int:
@@ -117,6 +138,7 @@ def _run(step: Spec, empty: Sharded, parts: Sequence[Sequence[Key]], live: Live)
     grads = params.with_buffers({} if mode != "held" else {key: _grad(empty.layout, key) for key in every}, scale)
     extra = {"grad_norm": torch.ones((), dtype=torch.float64, device="cpu")}
     with Update(plain, state) as update:
+        empty.axis.sent.clear() if isinstance(empty.axis, Alone) else None
         moments = 0 if in_place(plain, empty.layout) else _nbytes(state.moments)  # of the next state
         made_then = mode in ("once", "twice")  # by the pullback: those of one are known
         live.begin(moments + max([_grad(empty.layout, key).nbytes for key in every if made_then], default=0))

@@ -26,7 +26,9 @@ class Sent(NamedTuple):
     Attributes:
         axis: a mesh axis, or several that are taken as one, `dp×sp`.
         purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "leaves" (whole ones,
-            to the rank that updates each, and what it makes of them back), "norm", "loss", "function" (its own maps).
+            to the rank that updates each, and what it makes of them back), "leaf norms" (that an optimizer wants),
+            "agreement" (that `fz.whole` has failed on no rank: words, without bytes here), "norm", "loss" or
+            "function" (its own maps).
         messages: collectives that it takes part in.
         nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
     """

@@ -222,8 +222,10 @@ def test_what_fits_beside_an_update_fits() -> None:
         fz.fits(make(), params, device=room - SPARE)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd, clipped"])
+@in_turns(5)
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lamb", "clipped by leaf", "two"])
 def test_messages_are_those_that_a_rank_sends(optimizer: str) -> None:
+    """Norms of leaves, and the agreement that an update of whole leaves has failed nowhere, among them."""
     params = made(3, 96)
 
     def step() -> fz.Step:
