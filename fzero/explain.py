@@ -16,8 +16,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.explaining.births import Birth, Taint, fault_of
-from fzero.explaining.operands import is_plain
+from fzero.explaining.births import Birth, Taint, fault_of, is_plain
 from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here

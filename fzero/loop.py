@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from fzero.base.arguments import need_int, need_path, need_str, wrong
+from fzero.base.arguments import need_int, need_path, wrong
 from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.loops.asked import Asked, warn_of
 from fzero.loops.evaluation import Evaluation
@@ -64,8 +63,8 @@ def loop(
         after: to resume: the `extra` of a checkpoint that a loop saved, or a number of steps taken. An iterable of
             batches must begin there.
         progress: a bar of tqdm, or its label. None shows one if tqdm is installed.
-        log: a CSV file, with a row for the first step, each `every` steps and the last. A resumed run goes on with its
-            rows.
+        log: a CSV file, with a row for the first step of the run, each `every` steps and the last. A resumed run goes
+            on in the file.
         tensorboard: a folder for the same numbers.
         every: steps between two rows. Metrics are read for rows only, so the device is not waited for in between.
         evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. A pair (sum, count)
@@ -119,6 +118,8 @@ def loop(
         raise ValueError("loop: got save_every or extra, expected checkpoints=fz.Checkpoints(folder) beside it.")
     path = None if log is None else os.path.abspath(need_path(log, "loop", "log", "the path of a file"))
     folder = None if tensorboard is None else os.path.abspath(need_path(tensorboard, "loop", "tensorboard"))
+    kinds = {"evaluate": evaluate, "checkpoints": checkpoints, "best": best}
+    said = [f"{name}={'None' if given is None else 'one'}" for name, given in kinds.items()]
     return Loop(
         step,
         state,
@@ -129,6 +130,7 @@ def loop(
         Evaluation(evaluate, evaluate_every, patience, best is not None),
         Saves(checkpoints, save_every, best, extra),
         stop,
+        f"total={total}, every={every}, evaluate_every={evaluate_every}, patience={patience}, {', '.join(said)}",
     )
 
 
@@ -140,8 +142,8 @@ class Loop(Generic[S, M]):
 
     Attributes:
         state: the newest state. Set it, and the next step begins from there.
-        done: the number of steps taken, with those before a resumption. You may set it with the state: rows of later
-            steps are dropped.
+        done: the number of steps taken, with those before a resumption. You may set it with the state: the next rows
+            take the place of those of later steps.
         ended: `"total"`, `"batches"` (there are no more), `"patience"`, `"asked"` (a signal, or `stop`), `"left"`,
             `"failed"`, or `""` while it runs.
         logged: the numbers of the last row, by name: metrics, seconds of a step, evaluations. Empty if all steps
@@ -160,9 +162,11 @@ class Loop(Generic[S, M]):
         evaluation: Evaluation,
         saves: Saves,
         stop: Callable[[], bool] | None,
+        said: str,
     ) -> None:
-        self.ended, self._state, self._done, self._note = "", state, 0, ""
+        self.ended, self.state, self.done, self.note = "", state, 0, ""
         self._step, self._total, self._resumed = step, total, after is not None
+        self._said = said  # what all ranks are given alike
         self._record, self._evaluation, self._saves = record, evaluation, saves
         self._signals = Asked() if stop is None else None
         self._stop = stop or self._signals
@@ -171,40 +175,13 @@ class Loop(Generic[S, M]):
         self._process = 0  # that it has begun in
         self._unread: Mapping[str, object] | None = None  # metrics of the newest step, as long as no row has them
         self._error: Exception | None = None
-        self._logged: int | None = None  # the steps whose rows a resumed run's log keeps
         if after is not None:
-            self._done, evaluation.best, evaluation.since, self._logged = taken(after)
-
-    @property
-    def state(self) -> S:
-        return self._state
-
-    @state.setter
-    def state(self, state: S) -> None:
-        self._state = state
-        self._moved()
-
-    @property
-    def done(self) -> int:
-        return self._done
-
-    @done.setter
-    def done(self, done: int) -> None:
-        self._done = need_int(done, "loop", "done", "a number of steps", least=0)
-        self._moved()
-
-    @property
-    def note(self) -> str:
-        return self._note
-
-    @note.setter
-    def note(self, note: str) -> None:
-        need_str(note, "loop", "note", "a text")
-        self._note = note
+            self.done, evaluation.best, evaluation.since = taken(after)
+        self._own = self.state, self.done  # what nobody else has set
 
     @property
     def logged(self) -> Mapping[str, float]:
-        return self._record.logged or self._record.first
+        return self._record.logged
 
     def __iter__(self) -> Iterator[tuple[S, M]]:
         """The loop without `close`: a generator that is freed in `yield from` would call it and lose its errors."""
@@ -238,39 +215,36 @@ class Loop(Generic[S, M]):
         self._unread, self._batches = None, None  # an iterator that nobody else has ends, and its workers
         if ranks is None or self._process != os.getpid():  # all of it is that process's
             return
-        with contextlib.ExitStack() as ends:  # each of them, the last one first
-            if self._signals is not None:
-                ends.callback(self._signals.end, later)
-            ends.enter_context(self._failing())
-            ends.callback(self._saves.wait)
-            ends.callback(self._record.close)
-            self._record.show(self._done, self._note, self._evaluation.values)
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+        self._record.show(self.done, self.note, self._evaluation.values)
         try:
-            yield
+            try:
+                self._record.close()
+            finally:
+                self._saves.wait()
         except Exception:
             self.ended = "failed"
             raise
+        finally:
+            if self._signals is not None:
+                self._signals.end(later)
 
     # ---- one after the other
 
     def _begin(self) -> None:
-        self._ranks, self._process = Ranks(self._state), os.getpid()
+        self._ranks, self._process = Ranks(self.state), os.getpid()
         if self._signals is not None:
             self._signals.begin()
         ranks = self._ranks
-        self._tried(lambda: self._record.begin(self._done, self._total, self._logged, ranks.leads), None)
+        self._tried(lambda: self._record.begin(self.done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)
-        own = f"{self._done} steps before, total={self._total}, {self._record}, {self._evaluation}, {self._saves}"
+        own = f"{self._said}, {self.done} steps before, best so far {self._evaluation.best}"
         if not ranks.alike(own):
             raise ValueError(
                 f"loop: got {own} on this rank and others on another, expected the same on all. What one rank alone "
                 "knows of an end goes into stop."
             )
         self._saves.begin(self._resumed)
-        if not self._resumed and self._evaluation.due(self._done, True):
+        if not self._resumed and self._evaluation.due(self.done, True):
             self._tell(looks=True)
 
     def _next(self) -> tuple[S, M] | None:
@@ -281,25 +255,28 @@ class Loop(Generic[S, M]):
         if inputs is None:
             return None
         self._unread = None
-        self._state, metrics = pair(self._step(self._state, *inputs))
+        self.state, metrics = pair(self._step(self.state, *inputs))
         del inputs
-        self._done += 1
+        self.done += 1
+        self._own = self.state, self.done
         self._unread = {name: value for name, value in metrics.items() if name not in ("aux", "collected")}
         self._saves.saved = self._evaluation.fresh = False
         self._record.taken()
-        last = self._done == self._total
-        looks = self._evaluation.due(self._done, last)
-        if looks or last or self._record.due(self._done):
+        last = self.done == self._total
+        looks = self._evaluation.due(self.done, last)
+        if looks or last or self._record.due(self.done):
             self._tell(looks)
-        elif not self.logged:
-            self._record.look(self._done, self._unread)
-        return self._state, metrics
+        return self.state, metrics
 
     def _goes_on(self) -> bool:
         """What comes after the body of the `for`: here a loop ends, and states are saved."""
         assert self._ranks is not None
-        self._record.show(self._done, self._note, self._evaluation.values)
-        why, due = self._ranks.most(self._why(), self._saves.due(self._done))
+        if self.state is not self._own[0] or self.done != self._own[1]:  # it goes on from what the user has set
+            need_int(self.done, "loop", "done", "a number of steps", least=0)
+            self._own = self.state, self.done
+            self._unread, self._saves.saved, self._evaluation.fresh = None, False, False
+        self._record.show(self.done, self.note, self._evaluation.values)
+        why, due = self._ranks.most(self._why(), self._saves.due(self.done))
         if why:
             self._end(why)
         elif due:
@@ -311,7 +288,7 @@ class Loop(Generic[S, M]):
         assert self._ranks is not None and self._batches is not None
         why, batch = 0, None
         try:
-            batch = self._batches(self._done)
+            batch = self._batches(self.done)
         except StopIteration:
             why = BATCHES
         except Exception as error:
@@ -335,7 +312,7 @@ class Loop(Generic[S, M]):
             self._tried(self._look, None)
         values = self._evaluation.values if looks and self._evaluation.fresh else {}
         if self._error is None:
-            self._tried(lambda: self._record.add(self._done, row, values), None)
+            self._tried(lambda: self._record.add(self.done, row, values), None)
         (failed,) = self._ranks.most(self._error is not None)
         if failed:
             self._end(FAILED)
@@ -343,8 +320,8 @@ class Loop(Generic[S, M]):
     def _look(self) -> None:
         """Evaluates, and begins to save a state that is the best so far; where that fails, all ranks raise."""
         assert self._ranks is not None
-        if self._evaluation.look(self._state, self._ranks, self._stop):
-            self._saves.save_best(self._state, self._known(), self._ranks)
+        if self._evaluation.look(self.state, self._ranks, self._stop):
+            self._saves.save_best(self.state, self._known(), self._ranks)
 
     def _tried(self, job: Callable[[], T], otherwise: T) -> T:
         try:
@@ -359,7 +336,7 @@ class Loop(Generic[S, M]):
         asked = self._tried(self._stop, False)
         if self._error is not None:
             return FAILED
-        if self._total is not None and self._done >= self._total:
+        if self._total is not None and self.done >= self._total:
             return TOTAL
         return PATIENCE if self._evaluation.over else ASKED if asked else 0
 
@@ -367,30 +344,21 @@ class Loop(Generic[S, M]):
         """Ends it on all ranks, which come here at once; where one has failed, all raise once the state is saved."""
         assert self._ranks is not None
         self.ended, error, self._error = WHY[why], self._error, None
-        looks = why not in (ASKED, FAILED) and not self._evaluation.fresh and self._evaluation.due(self._done, True)
+        looks = why not in (ASKED, FAILED) and not self._evaluation.fresh and self._evaluation.due(self.done, True)
         if why == ASKED and self._signals is not None:
             self._signals.done()
         try:
             if why != FAILED and (looks or self._unread is not None):
                 self._tell(looks)
-            if why != FAILED or self._done:
+            if why != FAILED or self.done:
                 self._save()
         finally:
-            try:
-                if why == FAILED:
-                    self._ranks.all_well(error)
-            finally:
-                del error  # which holds this frame
-
-    def _moved(self) -> None:
-        """It goes on from another state: what was known of the newest one is not known of this one."""
-        self._unread, self._saves.saved, self._evaluation.fresh = None, False, False
-        self._record.back(self._done)
+            if why == FAILED:
+                self._ranks.all_well(error)
 
     def _known(self) -> dict[str, object]:
-        known = {"best": self._evaluation.best, "since": self._evaluation.since}
-        return {"done": self._done, "logged": self._record.kept(self._done), **known}
+        return {"done": self.done, "best": self._evaluation.best, "since": self._evaluation.since}
 
     def _save(self) -> float:
         assert self._ranks is not None
-        return self._saves.save(self._state, self._known(), self._ranks)
+        return self._saves.save(self.state, self._known(), self._ranks)

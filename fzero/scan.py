@@ -238,8 +238,7 @@ class _Steps(Op):
         step = self._made(tensors[self._count : self._bounds[0][0]])
         out: list[_Kept] = [(list(tensors[: self._count]), self._first)]
         for number, (begin, end) in enumerate(self._bounds[:-1]):
-            leaves, spec, _ = self._one(step, number, out[-1][1], out[-1][0], tensors[begin:end])
-            out.append((leaves, spec))
+            out.append(self._one(step, number, out[-1][1], out[-1][0], tensors[begin:end])[:2])
         return out
 
     def _all(self, *tensors: torch.Tensor) -> Tensors:

@@ -21,7 +21,7 @@ from failing import X, begun, model
 from nightly import in_turns
 
 import fzero as fz
-from fzero.stores.read import Read
+from fzero.stores.transfer import Read
 from fzero.testing import assert_trees_equal, hazards, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:fz.offload to 'host'")

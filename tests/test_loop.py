@@ -8,6 +8,7 @@ import datetime
 import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -120,10 +121,11 @@ def check_parts(ranks: int, stage: int, parts: tuple[int, ...], options: dict[st
     for (params, losses, _), (other, others) in zip(got, expected, strict=True):
         assert_trees_equal(params, other)
         assert losses == others
-    steps = [int(row["step"]) for row in rows]
+    steps, ends = [int(row["step"]) for row in rows], [*itertools.accumulate(parts)]
     every, looks = options["every"], options["evaluate_every"]
     evaluated = {0, *range(looks, total + 1, looks), total}
-    assert steps == sorted({*range(every, total + 1, every), 1, *evaluated, total})  # those of a run in one part
+    begins = [1, *[end + 1 for end in ends[:-1]]]
+    assert steps == sorted({*range(every, total + 1, every), *begins, *ends, *evaluated})
     for row in rows:
         assert bool(row["norm"]) == (int(row["step"]) in evaluated)
         assert row["loss"] == (repr(expected[0][1][int(row["step"]) - 1]) if row["step"] != "0" else "")
@@ -429,7 +431,7 @@ def test_a_log_is_read_by_numpy_and_cut_where_a_run_goes_on(tmp_path: Path) -> N
         file.write("8,0.5,0")  # a run that was killed as it wrote
     run(4, 6)
     table = np.genfromtxt(log, delimiter=",", names=True)
-    assert table["step"].tolist() == [1, 2, 4, 6]
+    assert table["step"].tolist() == [1, 2, 4, 5, 6]
     assert {"step", "loss", "grad_norm", "lr", "skipped", "seconds"} == {*(table.dtype.names or ())}
     assert np.isfinite(table["loss"]).all() and (table["seconds"] > 0).all() and (table["skipped"] == 0).all()
     run(4, 6, evaluate=lambda state: {"x": 1.0}, evaluate_every=1)
@@ -531,7 +533,7 @@ def test_it_ends_where_nothing_gets_better_and_keeps_the_best(tmp_path: Path) ->
 
     assert run(None, 9).ended == "asked"
     extra = kept.restore(step)[1]  # type: ignore[index]
-    assert extra["loop"] == {"done": 9, "logged": 8, "best": 3.0, "since": 1}
+    assert extra["loop"] == {"done": 9, "best": 3.0, "since": 1}
     own = run(extra, 99)
     assert (own.ended, own.done) == ("patience", 12)
     found = best.restore(step)

@@ -140,14 +140,14 @@ def test_going_back_takes_rows_and_keeps_time(tmp_path: Path, monkeypatch: pytes
         if run.done == 14 and not went:
             run.state, run.done, went = 7, 7, True
     rows = rows_of(log)
-    assert [row["step"] for row in rows] == ["10", "15", "20"]
-    assert [float(row["seconds"]) for row in rows] == [3 * 2.0 / 3, 2.0, 2.0]
+    assert [row["step"] for row in rows] == ["8", "10", "15", "20"]
+    assert [float(row["seconds"]) for row in rows] == [2.0] * 4
     if options:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import]
 
         found = EventAccumulator(str(tensorboard))
         found.Reload()
-        assert [event.step for event in found.Scalars("loss")] == [10, 15, 20]
+        assert [event.step for event in found.Scalars("loss")] == [8, 10, 15, 20]
 
 
 def _has_tensorboard() -> bool:
@@ -297,35 +297,33 @@ def test_what_a_killed_loop_has_left_is_written_over(tmp_path: Path) -> None:
 @in_turns(3)
 @pytest.mark.parametrize("stops", [(1,), (2,), (5,), (7, 8), (9, 9, 10), (3, 6)])
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_a_resumed_log_has_the_rows_of_a_whole_run(stops: tuple[int, ...], evaluated: bool, tmp_path: Path) -> None:
-    """Not one of where it stopped, and none of where it went on."""
+def test_a_resumed_log_goes_on(stops: tuple[int, ...], evaluated: bool, tmp_path: Path) -> None:
+    """It has the rows of a whole run, and those of where it stopped and of where it went on."""
     step = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
-    options: Any = {"every": 3, "evaluate_every": 4}
+    options: Any = {"evaluate_every": 4}
     if evaluated:
         options["evaluate"] = lambda state: {"norm": fz.global_norm(state.params)}
 
-    def run(name: str, total: int, stops: tuple[int, ...]) -> list[dict[str, str]]:
+    def run(name: str, stops: tuple[int, ...], every: int) -> list[dict[str, str]]:
         kept, log = fz.Checkpoints(tmp_path / name), tmp_path / f"{name}.csv"
-        for stop in (*stops, total + 1):
+        for stop in (*stops, 99):
             state, after = kept.restore(step) or (step.init({"w": torch.zeros(1)}), None)
-            own: Any = {"after": after, "checkpoints": kept, "log": log, "total": total, **options}
+            own: Any = {"after": after, "checkpoints": kept, "log": log, "total": 11, "every": every, **options}
             loop = quiet(step, state, batch, stop=lambda stop=stop: loop.done >= stop, **own)
             run_through(loop)
         return [{name: x for name, x in row.items() if name != "seconds"} for row in rows_of(log)]
 
-    whole = run("whole", 11, ())
-    assert [row["step"] for row in whole] == (
-        ["0", "1", "3", "4", "6", "8", "9", "11"] if evaluated else ["1", "3", "6", "9", "11"]
-    )
-    assert run("parts", 11, stops) == whole
+    whole = [int(row["step"]) for row in run("whole", (), 3)]
+    assert whole == ([0, 1, 3, 4, 6, 8, 9, 11] if evaluated else [1, 3, 6, 9, 11])
+    there = {*whole, *stops, *[stop + 1 for stop in stops]}
+    assert run("parts", stops, 3) == [row for row in run("each", (), 1) if int(row["step"]) in there]
 
 
 def test_a_run_that_goes_on_knows_the_numbers_of_its_first_step(tmp_path: Path) -> None:
-    """Which has no row, as it would have none in a run that was not stopped."""
     run = quiet(counted, 3, batch, total=6, after=3, log=tmp_path / "log.csv", every=5)
-    assert next(run) == (4, {"loss": 3.0})
+    assert run.logged == {} and next(run) == (4, {"loss": 3.0})
     assert run.logged["loss"] == 3.0 and run.logged["seconds"] > 0
     next(run)
     assert run.logged["loss"] == 4.0
     run.close()
-    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["5"]
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["4", "5"]

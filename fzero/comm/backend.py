@@ -143,19 +143,14 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, numb
 def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
     if kind_of(group) == "gloo":
         parts = list(full.chunk(size_of(group)))
-        shard = shard.contiguous()
-        wait = _start_exchange([shard] * len(parts), parts, group, number)
-        own = parts[rank_in(group)]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)  # while the others' come
-        return wait
+        return _start_exchange([shard.contiguous()] * len(parts), parts, group, number)
     work = _all_gather(full, shard, group=group, async_op=True)
     _settle(group)
     return functools.partial(_finish, work, shard)
 
 
-def _finish(work: dist.Work | None, source: torch.Tensor) -> None:
-    """Waits for a backend's own collective, whose source lives until then."""
+def _finish(work: dist.Work | None, *sources: torch.Tensor) -> None:
+    """Waits for a backend's own collective, whose sources live until then."""
     assert work is not None
     work.wait()
 
@@ -217,11 +212,10 @@ def done() -> None:
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
     count = size_of(group)
-    if (count == 2 or tensor.numel() < CHUNK) and (near := _near(group, tensor)) is not None:
-        own = rank_in(group)
+    if (count == 2 or tensor.numel() < CHUNK) and _near(group, tensor) is not None:
         plain = tensor.resolve_conj().resolve_neg().contiguous()
-        terms = [plain.clone() if rank == own else torch.empty_like(plain) for rank in range(count)]
-        near.exchange([plain] * count, terms, _IN_ORDER)()
+        terms = [torch.empty_like(plain) for _ in range(count)]
+        _start_exchange([plain] * count, terms, group, _IN_ORDER)()
         tensor.copy_(terms[0])
         for term in terms[1:]:
             torch.maximum(tensor, term, out=tensor) if op == "max" else tensor.add_(term)
@@ -242,22 +236,14 @@ def start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]
         send, receive: contiguous, of any sizes that both sides know.
         number: only messages of the same number meet, in order.
     """
-    backend, own = kind_of(group), rank_in(group)
+    backend = kind_of(group)
     if backend == "gloo":
-        wait = _start_exchange(send, receive, group, number)
-        if receive[own].data_ptr() != send[own].data_ptr():
-            receive[own].copy_(send[own])  # while the others' come
-        return wait
+        return _start_exchange(send, receive, group, number)
     if backend == "fake":  # one rank that stands for all
         return done
     work = dist.all_to_all(list(receive), list(send), group=group, async_op=backend != "threaded")
     _settle(group)
-    return functools.partial(_finish_all, work, send) if work is not None else done
-
-
-def _finish_all(work: dist.Work, sources: Sequence[torch.Tensor]) -> None:
-    """Waits for a backend's own collective, whose sources live until then."""
-    work.wait()
+    return functools.partial(_finish, work, *send) if work is not None else done
 
 
 def _settle(group: Group) -> None:
@@ -311,7 +297,17 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     own = rank_in(group)
     if (near := _near(group, send[own])) is not None:
-        return near.exchange([x.resolve_conj().resolve_neg() for x in send], receive, number)
+        wait = near.exchange([x.resolve_conj().resolve_neg() for x in send], receive, number)
+    else:
+        wait = _started(send, receive, own, group, number)
+    if receive[own].data_ptr() != send[own].data_ptr():
+        receive[own].copy_(send[own])  # while the others' come
+    return wait
+
+
+def _started(
+    send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], own: int, group: Group, number: int
+) -> Wait:
     peers = [rank for rank in range(len(send)) if rank != own]
     # what dist.irecv and dist.isend come down to, which look the group up ten times a message; sent first, as who
     # comes last finds the others ready to receive, and their bytes go out before it asks for its own

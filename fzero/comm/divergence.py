@@ -117,29 +117,18 @@ def need_alike(by_all: Sequence[str], group: backend.Group) -> None:
 # ---- what happens on one rank alone
 
 
-def happened(what: str) -> None:
-    """Keeps what has happened on this rank where other ranks can read it: should they diverge, that may be why."""
-    if not backend.initialized() or backend.size_of(backend.world()) == 1:
-        return
-    with contextlib.suppress(RuntimeError):  # the store was on a rank that has stopped
-        known = _happened(rank := backend.global_rank())
-        backend.store().set(f"fzero/happened/{rank}", json.dumps([*known, what][-KEPT:]))
-
-
 @contextlib.contextmanager
-def failing(what: str, counts: Callable[[Exception], bool] = lambda _: True) -> Iterator[None]:
-    """Around what a rank may go on after if it fails there.
-
-    Args:
-        counts: tells of an error whether it is one; what runs otherwise then has not failed.
-    """
+def failing(what: str) -> Iterator[None]:
+    """Around what a rank may go on after if it fails there: should ranks diverge, others read it: that may be why."""
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(Exception):  # of an error whose words fail
+        with contextlib.suppress(Exception):  # of an error whose words fail; of a store on a rank that has stopped
             text = str(error).partition("\n")[0]
-            if counts(error) and not text.startswith(_OURS):  # which all ranks are told
-                happened(f"{what} failed with {type(error).__name__}: {text[:300]}")
+            if not text.startswith(_OURS) and backend.size_of(backend.world()) > 1:  # which all ranks are told
+                known = _happened(rank := backend.global_rank())
+                said = f"{what} failed with {type(error).__name__}: {text[:300]}"
+                backend.store().set(f"fzero/happened/{rank}", json.dumps([*known, said][-KEPT:]))
         raise
 
 

@@ -34,12 +34,8 @@ class Hazards:
         self.threads = concurrent.futures.ThreadPoolExecutor(2, "fzero-hazards")
         self.in_flight = 0  # transfers that nobody has waited for
 
-    def delayed(self, start: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Starts a transfer some time later, maybe after one that is started after it; waits for its start and end."""
-        begun = self.later(start)
-        return lambda: begun.result()()
-
     def later(self, start: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Starts a transfer some time later, maybe after one that is started after it."""
         delay = self._random.random() * DELAY if self._random.random() < 0.5 else 0.0
 
         def late() -> T:
@@ -95,7 +91,8 @@ def arriving(
         return start(target)
     hazards.in_flight += 1
     elsewhere = torch.empty_like(target)
-    wait = hazards.delayed(lambda: start(elsewhere)) if late else start(elsewhere)
+    begun = hazards.later(lambda: start(elsewhere)) if late else None
+    wait = start(elsewhere) if begun is None else lambda: begun.result()()
     _fill(target)
     lock, waited, arrived = threading.Lock(), False, False
 

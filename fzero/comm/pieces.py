@@ -116,18 +116,18 @@ def told(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[tuple[int, .
     return every
 
 
-def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.Tensor:
-    """The elementwise sum (or maximum) over the ranks, a new tensor: in rank order, 16-bit floats in float32."""
+def total(axis: Axis, x: torch.Tensor, tag: Hashable) -> torch.Tensor:
+    """The elementwise sum over the ranks, a new tensor: in rank order, 16-bit floats in float32."""
     if axis.size == 1:
         return x.clone()
     tag = f"{tag} of {tuple(x.shape)}"
     if not axis.adds_here:
         assert axis.group is not None
-        group, words = axis.group, f"all_reduce {op}"
+        group = axis.group
 
         def start(send: Sequence[torch.Tensor]) -> Came:
             out = send[0].clone(memory_format=torch.contiguous_format)
-            axis._announced(words, tag, out, group, into=(out,))(backend.all_reduce)(out, group, op)
+            axis._announced("all_reduce sum", tag, out, group, into=(out,))(backend.all_reduce)(out, group)
             return lambda: [out]
 
         traced = graph.get()
@@ -135,10 +135,10 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
         return (start([x]) if traced is None else traced.begin(start, [x], like))()[0]
     flat = x.reshape(-1)
     if axis.size == 2 or flat.numel() < SMALL:
-        return _combined(exchange(axis, [flat] * axis.size, [flat.shape] * axis.size, tag), op).view(x.shape)
+        return _sum(exchange(axis, [flat] * axis.size, [flat.shape] * axis.size, tag)).view(x.shape)
     pieces = flat.tensor_split(axis.size)
     own = pieces[axis.rank]
-    mine = _combined(exchange(axis, pieces, [own.shape] * axis.size, tag), op)
+    mine = _sum(exchange(axis, pieces, [own.shape] * axis.size, tag))
     parts = exchange(axis, [mine] * axis.size, [piece.shape for piece in pieces], tag)
     return torch.cat(parts).view(x.shape)
 
@@ -156,7 +156,7 @@ def scattered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: 
     """This rank's piece along `dim` of the sum over the ranks, added in rank order."""
     pieces = x.split(list(sizes), dim)
     shape, tag = pieces[axis.rank].shape, f"{tag} of {tuple(x.shape)} cut into {list(sizes)} along dim {dim}"
-    return _combined(exchange(axis, pieces, [shape] * axis.size, tag), "sum").view(shape)
+    return _sum(exchange(axis, pieces, [shape] * axis.size, tag)).view(shape)
 
 
 def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:
@@ -174,13 +174,9 @@ def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: H
     return fill(axis, full, send, full.split(list(sizes), dim), tag)
 
 
-def _combined(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The sum or the maximum of tensors, in their order; 16-bit floats are added in float32."""
+def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors, in their order; 16-bit floats are added in float32."""
     first, *others = terms
-    if op == "max":
-        for term in others:
-            first = torch.maximum(first, term)
-        return first
     wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
     if first.dtype == torch.bool:
         raise TypeError("A sum over ranks got a tensor of torch.bool, expected numbers. Convert it with .to(...).")

@@ -65,14 +65,11 @@ def play(sizes: Mapping[str, int], run: Callable[[Mapping[str, int]], T]) -> lis
         try:
             for thread in threads:
                 thread.start()
-        finally:
-            try:
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
-            except BaseException:
-                board.end(failed=True)
-                raise
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            board.end(failed=True)  # which those that have begun are told
+            raise
     for number in sorted(errors, key=lambda number: (isinstance(errors[number], _Stopped), number)):
         place = ", ".join(f"{place} of axis {axis!r}" for axis, place in places[number].items())
         errors[number].add_note(f"on rank {place}, which fz plays" if place else "on one rank, as one process")

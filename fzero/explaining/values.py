@@ -27,17 +27,8 @@ from fzero.engine.op import UnitOp
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
 from fzero.engine.traversal import known as known_leaves
-from fzero.explaining.births import INF, NAN, Birth, Taint, Within, described, examples_of, kinds_of
-from fzero.explaining.operands import (
-    Operand,
-    Operator,
-    is_plain,
-    makes_nothing,
-    measured,
-    names_infinity,
-    overwritten_by,
-    writes,
-)
+from fzero.explaining import births
+from fzero.explaining.births import INF, NAN, Birth, Operand, Operator, Taint, Within, is_plain, kinds_of, measured
 from fzero.explaining.report import BACKWARD, FORWARD, Fault, Overflow, short
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
@@ -134,7 +125,7 @@ class Values(dispatch.TorchDispatchMode):
     ) -> object:
         kwargs, name = kwargs or {}, str(func)
         given = [x for x in pytree.tensors_in(args, kwargs) if is_plain(x)]
-        does_write, overwritten = writes(func), overwritten_by(name, given)
+        does_write, overwritten = births.writes(func), births.overwritten_by(name, given)
         before = [measured(x) for x in given if x is not overwritten] if does_write else None
         out = func(*args, **kwargs)
         made = [x for x in pytree.tensors_in(out) if is_plain(x)]
@@ -145,7 +136,7 @@ class Values(dispatch.TorchDispatchMode):
         for memory in {storage_of(x) for x in made} - {storage_of(x) for x in given}:  # which others had before
             for known in (self._taints, self._leaves, self._inputs):
                 known.pop(memory, None)
-        if made and not makes_nothing(name):
+        if made and not births.makes_nothing(name):
             self._look(name, (args, kwargs), given, before, made)
         return out
 
@@ -233,7 +224,7 @@ class Values(dispatch.TorchDispatchMode):
         if has_nan and not came.nan:
             new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
         if has_inf and not came.inf and not came.nan:
-            new.inf = frozenset({self._birth(INF, x, op, before, not before or names_infinity(arguments))})
+            new.inf = frozenset({self._birth(INF, x, op, before, not before or births.names_infinity(arguments))})
         elif has_inf and not came.inf:
             new.inf = came.nan
         if not is_view:
@@ -290,11 +281,11 @@ class Values(dispatch.TorchDispatchMode):
             place=str(op.place or ""),
             leaf=leaf,
             microbatch=self.microbatch,
-            examples=examples_of(x, self._batch),
+            examples=births.examples_of(x, self._batch),
             count=int((~x.isfinite()).sum()),
             shape=tuple(x.shape),
             dtype=short(x.dtype),
-            operands=tuple(described(each.tensor, each.low, each.high, kinds_of(each.tensor)) for each in before),
+            operands=tuple([births.described(*each, kinds_of(each.tensor)) for each in before]),
             at=self._at,
         )
         return Birth(fault, op.within, given or op.engine, of)

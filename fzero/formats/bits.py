@@ -143,7 +143,7 @@ class Fields:
         ends = [32, *range(31, own - 1, -1)]  # at either end of its word a field takes one operation
         if count >= 16:
             ends.insert(0, count)  # short ones come from the upper bits, which are the most random
-        end = next((end for end in ends if self._is_free(end, own)), None)
+        end = next((end for end in ends if not _ones(own, end) & ~self._free), None)
         if end is None:
             self._number, self._free, end = self._number + 1, _ones(32, 32), ends[0]
         self._free &= ~_ones(own, end)
@@ -152,9 +152,6 @@ class Fields:
             return (bits << -down) & _ones(count, count)
         bits = self._shift(bits, down) if down else bits
         return bits if end == 32 else bits & _ones(count, count)
-
-    def _is_free(self, end: int, own: int) -> bool:
-        return self._free & _ones(own, end) == _ones(own, end)
 
 
 def _ones(count: int, end: int) -> int:

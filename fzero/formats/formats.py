@@ -386,8 +386,6 @@ class Stored:
         quick = self.format.cast(self.parts, dtype)
         if quick is not None:
             return quick
-        if any(map(private.is_mapped, self.parts)):  # nothing of one is written to
-            return self.format.decode(TorchOps, load(self.format, self.parts)).to(dtype).reshape(-1)
         out = pages.empty(self.numel(), dtype, self.parts[0].device)
         for start, stop in chunks(out, CHUNK):
             rows = self.format.decode(TorchOps, load(self.format, self.cut(start, stop).parts))

@@ -7,42 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from fzero.base import private
-
 _HIGH = -65536  # the upper half of a word
-
-
-_MAPS = torch.__version__ >= "2.13"  # torch has a batching rule for views in another dtype
-
-
-class _View(torch.autograd.Function):
-    """`apply(x, dtype)`, a view in another dtype of the same size, which has no derivative."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        return x.view(dtype)
-
-    @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: object, output: torch.Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> tuple[None, None]:
-        return None, None
-
-    @staticmethod
-    def jvp(ctx: object, *tangents: object) -> None:
-        return None
-
-    @staticmethod
-    def vmap(
-        info: object, in_dims: tuple[int | None, None], x: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, int | None]:
-        return _viewed(x, dtype), in_dims[0]
-
-
-def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.view(dtype) if _MAPS or not private.level() else _View.apply(x, dtype)
 
 
 class TorchOps:
@@ -50,16 +15,16 @@ class TorchOps:
 
     @staticmethod
     def bits(x: torch.Tensor) -> torch.Tensor:
-        return _viewed(x, torch.int32)
+        return x.view(torch.int32)
 
     @staticmethod
     def floats(x: torch.Tensor) -> torch.Tensor:
-        return _viewed(x, torch.float32)
+        return x.view(torch.float32)
 
     @staticmethod
     def upper(x: torch.Tensor) -> torch.Tensor:
         """The bfloat16 that is in the upper half of a word, for a part of that dtype."""
-        return _viewed(x & _HIGH, torch.float32)
+        return (x & _HIGH).view(torch.float32)
 
     @staticmethod
     def shift(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -27,11 +27,6 @@ class Evaluation:
         self.best: float | None = None
         self.since, self.fresh = 0, True
 
-    def __str__(self) -> str:
-        if self._evaluate is None:
-            return "no evaluate"
-        return f"evaluate_every={self._every}, patience={self._patience}, best so far {self.best}"
-
     @property
     def over(self) -> bool:
         """Whether it has not become better for too long."""

@@ -32,10 +32,8 @@ def need_functions(**given: object) -> None:
 def pair(out: tuple[S, M]) -> tuple[S, M]:
     """The state and the metrics that a step gives."""
     if not isinstance(out, (tuple, list)) or len(out) != 2 or not isinstance(out[1], Mapping):
-        kinds = f"{len(out)} values" if isinstance(out, (tuple, list)) and len(out) != 2 else named(out)
-        if isinstance(out, (tuple, list)) and len(out) == 2:
-            kinds = f"{named(out[1])} behind the state"
-        raise TypeError(f"loop: step gave {kinds}, expected (state, metrics), a mapping of names to numbers.")
+        got = " and ".join(map(named, out)) if isinstance(out, (tuple, list)) else named(out)
+        raise TypeError(f"loop: step gave {got}, expected (state, metrics), a mapping of names to numbers.")
     return out[0], out[1]
 
 
@@ -92,18 +90,15 @@ def numbered(batches: object) -> Callable[[int], object]:
     return batches
 
 
-def taken(after: object) -> tuple[int, float | None, int, int]:
-    """What is known of a run: steps, the best number of an evaluation, evaluations since then, steps in its log.
-
-    The last row of a log is not the run's own where only its end has made it: one that goes on has none there.
-    """
+def taken(after: object) -> tuple[int, float | None, int]:
+    """What is known of a run: steps, the best number of an evaluation, evaluations since then."""
     if not isinstance(after, Mapping):
-        done = need_int(after, "loop", "after", "the extra of a loop's checkpoint, a number of steps or None", 0)
-        return done, None, 0, done
+        expected = "the extra of a loop's checkpoint, a number of steps or None"
+        return need_int(after, "loop", "after", expected, least=0), None, 0
     own = after.get(OWN)
     if not isinstance(own, Mapping) or not {"done", "best", "since"} <= own.keys():
         raise ValueError(
             f"loop: got after with the keys {sorted(map(str, after))}, expected the extra of a checkpoint that a loop "
             f"has saved, which has {OWN!r}; or a number of steps."
         )
-    return own["done"], own["best"], own["since"], own.get("logged", own["done"])
+    return own["done"], own["best"], own["since"]

@@ -43,16 +43,13 @@ class Ranks:
 
     def most(self, *numbers: int) -> list[int]:
         """The largest of all ranks' numbers, one by one."""
-        own = self._most_here(list(numbers))
+        own = list(numbers)
+        for axis in self._axes:
+            own = most(axis, own, "what a loop's ranks want")
         for state in self._pipelines:
             said = state.places.of_all({c: own for c, part in enumerate(state) if part is not None}, None)
             own = [max(each) for each in zip(own, *said.values(), strict=True)]
         return own
-
-    def _most_here(self, numbers: list[int]) -> list[int]:
-        for axis in self._axes:
-            numbers = most(axis, numbers, "what a loop's ranks want")
-        return numbers
 
     def alike(self, text: str) -> bool:
         """Whether all ranks say the same."""
@@ -98,11 +95,8 @@ class Ranks:
                 tell(error)
             except Exception as own:
                 error = error or own
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # which holds this frame
+        if error is not None:
+            raise error
 
     def by_all(self, job: Callable[[], T]) -> T:
         """Does a job on every rank; where it fails on one, all raise."""
@@ -111,10 +105,7 @@ class Ranks:
             result = [job()]
         except Exception as own:
             error = own
-        try:
-            self.all_well(error)
-        finally:
-            del error  # which holds this frame
+        self.all_well(error)
         return result[0]
 
 

@@ -3,64 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import errno
+import io
+import os
 import sys
 import time
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from fzero.checkpoint.files import Folder
 from fzero.loops.numbers import SECONDS, STEP, numbers_of
-from fzero.loops.rows import Board, Table, Writer
 
+if TYPE_CHECKING:  # it may not be installed
+    from tqdm import tqdm
 
-class Bar(Protocol):
-    """As much of tqdm, which may not be installed, as is used here."""
-
-    n: int
-
-    def set_postfix_str(self, s: str, refresh: bool) -> None: ...
-
-    def update(self, n: int) -> object: ...
-
-    def close(self) -> None: ...
+Row = Mapping[str, float]
 
 
 class Record:
     """Rows of numbers, and what shows them on the rank that leads.
 
     Attributes:
-        logged: the numbers of the last row, by their names.
-        first: those of a run's first step, where that has no row.
+        logged: the last row, its numbers by their names.
     """
 
     def __init__(self, log: str | None, tensorboard: str | None, progress: bool | str | None, every: int) -> None:
-        self.logged, self.first = dict[str, float](), dict[str, float]()
+        self.logged: dict[str, float] = {}
+        self._metrics: Row = {}  # what of it are the step's
         self._log, self._tensorboard, self._progress, self._every = log, tensorboard, progress, every
-        self._writers, self._stack = list[Writer](), contextlib.ExitStack()
-        self._bar: Bar | None = None
+        self._writers, self._stack = list[Callable[[Row], None]](), contextlib.ExitStack()
+        self._bar: tqdm[NoReturn] | None = None
         self._since, self._taken = 0.0, 0  # time counts from here, and the steps taken since
-        self._back: int | None = None  # the step that the run has gone back to since the last row
-        self._first: int | None = None  # the step of the run's first row, once there is one
-        self._regular = True  # whether the last row would be there, too, if the run went on
+        self._first = 0  # the number of the run's first step
 
-    def __str__(self) -> str:
-        return f"every={self._every}"
-
-    def begin(self, done: int, total: int | None, after: int | None, leads: bool) -> None:
+    def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
         """Opens what is shown, on the rank that leads.
-
-        Args:
-            after: the step of a resumed run's log up to which its rows stay; None for a new run.
 
         Raises:
             ImportError: what shows it is not installed.
             OSError, ValueError: it cannot be written, or another program's file is there.
         """
-        self._since, self._first = time.perf_counter(), 0 if after else None
-        for kind, path in ((Table, self._log), (Board, self._tensorboard)):
-            if path is not None and leads:
-                self._writers.append(kind(path, after))
-                self._stack.callback(self._writers[-1].close)
-        self._bar = _bar(self._progress, total, done) if leads else None
+        self._since, self._first = time.perf_counter(), done + 1
+        if not leads:
+            return
+        if self._log is not None:
+            self._writers.append(Table(self._log, resumed).add)
+        if self._tensorboard is not None:
+            board = Board(self._tensorboard, done if resumed else -1)
+            self._writers.append(board.add)
+            self._stack.callback(board.close)
+        if self._progress is not False:
+            self._bar = _bar(self._progress, total, done)
         if self._bar is not None:
             self._stack.callback(self._bar.close)
 
@@ -72,62 +67,42 @@ class Record:
         """One more step."""
         self._taken += 1
 
-    def back(self, done: int) -> None:
-        """The run goes on from another state, after so many steps."""
-        self._back = done if self._back is None else min(self._back, done)
-
     def due(self, done: int) -> bool:
         """Whether there is a row after so many steps: after the run's first one, and every n-th."""
-        return done % self._every == 0 or self._first in (None, done)
-
-    def kept(self, done: int) -> int:
-        """The step up to which rows stay where the run goes on after so many steps."""
-        return done if self._regular or self.logged.get(STEP) != done else done - 1
+        return done % self._every == 0 or done == self._first
 
     def read(self, metrics: Mapping[str, object]) -> dict[str, float]:
         """The numbers of a step, which are waited for, and the seconds that steps took until here."""
         row = numbers_of(metrics, "metrics")
         return {**row, SECONDS: (time.perf_counter() - self._since) / self._taken}
 
-    def look(self, done: int, metrics: Mapping[str, object]) -> None:
-        """Reads the first step of a run that goes on, which has no row: its numbers are known until there is one."""
-        with contextlib.suppress(TypeError, ValueError):  # said of the first row
-            self.first = {STEP: done, **self.read(metrics)}
-
-    def add(self, done: int, row: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
+    def add(self, done: int, row: Row, evaluated: Row) -> None:
         """One row after so many steps, or more numbers in it, from whose end on time counts anew."""
-        same = self._back is None and self.logged.get(STEP) == done
-        self._regular = bool(evaluated) or (same and self._regular) or not row or self.due(done)
-        if row and self._first is None:
-            self._first = done
-        row = {**(self.logged if same else {STEP: done}), **row}
-        if both := sorted(row.keys() & evaluated.keys()):
+        if row or self.logged.get(STEP) != done:
+            self._metrics = row
+        if both := sorted(self._metrics.keys() & evaluated.keys()):
             raise ValueError(
                 f"loop: evaluate gave {both}, which are names of the step's metrics or of the log's own columns; "
                 "expected others, such as 'held out loss'."
             )
-        self.logged = {**row, **evaluated}
-        for writer in self._writers:
-            if self._back is not None:
-                writer.back(self._back)
-            writer.add(self.logged)
-        self._since, self._taken, self._back = time.perf_counter(), 0, None
+        self.logged = {STEP: done, **self._metrics, **evaluated}
+        for write in self._writers:
+            write(self.logged)
+        self._since, self._taken = time.perf_counter(), 0
 
-    def show(self, done: int, note: str, evaluated: Mapping[str, float]) -> None:
+    def show(self, done: int, note: str, evaluated: Row) -> None:
         """The bar after so many steps."""
         if self._bar is not None:
-            shown = {name: self.logged[name] for name in ("loss",) if name in self.logged} | {**evaluated}
-            texts = [f"{name} {value:.4g}" for name, value in shown.items()]
-            self._bar.set_postfix_str(", ".join([*texts, note] if note else texts), refresh=False)
+            loss = {"loss": self.logged["loss"]} if "loss" in self.logged else {}
+            texts = [f"{name} {value:.4g}" for name, value in {**loss, **evaluated}.items()]
+            self._bar.set_postfix_str(", ".join([*texts, f"{note}"] if note else texts), refresh=False)
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         self._stack.close()
 
 
-def _bar(progress: bool | str | None, total: int | None, done: int) -> Bar | None:
-    if progress is False:
-        return None
+def _bar(progress: bool | str | None, total: int | None, done: int) -> tqdm[NoReturn] | None:
     try:
         from tqdm import tqdm
     except ImportError as error:
@@ -139,3 +114,114 @@ def _bar(progress: bool | str | None, total: int | None, done: int) -> Bar | Non
     often = 0.5 if sys.stderr.isatty() else 10
     label = progress if isinstance(progress, str) else None
     return tqdm(total=total, initial=done, desc=label, unit="step", mininterval=often)
+
+
+# ---- files
+
+
+class Table:
+    """A CSV file with one row for each step that is logged, which is in the file at once.
+
+    A row takes the place of those of its step and of later ones, which a run that goes back comes to again.
+
+    Args:
+        goes_on: whether the rows of the file stay, but for what a killed run has half written.
+
+    Raises:
+        OSError, ValueError: it cannot be written, or something else than a loop's log is there.
+    """
+
+    def __init__(self, path: str, goes_on: bool) -> None:
+        self.path = os.path.realpath(path)  # what a link leads to; wherever the program goes
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"loop: got log={path!r}, a folder, expected the path of a file.")
+        if os.path.exists(path) and not os.path.isfile(path):  # a device may be read for ever
+            raise ValueError(f"loop: got log={path!r}, a device or a pipe, expected the path of a file.")
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        columns, rows = self._found()
+        with self._named("so that the log does not begin"):
+            self._begin(*((columns, rows) if goes_on else ([], [])))
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Says in an error of the disk, which knows neither, which file it is about, and what is not in it."""
+        try:
+            yield
+        except OSError as error:
+            error.strerror, error.filename = f"{error.strerror or error}, {what}", error.filename or self.path
+            raise
+
+    def _found(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns, and the whole rows, that are in the file."""
+        if not os.path.exists(self.path):
+            return [], []
+        text = Path(self.path).read_bytes().decode(errors="replace")
+        table = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), restval="")
+        rows, columns = list(table), [*(table.fieldnames or ())]
+        if text and not (columns[:1] == [STEP] and all(row[STEP].isdigit() for row in rows)):
+            raise ValueError(
+                f"loop: got log={self.path!r}, a file that is no log of a loop, expected one, or a path for it."
+            )
+        return columns, rows
+
+    def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        """The file with these rows, to which others are added; the old one stays until it is whole."""
+        (folder, name), new = os.path.split(self.path), f"{self.path}.new"
+        if os.path.lexists(new) and not (os.path.isfile(new) and STEP.encode().startswith(_start(new))):
+            why = "it is no log of a loop, and would be written over: move it away, or give another path"
+            raise FileExistsError(errno.EEXIST, why, new)
+        Folder(folder).replace(name, _text(columns, rows, header=bool(columns)))
+        self._columns, self._at = columns, int(rows[-1][STEP]) if rows else -1
+
+    def add(self, row: Row) -> None:
+        step, new = int(row[STEP]), [name for name in row if name not in self._columns]
+        with self._named(f"so that the row after step {step} is missing in the log"):
+            if new or step <= self._at:
+                self._begin(self._columns + new, [own for own in self._found()[1] if int(own[STEP]) < step])
+            with open(self.path, "r+b") as file:  # which is an error where it has gone
+                file.seek(0, os.SEEK_END)
+                file.write(_text(self._columns, [{name: repr(value) for name, value in row.items()}]))
+        self._at = step
+
+
+def _start(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(STEP))
+
+
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, str]], header: bool = False) -> bytes:
+    """Rows as lines of a table."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+class Board:
+    """A folder of events for TensorBoard, which hides those of a run that went back from there on."""
+
+    def __init__(self, path: str, done: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"loop: got tensorboard={path!r}, which needs the package tensorboard: pip install tensorboard."
+            ) from error
+        self._from = lambda step: SummaryWriter(path, purge_step=step)
+        self._writer, self._last = self._from(done + 1), dict[str, float]()
+
+    def add(self, row: Row) -> None:
+        step, known = int(row[STEP]), self._last
+        if not known.items() <= row.items():  # else there are more numbers in the same row
+            if step <= known[STEP]:
+                self._writer.close()
+                self._writer = self._from(step)
+            known = {}
+        for name in row.keys() - known.keys() - {STEP}:
+            self._writer.add_scalar(name, row[name], step)
+        self._last = dict(row)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -34,12 +34,6 @@ class Saves:
         self._saving: Saving | None = None
         self._clock, self.saved = 0.0, False
 
-    def __str__(self) -> str:
-        return ", ".join(
-            f"{name}={'None' if kept is None else 'fz.Checkpoints(...)'}"
-            for name, kept in (("checkpoints", self._checkpoints), ("best", self._best))
-        )
-
     def begin(self, resumed: bool) -> None:
         """From here on time counts; the state that a run goes on from is saved."""
         self._clock, self.saved = time.monotonic(), resumed
@@ -66,13 +60,10 @@ class Saves:
             self._begin(self._best, state, known, ranks)
 
     def _begin(self, kept: Checkpoints, state: object, known: Mapping[str, object], ranks: Ranks) -> None:
-        extra = self._given(ranks)
+        # where that fails on one rank, all raise, and none waits for it in a save
+        extra = {} if self._extra is None else ranks.by_all(functools.partial(_others, self._extra))
         assert isinstance(state, TrainState)
         self._saving = kept.save_async(state, {OWN: dict(known), **extra})
-
-    def _given(self, ranks: Ranks) -> dict[str, object]:
-        """What the user adds; where that fails on one rank, all raise, and none waits for it in a save."""
-        return {} if self._extra is None else ranks.by_all(functools.partial(_others, self._extra))
 
     def wait(self) -> None:
         """Waits until what was begun is whole and on the disk."""

@@ -59,7 +59,7 @@ class Activations:
 def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tuple[tuple[Activations, ...], int]:
     """What the units of a step keep, in the order of their calls, and the FLOPs of a forward run and its pullback."""
     rules = tuple(rule for rule in step.rules if rule.column not in _ELSEWHERE)
-    optimizer = step.optimizer._replace(init=_no_moments)
+    optimizer = step.optimizer._replace(init=lambda _: ())  # moments, which no run of a step's function sees
     plain = dataclasses.replace(step, rules=rules, extras=(), microbatches=Microbatches(), donates=False, fusion=None)
     plain = dataclasses.replace(plain, optimizer=optimizer)
     looks: Any = plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)")
@@ -79,10 +79,6 @@ def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tupl
 def without_axis(step: Spec) -> Spec:
     """A step whose state is not sharded."""
     return dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column != "axis"]))
-
-
-def _no_moments(params: object) -> tuple[()]:
-    return ()  # which no run of a step's function sees
 
 
 def _without_value(x: object) -> object:

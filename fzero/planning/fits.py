@@ -127,11 +127,8 @@ def fits(
     fitting = [each for each in proposals if not any(_missing(each.plan, room).values())]
     if not fitting:
         raise _does_not_fit(proposals, room, step.donates)
-    return min(fitting, key=lambda each: (each.seconds, sum(transfers(each.plan, speeds)), _away(each.plan)))
-
-
-def _away(plan: Plan) -> int:
-    return plan.host + plan.disk
+    costs = [(each.seconds, sum(transfers(each.plan, speeds)), each.plan.host + each.plan.disk) for each in fitting]
+    return fitting[costs.index(min(costs))]
 
 
 def _placed(step: S, placement: Placement, disk: Disk | None) -> S:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fzero.base.arguments import need_path, wrong
-from fzero.planning.plotting import LINES, TEXT, Axes, add_frame, new_axes
+from fzero.planning.plot_plan import LINES, TEXT, Axes, add_frame, new_axes
 from fzero.schedules.simulate import Durations, Times, simulate
 from fzero.schedules.task import Kind, Schedule
 from fzero.schedules.timeline import Span, Timeline
@@ -166,16 +166,17 @@ def _legend(kinds: set[Kind], paler: bool, waits: bool) -> list[object]:
     return entries
 
 
-def _parts(hue: str) -> list[int]:
-    return [int(hue[at : at + 2], 16) for at in (1, 3, 5)]
-
-
 def _mixed(hue: str, white: float) -> str:
     """The colour with this share of white."""
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in _parts(hue))
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = [part + (1 - part) * white for part in to_rgb(hue)]
+    return to_hex((red, green, blue))
 
 
 def _readable(hue: str) -> str:
     """The colour of letters on this one."""
-    red, green, blue = _parts(hue)
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "black"
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(hue)
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"

@@ -115,26 +115,18 @@ class _Proof:
         """Every stage runs each microbatch once forward and once back."""
         for stage, place in enumerate(self.homes):
             for microbatch in range(self.schedule.microbatches):
-                task = {kind: Task(kind, stage, microbatch) for kind in Kind}
-                forward, whole, inputs, params = (
-                    task[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUTS, Kind.PARAMS)
-                )
-                has = {kind for kind in Kind if task[kind] in self.found}
-                if Kind.FORWARD not in has:
-                    self._missing(forward, place, "every stage runs each microbatch once")
-                halves = [half for half in (inputs, params) if half.kind in has]
-                if Kind.BACKWARD in has and halves:
+                kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUTS, Kind.PARAMS)
+                forward, whole, inputs, params = (Task(kind, stage, microbatch) for kind in kinds)
+                halves = [half for half in (inputs, params) if half in self.found]
+                if whole in self.found and halves:
                     raise ValueError(
                         f"check: {self.schedule.name!r} has {whole!r} and {halves[0]!r} at place {place}, expected "
                         f"{whole!r} alone, or {inputs!r} and {params!r}; leave out one or the other."
                     )
-                if Kind.BACKWARD not in has and not halves:
-                    self._missing(
-                        whole, place, f"what ran forward comes back, by {whole!r} or {inputs!r} and {params!r}"
-                    )
-                for half in (inputs, params):
-                    if len(halves) == 1 and half not in halves:
-                        self._missing(half, place, f"{halves[0]!r} is only half of the way back")
+                for task in (forward, inputs, params) if halves else (forward, whole):
+                    if task not in self.found:
+                        ways = f"back once, by {whole!r} or by {inputs!r} and {params!r}"
+                        self._missing(task, place, f"every stage runs each microbatch forward once, and {ways}")
 
     def _missing(self, task: Task, place: int, why: str) -> None:
         raise ValueError(

@@ -176,7 +176,7 @@ class Placed:
     def start(self, targets: Sequence[torch.Tensor] = ()) -> Callable[[], Stored]:
         """Begins to bring what is away to the device, into `targets` where there are any; the result waits for it."""
         waits = [
-            part.start_read(targets[i] if targets else None) if isinstance(part, Away) else _here(part)
+            part.start_read(targets[i] if targets else None) if isinstance(part, Away) else lambda here=part: here
             for i, part in enumerate(self.parts)
         ]
         return lambda: Stored(self.format, tuple([wait() for wait in waits]))
@@ -187,7 +187,3 @@ class Placed:
             return Stored(self.format, self.parts)  # type: ignore[arg-type]
         parts = zip(self.parts, self.start()().parts, strict=True)
         return Stored(self.format, tuple([x.shown(copy) if isinstance(x, Away) else copy for x, copy in parts]))
-
-
-def _here(part: torch.Tensor) -> Wait:
-    return lambda: part

@@ -1,24 +1,70 @@
-"""Bytes between memory and a file: neither an odd address nor an odd length keeps a chunk from O_DIRECT."""
+"""Bytes between memory and a file, past the page cache (O_DIRECT): neither an odd address nor an odd length matters."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import functools
 import math
 import mmap
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import pages
-from fzero.stores.handle import Handle
 
 BLOCK = 4096  # bytes, of which O_DIRECT wants multiples: in memory, in the file, and of the length
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # not everywhere
 _SECTOR = 512  # bytes, the least that O_DIRECT moves anywhere
 CHUNK = 8 << 20  # bytes that travel by one call of the system
 
 _Call = Callable[[int, list[memoryview], int], int]
+
+
+class Handle(NamedTuple):
+    """A descriptor, and whether what goes through it must come in blocks."""
+
+    descriptor: int
+    direct: bool
+
+
+def takes_direct(folder: str) -> bool:
+    """Tells whether a filesystem takes O_DIRECT, by a block that is written there: some refuse only that."""
+    if not _DIRECT:
+        return False
+    path = os.path.join(folder, "0.state.part")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _DIRECT, 0o600)
+        try:
+            os.pwritev(descriptor, [mmap.mmap(-1, BLOCK)], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # others say what they are when state is written
+        return error.errno != errno.EINVAL
+    finally:
+        with contextlib.suppress(OSError):  # a call that is refused may have made it
+            os.unlink(path)
+    return True
+
+
+def open_file(path: str, flags: int, direct: bool | None, taken: bool) -> Handle:
+    """Opens a file; one that is made is this user's alone.
+
+    Args:
+        direct: as of `Disk`.
+        taken: whether the filesystem takes O_DIRECT.
+
+    Raises:
+        OSError: it cannot be opened, or O_DIRECT is refused where it is required.
+    """
+    if direct and not taken:
+        where = os.path.dirname(path)
+        raise OSError(errno.EINVAL, f"the filesystem of {where} does not take O_DIRECT; leave out direct=True")
+    direct = taken and direct is not False
+    return Handle(os.open(path, flags | _DIRECT if direct else flags, 0o600), direct)
 
 
 def aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from fzero.stores.disk import make_folder
 
@@ -23,15 +21,6 @@ _LOCK = "lock"
 _FOLDER = re.compile(r"fzero-\w{1,40}-\d+-[0-9a-f]{8}", re.ASCII)
 _FILE = re.compile(r"\d+\.state(\.part)?", re.ASCII)
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
-
-
-class Holder(NamedTuple):
-    """Who holds a subfolder, as its lock file says."""
-
-    run: str
-    pid: int
-    host: str
-    started: str
 
 
 class Claim:
@@ -78,8 +67,7 @@ def enter(folder: str, run: str) -> Claim:
             if not _try_lock(lock, path):
                 raise AssertionError("a lock that was just made is held")
             started = datetime.now().astimezone().isoformat(" ", "seconds")
-            own = Holder(run, os.getpid(), socket.gethostname(), started)
-            os.write(lock, json.dumps(own._asdict()).encode())
+            os.write(lock, f"{run}\n{_who()}\n, which has it since {started}".encode())
         except BaseException as error:
             os.close(lock)
             _remove(path)
@@ -152,33 +140,19 @@ def _look_at(path: Path, run: str) -> None:
         if _try_lock(lock, path):
             _remove(path)
         elif os.fstat(lock).st_nlink:  # else it is just ending
-            holder = _holder(lock)
-            ours = holder is not None and (
-                holder.run == run or (holder.pid, holder.host) == (os.getpid(), socket.gethostname())
-            )
-            if not ours:
-                raise RuntimeError(_refusal(path, holder))
+            holder, who, since = [*os.pread(lock, 1 << 16, 0).decode(errors="replace").split("\n", 2), "", "", ""][:3]
+            if holder != run and who != _who():
+                raise RuntimeError(
+                    f"fz.Disk: {path.parent} is in use by another run: {who or 'a process that does not say which'}"
+                    f"{since} ({path.name}). Give each run a folder of its own, or wait until that one has ended. "
+                    "State that was made before a fork is the parent's."
+                )
     finally:
         os.close(lock)
 
 
-def _refusal(path: Path, holder: Holder | None) -> str:
-    who = "a process that does not say which" if holder is None else f"process {holder.pid} on {holder.host}"
-    since = "" if holder is None else f", which has it since {holder.started}"
-    if holder is not None and (holder.pid, holder.host) == (os.getppid(), socket.gethostname()):
-        who += ", the parent of this process: state that was made before a fork is the parent's"
-    return (
-        f"fz.Disk: {path.parent} is in use by another run: {who}{since} ({path.name}). Give each run a folder of its "
-        "own, or wait until that one has ended."
-    )
-
-
-def _holder(lock: int) -> Holder | None:
-    try:
-        said = json.loads(os.pread(lock, 1 << 16, 0))
-        return Holder(str(said["run"]), int(said["pid"]), str(said["host"]), str(said["started"]))
-    except (ValueError, KeyError, TypeError):
-        return None
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _remove(path: Path) -> None:

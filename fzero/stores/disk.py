@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fzero.base.arguments import need_bool, need_int, need_path
@@ -67,12 +67,8 @@ class Disk:
         make_folder(self.path)
 
     def __repr__(self) -> str:
-        said = [repr(self.path)]
-        said += [f"direct={self.direct}"] if self.direct is not None else []
-        said += [f"threads={self.threads}"] if self.threads != 4 else []
-        said += [f"in_flight={self.in_flight}"] if self.in_flight != 64 << 20 else []
-        said += ["verify=True"] if self.verify else []
-        return f"Disk({', '.join(said)})"
+        given = [(field, getattr(self, field.name)) for field in fields(self)[1:]]
+        return ", ".join([f"Disk({self.path!r}", *[f"{f.name}={x}" for f, x in given if x != f.default]]) + ")"
 
 
 def stand_in() -> Disk:

@@ -13,10 +13,9 @@ import torch
 from fzero.comm import hazards
 from fzero.stores.away import donated_to
 from fzero.stores.blocks import copy
-from fzero.stores.content import Content, Shared
 from fzero.stores.disk import Disk
-from fzero.stores.read import Read
-from fzero.stores.write import Write
+from fzero.stores.pool import Shared
+from fzero.stores.transfer import Content, Read, Write
 
 
 class File:

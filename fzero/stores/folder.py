@@ -11,12 +11,11 @@ from collections.abc import Callable
 import torch
 
 from fzero.stores import claim
-from fzero.stores.blocks import BLOCK
+from fzero.stores.blocks import takes_direct
 from fzero.stores.claim import Claim
-from fzero.stores.content import Shared
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
-from fzero.stores.handle import takes_direct
+from fzero.stores.pool import Shared
 
 
 class Folder:
@@ -33,7 +32,7 @@ class Folder:
     def __init__(self, path: str, run: str) -> None:
         self._claim = claim.enter(path, run)
         self.path = self._claim.path
-        self.shared = Shared(str(self.path), takes_direct(str(self.path), BLOCK))
+        self.shared = Shared(str(self.path), takes_direct(str(self.path)))
         self._numbers = itertools.count()
         weakref.finalize(self, _close, self._claim, self.shared)
 

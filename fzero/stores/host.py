@@ -41,12 +41,7 @@ class HostBuffer(Away):
     def _start_read(self, target: torch.Tensor | None) -> Wait:
         own = torch.empty_like(self.tensor, device=self.device) if target is None else target
         wait = in_flight(own, self.tensor, self._copy, late=True)
-
-        def arrived() -> torch.Tensor:
-            wait()
-            return own
-
-        return arrived
+        return lambda: (wait(), own)[1]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
         arrived, self._read = start_up(target, source, self._arrival)

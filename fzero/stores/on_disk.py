@@ -52,12 +52,7 @@ class DiskBuffer(Away):
 
     def _start(self, target: torch.Tensor) -> Wait:
         wait = self.file.start_read(target)
-
-        def arrived() -> torch.Tensor:
-            wait()
-            return target
-
-        return arrived
+        return lambda: (wait(), target)[1]
 
     def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> DiskBuffer:
         # a transfer that is on its way holds the file

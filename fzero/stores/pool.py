@@ -1,14 +1,17 @@
-"""The threads of one folder, and how many bytes may wait for them."""
+"""What the transfers of one folder share: threads, and how many bytes may wait for them."""
 
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from fzero.stores.blocks import Bounce
+from fzero.stores.blocks import Bounce, Handle, open_file
+from fzero.stores.disk import Disk
 
 Task = Callable[[Bounce], None]
 _LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
@@ -110,3 +113,32 @@ class Room:
             doors, self._doors = self._doors, []
         for door in doors:
             door.release()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the transfers of one folder share. It does not hold the folder, which may end while they run.
+
+    Attributes:
+        direct: whether its filesystem takes O_DIRECT.
+        failing: set since a failed write was told of, while none has gone well.
+    """
+
+    path: str
+    direct: bool
+    pid: int = field(default_factory=os.getpid)
+    pool: Pool = field(default_factory=Pool)
+    room: Room = field(default_factory=Room)
+    failing: threading.Event = field(default_factory=threading.Event)
+
+    def open(self, path: str, flags: int, disk: Disk) -> Handle:
+        return open_file(path, flags, disk.direct, self.direct)
+
+    def need_own_process(self) -> None:
+        """Raises RuntimeError in a child that was forked: the threads are not there, nor are the files its own."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"State in {self.path} belongs to process {self.pid}, and this one ({os.getpid()}) was forked from "
+                "it. Use the state where it was made, or start the process by another method "
+                "(multiprocessing.get_context('spawn'))."
+            )

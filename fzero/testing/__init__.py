@@ -9,11 +9,11 @@ from fzero.testing._asserts import (
     assert_collectives,
     assert_no_alias,
     assert_not_mutated,
+    assert_peak_bytes,
     assert_same_spec,
     assert_trees_close,
     assert_trees_equal,
 )
-from fzero.testing._memory import assert_peak_bytes
 from fzero.testing._mesh import fake_mesh
 from fzero.testing._ranks import RankError, run_ranks
 

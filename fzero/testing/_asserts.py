@@ -1,4 +1,4 @@
-"""Asserts on pytrees, each of which names the path of the leaf that differs, and on communication."""
+"""Asserts on pytrees, each of which names the path of the leaf that differs, on communication, and on memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.comm.divergence import recorded_collectives
+from fzero.planning.live import LiveBytes
 
 Out = TypeVar("Out")
 
@@ -152,4 +153,18 @@ def assert_collectives(fn: Callable[[], Out], expected: Mapping[str, int]) -> Ou
     if wrong:
         listing = ", ".join(f"{name}: {got}, expected {want}" for name, (got, want) in wrong.items())
         raise AssertionError(f"{listing}. In order: {[(operation, tag) for operation, tag, _ in record]}")
+    return out
+
+
+def assert_peak_bytes(fn: Callable[[], Out], limit: int) -> Out:
+    """Calls `fn()`, asserts that it never allocates more than `limit` bytes at once, and returns the result.
+
+    Example:
+        >>> fz.testing.assert_peak_bytes(lambda: torch.zeros(10), 40).shape
+        torch.Size([10])
+    """
+    with LiveBytes() as live:
+        out = fn()
+    if live.peak > limit:
+        raise AssertionError(f"peak of {live.peak:,} bytes, expected at most {limit:,}")
     return out

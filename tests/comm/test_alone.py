@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,17 @@ from drawn_pipelines import Copied
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
-from fzero.comm.divergence import KEPT, happened, need_alike
+from fzero.comm.divergence import KEPT, failing, need_alike
 from fzero.testing import run_ranks
 
 F64 = torch.float64
 PARAMS = {"blocks": [{"w": torch.eye(4, dtype=F64)} for _ in range(2)]}
 X = torch.ones(3, 4, dtype=F64)
+
+
+def fails(words: str) -> None:
+    with contextlib.suppress(ValueError), failing("it"):
+        raise ValueError(words)
 
 
 class Fails(Copied):
@@ -163,7 +169,7 @@ def test_what_all_ranks_do_alike_is_not_told() -> None:
 def test_the_last_ones_are_kept() -> None:
     def rank_main(rank: int) -> str:
         for number in range(3 * KEPT) if rank == 1 else ():
-            happened(f"it was {number}")
+            fails(f"it was {number}")
         torch.distributed.barrier()
         group = torch.distributed.group.WORLD
         assert group is not None
@@ -172,9 +178,9 @@ def test_the_last_ones_are_kept() -> None:
         return str(error.value)
 
     for said in run_ranks(rank_main, 2):
-        assert said.count("on rank 1 it was") == KEPT and f"it was {3 * KEPT - 1}" in said
+        assert said.count("on rank 1 it failed with ValueError: it was") == KEPT and f"it was {3 * KEPT - 1}" in said
 
 
 def test_one_rank_keeps_nothing() -> None:
-    run_ranks(lambda rank: happened("nobody reads it"), 1)
-    happened("there is no group")
+    run_ranks(lambda rank: fails("nobody reads it"), 1)
+    fails("there is no group")

@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from nightly import in_turns
 
 import fzero as fz
-from fzero.planning import plotting
+from fzero.planning.plot_plan import View, new_axes
 
 STEP = fz.train_step(lambda p, x: x, fz.adamw(1e-3))
 PARAMS = {
@@ -46,7 +46,7 @@ def test_pixels_are_the_elements_that_ranks_hold(
         step = fz.shard_tensor(STEP, {"w": fz.parallel.cut(dim, (first, shape[dim] - first))})
     plan = fz.plan(exactness.SHARDS[stage](step), params, mesh=dict(zip(("dp", "tp"), sizes, strict=True)))
     (row,) = [row for row in plan.rows if row.path == "w"]
-    view = plotting.View.of(row.shape, row.slices and row.slices.dim)
+    view = View.of(row.shape, row.slices and row.slices.dim)
     assert view.rows * view.columns == row.numel and 0.2 <= view.height <= 0.8
     elements = torch.arange(row.numel).view(row.shape)
     for rank in range(plan.world_size):
@@ -126,7 +126,7 @@ def test_the_legend_says_what_is_kept(stage: int) -> None:
 
 
 def test_it_draws_into_axes_that_are_given() -> None:
-    axes = plotting.new_axes(4, 4)
+    axes = new_axes(4, 4)
     assert fz.plot_plan(fz.plan(BOTH, PARAMS, mesh={"dp": 2, "tp": 2}), axes) is axes
     draw = functools.partial(fz.plot_plan, {"one": fz.plan(STEP, PARAMS)})
     assert draw(axes) is axes and draw() is not axes

@@ -127,14 +127,17 @@ def test_stages_without_a_place_are_refused() -> None:
         check([])  # pyright: ignore[reportArgumentType]
 
 
+ONCE = "as every stage runs each microbatch forward once, and back once, by B0.0 or by I0.0 and W0.0; put it in."
+
+
 @pytest.mark.parametrize(
     ("places", "words"),
     [
         (("F0.0 B0.0 I0.0 W0.0",), "has B0.0 and I0.0 at place 0, expected B0.0 alone, or I0.0 and W0.0"),
-        (("F0.0",), "has no B0.0 at place 0, expected it, as what ran forward comes back, by B0.0 or I0.0 and W0.0"),
-        (("F0.0 I0.0",), "has no W0.0 at place 0, expected it, as I0.0 is only half of the way back; put it in."),
-        (("F0.0 W0.0",), "has no I0.0 at place 0, expected it, as W0.0 is only half of the way back; put it in."),
-        (("B0.0",), "has no F0.0 at place 0, expected it, as every stage runs each microbatch once; put it in."),
+        (("F0.0",), f"has no B0.0 at place 0, expected it, {ONCE}"),
+        (("F0.0 I0.0",), f"has no W0.0 at place 0, expected it, {ONCE}"),
+        (("F0.0 W0.0",), f"has no I0.0 at place 0, expected it, {ONCE}"),
+        (("B0.0",), f"has no F0.0 at place 0, expected it, {ONCE}"),
         (
             ("B0.0 F0.0",),
             "has B0.0 before F0.0 at place 0, as tasks 0 and 1, expected it behind, as a pullback is there",
