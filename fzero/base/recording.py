@@ -10,8 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
-from fzero.base.flops import flops_of
-from fzero.base.operators import Function, kind_of
+from fzero.base.operators import Function, flops_of, kind_of
 from fzero.base.pytree import tensors_in
 from fzero.base.replay import PASSES, PRODUCTS, Plan, Tracing, key_of, living, memory_of
 
