@@ -24,10 +24,9 @@ from fzero.base.context import during, variable
 from fzero.base.follow import tangents_of
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
-from fzero.base.places import Place
+from fzero.base.places import NOWHERE, Place, place_here
 from fzero.base.refusals import heard, noted
 from fzero.comm.backend import COLLECTIVES
-from fzero.purity.caller import NOWHERE, place_here
 from fzero.purity.collectives import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
 
