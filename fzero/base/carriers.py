@@ -112,8 +112,8 @@ def _adopted(kind: type) -> bool:
     _known.add(kind)
     is_cache = any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
     is_data = dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero.")
-    taken: Callable[[Any], Any]
-    made: Callable[[Any, Any], object]
+    taken: Callable[..., object]
+    made: Callable[..., object]
     if kind in torch_pytree.SUPPORTED_NODES and not is_cache:
         own = torch_pytree.SUPPORTED_NODES[kind]
         taken, made = own.flatten_fn, lambda context, children: own.unflatten_fn(children, context)
