@@ -28,7 +28,7 @@ import torch
 from contenders import Setup, Training, fzero_step
 
 import fzero as fz
-from fzero.base.flops import Flops
+from fzero.base.operators import Flops
 
 CHOICES = (("attended", "gate", "up"), ("qkv", "attended"), ("attended",))
 

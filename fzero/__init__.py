@@ -3,7 +3,7 @@
 from fzero import compat, optim, parallel, schedules, testing, transforms
 from fzero.base.carriers import register_carrier
 from fzero.base.collecting import collect, collected
-from fzero.base.malloc import keep_memory
+from fzero.base.pages import keep_memory
 from fzero.base.ragged import Ragged
 from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.checkpoint.load import load, load_extra

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -17,64 +18,50 @@ _ATTENTIONS = [
 ]
 
 
-def attentions() -> list[bool]:
-    """Those that may be taken here and now (`torch.nn.attention.sdpa_kernel`); `with_attentions` takes them."""
-    return [read() for read, _ in _ATTENTIONS]
+class _Setting:
+    """Inside, a setting has this value: it is set only where it differs, and put back."""
 
+    now: ClassVar[staticmethod[..., object]]
+    take: ClassVar[staticmethod[..., object]]
 
-@contextlib.contextmanager
-def with_attentions(allowed: Sequence[bool]) -> Iterator[None]:
-    """Inside, these may be taken. They are the process's, so they are set only where they differ, and put back."""
-    found = attentions()
-    if found == allowed:
-        yield
-        return
-    try:
-        for (_, set_), own in zip(_ATTENTIONS, allowed, strict=True):
-            set_(own)
-        yield
-    finally:
-        for (_, set_), own in zip(_ATTENTIONS, found, strict=True):
-            set_(own)
-
-
-class default_dtype:
-    """Inside, this is the default dtype. It is the process's, so it is set only where it differs, and put back."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        if self._before != self._dtype:
-            torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before != self._dtype:
-            torch.set_default_dtype(self._before)
-
-
-class functions_seen:
-    """Inside, classes of tensors and function modes see the functions that are called as they did where it was noted.
-
-    Args:
-        state: `functions_seen.now()`, there and then. It is the thread's.
-    """
-
-    now = staticmethod(_C._get_torch_function_state)  # type: ignore[attr-defined]
-    nowhere = staticmethod(_C.DisableTorchFunction)  # type: ignore[attr-defined]
-
-    def __init__(self, state: object) -> None:
-        self._state = state
+    def __init__(self, value: object) -> None:
+        self._value = value
 
     def __enter__(self) -> None:
         self._before = self.now()
-        if self._before != self._state:
-            _C._set_torch_function_state(self._state)  # type: ignore[attr-defined]
+        if self._before != self._value:
+            self.take(self._value)
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._state:
-            _C._set_torch_function_state(self._before)  # type: ignore[attr-defined]
+        if self._before != self._value:
+            self.take(self._before)
+
+
+class attentions(_Setting):
+    """Those that may be taken (`torch.nn.attention.sdpa_kernel`), which is the process's."""
+
+    @staticmethod
+    def now() -> list[bool]:
+        return [read() for read, _ in _ATTENTIONS]
+
+    @staticmethod
+    def take(allowed: list[bool]) -> None:
+        for (_, set_), own in zip(_ATTENTIONS, allowed, strict=True):
+            set_(own)
+
+
+class default_dtype(_Setting):
+    """The process's."""
+
+    now, take = staticmethod(torch.get_default_dtype), staticmethod(torch.set_default_dtype)
+
+
+class functions_seen(_Setting):
+    """Whether classes of tensors and function modes see the functions that are called, which is the thread's."""
+
+    now = staticmethod(_C._get_torch_function_state)  # type: ignore[attr-defined]
+    take = staticmethod(_C._set_torch_function_state)  # type: ignore[attr-defined]
+    nowhere = staticmethod(_C.DisableTorchFunction)  # type: ignore[attr-defined]
 
 
 _attention = threading.Lock()

@@ -111,26 +111,20 @@ def _adopted(kind: type) -> bool:
     """Tells whether objects of a type are pytrees from now on."""
     _known.add(kind)
     is_cache = any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
+    is_data = dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero.")
+    taken: Callable[..., object]
+    made: Callable[..., object]
     if kind in torch_pytree.SUPPORTED_NODES and not is_cache:
         own = torch_pytree.SUPPORTED_NODES[kind]
-        optree.register_pytree_node(
-            kind,
-            own.flatten_fn,  # type: ignore[arg-type]
-            lambda context, children: own.unflatten_fn(children, context),  # type: ignore[arg-type]
-            namespace=_NAMESPACE,
-        )
-        return True
-    is_data = dataclasses.is_dataclass(kind) and not kind.__module__.startswith("fzero.")
-    if not (is_cache or is_data):
+        taken, made = own.flatten_fn, lambda context, children: own.unflatten_fn(children, context)
+    elif is_cache or is_data:
+        slots = [field.name for field in dataclasses.fields(kind)] if is_data else []
+        names = lambda x: tuple(getattr(x, "__dict__", slots))
+        taken = lambda x: ([getattr(x, name) for name in names(x)], names(x))
+        made = lambda names, values: _made(kind, zip(names, values, strict=True))
+    else:
         return False
-    slots = [field.name for field in dataclasses.fields(kind)] if is_data else []
-    names = lambda x: tuple(getattr(x, "__dict__", slots))
-    optree.register_pytree_node(
-        kind,  # type: ignore[arg-type]
-        lambda x: ([getattr(x, name) for name in names(x)], names(x)),
-        lambda names, values: _made(kind, zip(names, values, strict=True)),  # type: ignore[arg-type]
-        namespace=_NAMESPACE,
-    )
+    optree.register_pytree_node(kind, taken, made, namespace=_NAMESPACE)  # type: ignore[arg-type]
     if is_cache:
         _changing.add(kind)
     return True

@@ -39,8 +39,12 @@ def _takes_groups() -> bool:
 
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
-    """Tells whether there is a kernel for q [..., d] and v [..., d]: it scales what is hidden, too."""
-    return scale > 0 and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
+    """Tells whether there is a kernel for q [b, heads, t, d] and v [b, kv_heads, s, d]: it scales what is hidden, too.
+
+    Of one head for all of q, v may be [b, s, d].
+    """
+    takes = scale > 0 and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
+    return takes and (q.shape[1] == (v.shape[1] if v.ndim == 4 else 1) or _takes_groups())
 
 
 def attention(
@@ -53,7 +57,7 @@ def attention(
         k, v: [b, kv_heads, s, d], of which neighbours of q share one.
         causal: the i-th of q sees the first i + 1 of k.
     """
-    out, logarithms = _forward(_rows(q), *[_for_all(x, q) for x in (k, v)], 0.0, causal, scale=scale)
+    out, logarithms = _forward(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
     return out, logarithms
 
 
@@ -73,22 +77,10 @@ def pullback(
         q, k, v, causal, scale: as in `attention`: one block of those that q has seen.
         out, logarithms: after all blocks.
     """
-    shared = [_for_all(x, q) for x in (k, v)]
-    tensors = _rows(cotangent), _rows(q), *shared, _rows(out), logarithms.contiguous()
-    by_q, *others = _backward(*tensors, 0.0, causal, scale=scale)
-    kv_heads, dtype = k.shape[1], logarithms.dtype
-    by_k, by_v = [x if x.shape == k.shape else x.unflatten(1, (kv_heads, -1)).sum(2, dtype=dtype) for x in others]
-    return by_q, by_k, by_v
+    tensors = *map(_rows, (cotangent, q, k, v, out)), logarithms.contiguous()
+    return _backward(*tensors, 0.0, causal, scale=scale)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """A tensor whose last dim lies without gaps, as the kernel takes for granted."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _for_all(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys or values as the kernel takes them."""
-    x, groups = _rows(x), q.shape[1] // x.shape[1]
-    if groups == 1 or _takes_groups():
-        return x
-    return x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)

@@ -176,16 +176,12 @@ def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
     return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
 
 
-def node_that_runs() -> graph.Node | None:
-    """The node of a graph that autograd pulls back now on this thread; None outside of a pullback."""
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
-
-
 def number_of(node: graph.Node) -> int:
     """The number of a node among those that its thread has made; `next_number` at the end of its operation is more."""
     return node._sequence_nr()
 
 
-def next_number() -> int:
-    """The number that this thread's next node will have: in an operation that is looked at, its own is one less."""
-    return _C._get_sequence_nr()
+# the node of a graph that autograd pulls back now on this thread; None outside of a pullback
+node_that_runs: Callable[[], graph.Node | None] = torch._C._current_autograd_node  # type: ignore[attr-defined]
+# the number that this thread's next node will have: in an operation that is looked at, its own is one less
+next_number: Callable[[], int] = _C._get_sequence_nr

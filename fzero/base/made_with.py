@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import numbers
 from collections.abc import Iterator
 
@@ -11,54 +12,40 @@ import torch
 from fzero.base import private
 from fzero.base.rebound import is_others, parts_of
 
-Named = tuple[str, object]
-
 
 def made_with(value: object) -> str:
     """The numbers and words that this library's functions among a value hold, with their names; not others' functions'.
 
-    Numbers as floats, of tensors a single one, whatever kind each is of.
+    Numbers as floats, of tensors a single one, whatever kind each is of. Each is said once, and a digest tells of where
+    they are: all functions of a chain lead to its members, at every level of nesting.
     """
-    return ", ".join(_said("", value, {}, {})[1])
+    words: dict[str, None] = {}
+    whole = _content("", value, words, {})
+    return f"{', '.join(words)} ({whole[:8]})"
 
 
-_Content = tuple[object, ...]
-
-
-def _said(
-    name: str, value: object, seen: dict[tuple[int, str], tuple[object, _Content]], numbers_of: dict[_Content, int]
-) -> tuple[_Content, list[str]]:
-    """What an object holds, and that in words; what was said before, by its number.
-
-    Each object is gone through once: all functions of a chain lead to its members, at every level of nesting.
-    """
+def _content(name: str, value: object, words: dict[str, None], seen: dict[tuple[int, str], tuple[object, str]]) -> str:
+    """A digest of what an object holds, also where equal ones are not the same; "" of nothing."""
     if isinstance(value, torch.Tensor):
         if value.ndim or private.is_wrapper(value) or private.is_fake(value) or value.is_meta:
-            return (), []
+            return ""
         value = value.item() if value.is_complex() else float(value)
     elif isinstance(value, numbers.Real):
         value = float(value)
     if isinstance(value, (float, complex, str)):
-        text = f"{name}={value!r}"
-        return (text,), [text]
+        words[own := f"{name}={value!r}"] = None
+        return own
     if callable(value) and is_others(value):
-        return (), []
-    if (id(value), name) in seen:
-        content, words = seen[id(value), name][1], list[str]()
-    else:
-        seen[id(value), name] = value, ()  # held, as another one might get its id; what leads to itself adds nothing
-        found = [_said(own or name, part, seen, numbers_of) for own, part in _parts(value)]
-        content = tuple([numbers_of.get(each, each) for each, _ in found if each])
-        words = [text for _, texts in found for text in texts]
-        seen[id(value), name] = value, content
-    if content in numbers_of:
-        return content, [f"as {numbers_of[content]}"]
-    if content:
-        numbers_of[content] = len(numbers_of)
-    return content, words
+        return ""
+    if (id(value), name) not in seen:
+        seen[id(value), name] = value, ""  # held, as another one might get its id; what leads to itself adds nothing
+        parts = [_content(own or name, part, words, seen) for own, part in _parts(value)]
+        parts = [part for part in parts if part]
+        seen[id(value), name] = value, hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
+    return seen[id(value), name][1]
 
 
-def _parts(value: object) -> Iterator[Named]:
+def _parts(value: object) -> Iterator[tuple[str, object]]:
     """What a value holds, in an order that is the same for equal ones."""
     if isinstance(value, dict):
         yield from sorted([(str(key), part) for key, part in value.items()], key=lambda pair: pair[0])

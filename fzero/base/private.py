@@ -137,14 +137,12 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     return int(_functorch.maybe_get_level(tensor)) > 0
 
 
-def level_of(tensor: torch.Tensor) -> int:
-    """The functorch level that wraps this tensor; 0 or less for none, or one that has ended."""
-    return _functorch.maybe_get_level(tensor)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Tells whether a functorch level wraps this tensor or did so, where it has ended."""
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+# the functorch level that wraps a tensor; 0 or less for none, or one that has ended
+level_of: Callable[[torch.Tensor], int] = _functorch.maybe_get_level
+# whether a functorch level wraps a tensor or did so, where it has ended
+is_wrapper: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+# the tensor that one functorch level has wrapped
+inner: Callable[[torch.Tensor], torch.Tensor] = _functorch.get_unwrapped
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -177,11 +175,6 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
-
-
-def inner(wrapper: torch.Tensor) -> torch.Tensor:
-    """The tensor that one functorch level has wrapped."""
-    return _functorch.get_unwrapped(wrapper)
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
@@ -260,27 +253,7 @@ def is_dual(tensor: torch.Tensor, at: int) -> bool:
     if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
     with below_transforms(at), outside_inference(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        return has_tangent(tensor)
-
-
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor has a tangent at the level of forward-mode AD.
-
-    A dispatch mode runs below autograd, and there torch cannot take a dual tensor apart. Autograd's own kernels refuse
-    a second tangent before they do anything else, so they are asked for one.
-    """
-    key = torch._C.DispatchKey
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(key.ADInplaceOrView):
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    above = torch._C._dispatch_tls_local_exclude_set().remove(key.AutogradCPU).remove(key.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), above):
-        try:
-            torch._VF._make_dual(tensor, tensor, level=0)  # type: ignore[attr-defined]
-        except RuntimeError as error:  # without one what follows may fail: a wrapper below its level has no memory
-            return "already has a forward gradient" in str(error)
-    return False
 
 
 @contextlib.contextmanager
@@ -329,19 +302,10 @@ def entry_holders(mapping: Mapping[K, object], key: K) -> int:
     return sys.getrefcount(mapping[key]) - 2
 
 
-def function_mode() -> object:
-    """The innermost torch function mode; None where there is none."""
-    return torch.overrides._get_current_function_mode()  # type: ignore[attr-defined]
-
-
-def without_function_mode() -> AbstractContextManager[object]:
-    """Inside, the innermost torch function mode sees nothing."""
-    return torch.overrides._pop_mode_temporarily()  # type: ignore[attr-defined]
-
-
-def function_modes() -> list[object]:
-    """All torch function modes that are on, the innermost last."""
-    return torch.overrides._get_current_function_mode_stack()  # type: ignore[attr-defined]
+# the innermost torch function mode, None where there is none; a context in which that sees nothing; all that are on
+function_mode: Callable[[], object] = torch.overrides._get_current_function_mode  # type: ignore[attr-defined]
+without_function_mode: Callable[[], AbstractContextManager[object]] = torch.overrides._pop_mode_temporarily  # type: ignore[attr-defined]
+function_modes: Callable[[], list[object]] = torch.overrides._get_current_function_mode_stack  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -366,9 +330,8 @@ def _exchange(count: int, modes: Sequence[object]) -> None:
         torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
 
-def without_subclasses() -> AbstractContextManager[object]:
-    """Inside, tensor subclasses are passed to functions as they are."""
-    return torch._C.DisableTorchFunctionSubclass()
+# inside, tensor subclasses are passed to functions as they are
+without_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def is_dispatched(kind: type) -> bool:

@@ -13,17 +13,16 @@ TESTED = ("2.11", "2.13", "2.15")  # that tests ran with: `make test-torch`
 NAMES: Mapping[str, str] = {
     "torch.Tensor": "_version",
     "torch._C": """
-        DispatchKey.ADInplaceOrView DispatchKey.AutogradCPU DispatchKey.FuncTorchGradWrapper DispatchKeySet
-        DisableTorchFunction DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard
-        _ForceDispatchKeyGuard _SetExcludeDispatchKeyGuard _FunctionBase._set_sequence_nr _InferenceMode
-        _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_torch_function_state _set_grad_enabled
-        _set_torch_function_state _current_autograd_node _current_graph_task_id _disabled_torch_dispatch_impl
-        _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_keys
-        _dispatch_keyset_full_after _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set
-        _dispatch_tls_local_include_set _dispatch_tls_set_dispatch_key_included _get_dispatch_mode
-        _get_obj_in_tls _get_operation_overload _is_any_autocast_enabled _is_fwd_grad_enabled _is_key_in_tls
-        _len_torch_dispatch_stack _len_torch_function_stack _parse_dispatch_key _stash_obj_in_tls
-        _storage_Use_Count _set_fwd_grad_enabled _will_engine_execute_node""",
+        DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
+        DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
+        _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
+        _get_torch_function_state _set_grad_enabled _set_torch_function_state _current_autograd_node
+        _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
+        _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after
+        _dispatch_tls_set_dispatch_key_included _get_dispatch_mode _get_obj_in_tls _get_operation_overload
+        _is_any_autocast_enabled _is_fwd_grad_enabled _is_key_in_tls _len_torch_dispatch_stack
+        _len_torch_function_stack _parse_dispatch_key _stash_obj_in_tls _storage_Use_Count _set_fwd_grad_enabled
+        _will_engine_execute_node""",
     "torch._C._autograd": """
         _get_current_graph_task_keep_graph _get_sequence_nr
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled
@@ -34,7 +33,6 @@ NAMES: Mapping[str, str] = {
         push_dynamic_layer_stack""",
     "torch._C._nn": "flatten_dense_tensors",
     "torch._C._distributed_c10d": "_set_thread_isolation_mode",
-    "torch._VF": "_make_dual",
     "torch._ops": "OpOverload _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS _higher_order_ops",
     "torch.autograd": """
         graph._engine_run_backward _unsafe_preserve_version_counter forward_ad._current_level

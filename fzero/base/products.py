@@ -15,7 +15,7 @@ from fzero.base import private, texts
 
 
 class Product(NamedTuple):
-    """`factor.conjugate() * left @ right`, transposed or not, as long as nobody has asked for its value.
+    """`left @ right`, transposed or not, as long as nobody has asked for its value.
 
     Attributes:
         left, right: matrices.
@@ -27,7 +27,6 @@ class Product(NamedTuple):
     right: torch.Tensor
     transposed: bool
     dtype: torch.dtype
-    factor: complex = 1
 
     def value(self) -> torch.Tensor:
         out = self._unrounded().to(self.dtype)
@@ -35,7 +34,6 @@ class Product(NamedTuple):
 
     def _unrounded(self) -> torch.Tensor:
         out = self.left.mm(self.right)
-        out = out if self.factor == 1 else out * self.factor.conjugate()
         return out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
 
     def add_to(self, total: torch.Tensor, first: bool) -> None:
@@ -46,7 +44,7 @@ class Product(NamedTuple):
         """
         own, dtype = total.t() if self.transposed else total, self.dtype
         is_dense = self.left.layout == self.right.layout == torch.strided
-        if first and is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
+        if first and is_dense and self.left.dtype == dtype == total.dtype:
             torch.mm(self.left, self.right, out=own)
             return
         value = self._unrounded()
@@ -89,7 +87,7 @@ _OPERANDS = {
 
 def is_product(node: Node, place: int) -> bool:
     """Tells whether what a node hands on along an edge is a product of two matrices."""
-    return (type(node).__name__, place) in _OPERANDS
+    return (type(node).__name__, place) in _OPERANDS and getattr(node, "_saved_alpha", 1) == 1
 
 
 def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dtype: torch.dtype) -> Product:
@@ -107,4 +105,4 @@ def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dty
         left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
     else:
         left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
-    return Product(left, right, by_columns is not transposed, dtype, getattr(node, "_saved_alpha", 1))
+    return Product(left, right, by_columns is not transposed, dtype)

@@ -9,12 +9,9 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 Lift = Callable[[torch.Tensor], object]
@@ -34,6 +31,7 @@ def rebound(value: T, lift: Lift) -> T:
     that changes, and nothing else; a function that writes to a copy, as one that counts its calls, is not pure.
     """
     found, parents = _walked(value, parts_of)
+    # what is copied, once, as functions may close over themselves and share what they hold: id -> it, and the new value
     new: dict[int, tuple[object, object]] = {id(tensor): (tensor, lift(tensor)) for tensor in _tensors(found)}
     todo = [key for key, (tensor, lifted) in new.items() if lifted is not tensor]
     touched = set(todo)
@@ -41,7 +39,27 @@ def rebound(value: T, lift: Lift) -> T:
         above = [each for each in parents.get(key, ()) if each not in touched]
         touched.update(above)
         todo += above
-    return _Copies(new, touched).of(value)  # type: ignore[return-value]
+
+    def copied(x: object) -> object:
+        if id(x) in touched and id(x) not in new:
+            new[id(x)] = x, x
+            if isinstance(x, types.FunctionType):
+                cells = x.__closure__ or ()
+                own = [c if c == _NO_VALUE or id(c.cell_contents) not in touched else types.CellType() for c in cells]
+                out = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, tuple(own) or None)
+                new[id(x)] = x, out
+                for cell, old in zip(own, cells, strict=True):
+                    if cell is not old:
+                        cell.cell_contents = copied(old.cell_contents)
+                out.__defaults__, out.__kwdefaults__ = copied(x.__defaults__), copied(x.__kwdefaults__)  # type: ignore[assignment]
+                out.__dict__.update({name: copied(each) for name, each in vars(x).items()})
+                out.__qualname__, out.__module__ = x.__qualname__, x.__module__
+            else:
+                parts, make = _apart(x)
+                new[id(x)] = x, make(*map(copied, parts))
+        return new[id(x)][1] if id(x) in touched else x
+
+    return copied(value)  # type: ignore[return-value]
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
@@ -121,18 +139,46 @@ def parts_of(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         yield from [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
         yield from (value.__defaults__, value.__kwdefaults__, *vars(value).values())
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
     elif isinstance(value, (staticmethod, classmethod)):
         yield value.__func__
-    elif type(value) is dict:
-        yield from value.values()
-    elif isinstance(value, (tuple, list)):
-        yield from value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from [getattr(value, name) for name in _fields(value)]
+    else:
+        yield from _apart(value)[0]
+
+
+def _apart(value: object) -> tuple[Sequence[object], Callable[..., object]]:
+    """What a value holds that is no function, and what makes such a value of others."""
+    if isinstance(value, types.MethodType):
+        return (value.__self__,), functools.partial(types.MethodType, value.__func__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords), lambda fn, args, named: functools.partial(fn, *args, **named)
+    if type(value) is dict:
+        return [*value.values()], lambda *own: dict(zip(value, own, strict=True))
+    if isinstance(value, (tuple, list)):
+        return value, functools.partial(_sequence, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+        return [getattr(value, name) for name in names], functools.partial(_dataclass, value, names)
+    return (), lambda: value
+
+
+def _sequence(value: tuple[object, ...] | list[object], *own: object) -> object:
+    if isinstance(value, tuple):
+        new = tuple.__new__(type(value), own)
+        getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return new
+    out = copy.copy(value)
+    list.__setitem__(out, slice(None), own)
+    return out
+
+
+def _dataclass(value: object, names: Sequence[str], *own: object) -> object:
+    out = copy.copy(value)  # with what is no field, but for what was computed of them
+    for name in list(getattr(out, "__dict__", {})):
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del vars(out)[name]
+    for name, x in zip(names, own, strict=True):
+        object.__setattr__(out, name, x)
+    return out
 
 
 def _reached(value: object) -> Iterator[object]:
@@ -186,68 +232,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _slots(kind: type) -> Sequence[str]:
     own = vars(kind).get("__slots__", ())
     return (own,) if isinstance(own, str) else tuple(own)
-
-
-def _fields(value: DataclassInstance) -> list[str]:
-    return [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
-
-
-class _Copies:
-    """Copies of what holds anything, each once, as functions may close over themselves and share what they hold."""
-
-    def __init__(self, tensors: dict[int, tuple[object, object]], touched: set[int]) -> None:
-        self._touched = touched
-        self._known: dict[int, tuple[object, object]] = {**tensors}  # id -> what it is of, and the new value
-
-    def of(self, value: object) -> object:
-        if id(value) not in self._touched:
-            return value
-        if id(value) not in self._known:
-            self._known[id(value)] = value, value
-            self._known[id(value)] = value, self._made(value)
-        return self._known[id(value)][1]
-
-    def _made(self, value: object) -> object:
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.of(value.__self__))
-        if isinstance(value, functools.partial):
-            keywords = {name: self.of(x) for name, x in value.keywords.items()}
-            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)  # type: ignore[arg-type]
-        if type(value) is dict:
-            return {key: self.of(x) for key, x in value.items()}
-        if isinstance(value, list):
-            out = copy.copy(value)
-            list.__setitem__(out, slice(None), [self.of(x) for x in value])
-            return out
-        if isinstance(value, tuple):
-            new = tuple.__new__(type(value), [self.of(x) for x in value])
-            getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
-            return new
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._dataclass(value)
-        return value
-
-    def _dataclass(self, value: DataclassInstance) -> object:
-        out = copy.copy(value)  # with what is no field, but for what was computed of them
-        for name in list(getattr(out, "__dict__", {})):
-            if isinstance(getattr(type(value), name, None), functools.cached_property):
-                del vars(out)[name]
-        for name in _fields(value):
-            object.__setattr__(out, name, self.of(getattr(value, name)))
-        return out
-
-    def _function(self, fn: types.FunctionType) -> types.FunctionType:
-        old = fn.__closure__ or ()
-        kept = [cell == _NO_VALUE or id(cell.cell_contents) not in self._touched for cell in old]
-        cells = tuple([cell if keep else types.CellType() for cell, keep in zip(old, kept, strict=True)])
-        out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
-        self._known[id(fn)] = fn, out
-        for new, cell, keep in zip(cells, old, kept, strict=True):
-            if not keep:
-                new.cell_contents = self.of(cell.cell_contents)
-        out.__defaults__, out.__kwdefaults__ = self.of(fn.__defaults__), self.of(fn.__kwdefaults__)
-        out.__dict__.update({name: self.of(x) for name, x in vars(fn).items()})
-        out.__qualname__, out.__module__ = fn.__qualname__, fn.__module__
-        return out

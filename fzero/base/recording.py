@@ -10,10 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
-from fzero.base.flops import flops_of
-from fzero.base.operators import Function, kind_of
+from fzero.base.operators import Function, flops_of, kind_of
 from fzero.base.pytree import tensors_in
-from fzero.base.replay import CONSTANT, PASSES, PRODUCTS, SCALES, Plan, Tracing, key_of, living, memory_of
+from fzero.base.replay import PASSES, PRODUCTS, Plan, Tracing, key_of, living, memory_of
 
 
 class Recording(Tracing):
@@ -38,7 +37,6 @@ class Recording(Tracing):
         self._named: dict[str, list[int]] = {}
         self._read: set[int] = set()  # operations whose results the graph has saved, or Python has read
         self._outputs: set[int] = set()
-        self._fixed = {CONSTANT}  # operations of which no result depends on a value that is given
         self._opaque = False
 
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -70,9 +68,6 @@ class Recording(Tracing):
         if number is None:
             return
         self._sizes[number] = size
-        reads = self.trace[number].reads  # none of a message, of which others decide
-        if kind_of(func).shapes_only or (reads and self._fixed.issuperset(reads)):
-            self._fixed.add(number)
         if isinstance(out, list):
             self._changed.add(number)
 
@@ -110,32 +105,23 @@ class Recording(Tracing):
     def planned(self, names: Collection[str]) -> Plan:
         """What to keep and to leave out where these names are kept."""
         keeps = {number: name for name in names for number in self._named.get(name, ()) if number not in self._changed}
-        for number in sorted(keeps, reverse=True):
-            if self._is_for_outputs(number, keeps):
-                del keeps[number]
-        products = [number for number, own in enumerate(self.trace) if own.function in PRODUCTS]
-        blanks = [number for number in products if number not in keeps and self._is_for_outputs(number, keeps)]
-        return Plan(self.trace, keeps, frozenset(blanks))
+        needed = self._needed(keeps)
+        products = {number for number, own in enumerate(self.trace) if own.function in PRODUCTS}
+        keeps = {number: name for number, name in keeps.items() if number in needed}
+        return Plan(self.trace, keeps, frozenset(products - needed))
 
-    def _is_for_outputs(self, number: int, keeps: Collection[int]) -> bool:
-        """Tells whether a value is passed on to nothing but outputs, and to what is kept."""
-        passed, ends = {number}, {number}
-        for later in range(number + 1, len(self.trace)):
-            function, reads = self.trace[later]
-            if passed.isdisjoint(reads):
-                continue
-            ends.difference_update(reads)
-            if kind_of(function).shapes_only:
-                continue
+    def _needed(self, keeps: Collection[int]) -> set[int]:
+        """The operations whose values something needs besides outputs, where those of these are kept."""
+        every = set(range(len(self.trace)))
+        ends = every.difference(*[own.reads for own in self.trace])
+        # another end is for Python, which may read it, as a hook may any value
+        needed = every if self._opaque else self._read | (ends - self._outputs)
+        for number, (function, reads) in reversed([*enumerate(self.trace)]):
             name = function._schema.name if isinstance(function, torch._ops.OpOverload) else ""
-            scales = name in SCALES and all(each in passed or each in self._fixed for each in reads)
-            if name not in PASSES and not (scales and sum(each in passed for each in reads) == 1):
-                return False
-            if later not in keeps:
-                passed.add(later)
-                ends.add(later)
-        # another end is for Python, which may read it
-        return not self._opaque and ends <= self._outputs and passed.isdisjoint(self._read)
+            some = number not in keeps if number in needed else name not in PASSES
+            if some and not kind_of(function).shapes_only:
+                needed.update(reads)
+        return needed
 
     def flops(self, plan: Plan) -> int:
         """What the second run costs by this plan."""

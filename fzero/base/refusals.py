@@ -110,13 +110,6 @@ def place_of(error: BaseException | None = None) -> str:
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
-def _traces(error: Exception) -> bool:
-    """Tells whether torch fails to trace an operator's function, as where that closes over a tensor."""
-    return isinstance(error, (RuntimeError, AssertionError)) and any(
-        text in str(error) for text in ("INTERNAL ASSERT", "TensorWrapper", "FakeTensor")
-    )
-
-
 @contextlib.contextmanager
 def of_higher_order(what: str) -> Iterator[None]:
     """Says of an error that a higher-order operator of torch's raises, and no function that it runs, what it is.
@@ -130,12 +123,14 @@ def of_higher_order(what: str) -> Iterator[None]:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         files = [file for file in files if file != "<string>"]  # which torch writes
         inside = [i for i, file in enumerate(files) if "_higher_order_ops" in Path(file).parts]
-        if (
-            isinstance(error, KeyError)
-            or not inside
-            or not (all(map(is_library, files[inside[0] :])) or _traces(error))
-        ):
-            raise  # a KeyError is functorch's, and dealt with elsewhere
+        if isinstance(error, KeyError) or not inside:  # a KeyError is functorch's, and dealt with elsewhere
+            raise
+        # torch fails to trace an operator's function, as where that closes over a tensor
+        traces = isinstance(error, (RuntimeError, AssertionError)) and any(
+            text in str(error) for text in ("INTERNAL ASSERT", "TensorWrapper", "FakeTensor")
+        )
+        if not (traces or all(map(is_library, files[inside[0] :]))):
+            raise
         raise TypeError(higher_order(what, type(error).__name__, first_words(error))) from error
 
 

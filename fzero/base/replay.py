@@ -254,12 +254,11 @@ def _held(x: object) -> object:
 
 # matrix products, whose last two operands are the factors
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
-# what passes values on without keeping any: a graph never saves what it is given, nor its result
+# what passes values on, whatever they are: without its values, only what a graph saves of it is needed
 PASSES = frozenset(
     f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
-    "neg _to_copy clone native_dropout".split()
+    "neg _to_copy clone mul div".split()
 )
-SCALES = frozenset({"aten::mul", "aten::div"})  # so do these, beside what no derivative goes to
 
 
 def living(of: Mapping[int, tuple[T, weakref.ref[object]]], x: torch.Tensor, default: T) -> T:

@@ -16,9 +16,9 @@ RUN_BACKWARD: Any = torch.autograd.graph._engine_run_backward
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # what torch.no_grad and torch.enable_grad come down to
 FORWARD_ENABLED, SET_FORWARD_ENABLED = torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
+# whether names of process groups are each thread's own, or the process's
+isolate_group_names: Callable[[bool], None] = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
 function_modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-
-
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
@@ -55,11 +55,6 @@ def prepare_for_fakes() -> None:
     if torch.backends.cuda.is_built() and not torch.cuda.device_count():
         with without_values():
             pass
-
-
-def isolate_group_names(on: bool) -> None:
-    """Whether names of process groups are each thread's own, or the process's."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]
 
 
 def only_maps() -> bool:

@@ -78,7 +78,9 @@ class Named(Activations):
             for number, results in self._held.items()
             if plan and not any(isinstance(x, Held) and x.is_written() for x in results)
         }
-        return Replaying(given, self._plan if plan else None, held, self._blanks, self._sent)
+        # what was written to is computed again, of values that may be left out otherwise
+        blanks = self._blanks and len(held) == len(self._held)
+        return Replaying(given, self._plan if plan else None, held, blanks, self._sent)
 
     def kept(self) -> Iterable[Kept]:
         return [x for results in self._held.values() for x in results if isinstance(x, Kept)]

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 
 from fzero.base import private
-from fzero.base.ambient import attentions, with_attentions
+from fzero.base.ambient import attentions
 from fzero.base.context import OURS
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
@@ -24,7 +24,7 @@ class Surroundings:
     """
 
     def __init__(self, attention: bool) -> None:
-        self._attentions = attentions() if attention else None
+        self._attentions = attentions.now() if attention else None
         self._variables: list[tuple[contextvars.ContextVar[object], object]] = []  # those of others
         for variable, value in contextvars.copy_context().items():
             if not variable.name.startswith(OURS):
@@ -34,7 +34,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all are as in the call."""
-        attention = with_attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
+        attention = attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
         with attention, private.under_function_modes(self._modes):
             tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:

@@ -53,22 +53,10 @@ class Apart(TorchFunctionMode):
         return out
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor._version, _address(tensor)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
-        return 0
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # its `.data` was set to what a functorch level computed
-        return -1
-
-
 def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Tells whether the values are the same, as far as there are values: batch norms write past the version counter."""
-    if tensor.is_meta or not _address(tensor) or private.dispatch_modes():
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
+    if not plain or tensor.is_meta or private.dispatch_modes():
         return True
     return torch.equal(tensor, source) or bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
 
@@ -102,7 +90,7 @@ class Untouched:
             for path, own in module.named_modules()
             for name, what in REGISTRIES.items()
         ]
-        self._constants = [(constant, _state(constant.tensor)) for constant in constants]
+        self._constants = [(constant, constant.tensor._version) for constant in constants]
 
     @contextlib.contextmanager
     def around_call(self, given: Mapping[str, object]) -> Iterator[None]:
@@ -137,8 +125,11 @@ class Untouched:
     def _changes(self) -> list[str]:
         """What is to be said of all that a call has changed."""
         with private.below_transforms():
-            changed = [x for x, state in self._constants if _state(x.tensor) != state or not _same(x.tensor, x.source)]
-        said = [_changed(constant.label, self._carries) for constant in changed]
+            said = [
+                _changed(constant.label, self._carries)
+                for constant, version in self._constants
+                if constant.tensor._version != version or not _same(constant.tensor, constant.source)
+            ]
         for of, what, prefix, before in self._registries:
             for name in {**before, **of}:
                 if not _alike(before.get(name, self), of.get(name, self)):

@@ -11,7 +11,7 @@ import torch
 
 from fzero.base import pytree, thread_state
 from fzero.base.context import during, own_copies, proves
-from fzero.base.flops import Flops
+from fzero.base.operators import Flops
 from fzero.engine.named import Unit, looking
 from fzero.planning.words import table
 from fzero.table.handle import storage_of

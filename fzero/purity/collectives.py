@@ -9,9 +9,8 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
-from fzero.base.places import Place
+from fzero.base.places import Place, frames_here, place_here
 from fzero.comm import backend, divergence
-from fzero.purity.caller import frames_here, place_here
 from fzero.table.handle import Function, Named, Operands
 
 # what the name of a function or an operator begins with, without "_" -> the map that is meant

@@ -21,12 +21,12 @@ from torch.utils import _python_dispatch as dispatch
 from fzero.base import as_written, hooks, private, pytree
 from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
+from fzero.base.follow import tangents_of
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
-from fzero.base.places import Place
+from fzero.base.places import NOWHERE, Place, place_here
 from fzero.base.refusals import heard, noted
 from fzero.comm.backend import COLLECTIVES
-from fzero.purity.caller import NOWHERE, place_here
 from fzero.purity.collectives import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
 
@@ -138,14 +138,9 @@ class Look(dispatch.TorchDispatchMode):
         """Has tensors be made by the function: what a unit returns that it calls."""
         for x in flatten(tree)[0]:
             if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
-                self._own.setdefault(memory_of(private.unwrapped(x)), True)
-                while private.is_wrapper(x):
-                    if not private.is_mapped(x) and private.level_of(x) > 0:  # or it has ended
-                        with beside(), private.below_transforms(private.level_of(x)):
-                            tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
-                        if tangent is not None:
-                            self._own.setdefault(memory_of(private.unwrapped(tangent)), True)
-                    x = private.inner(x)
+                with beside():
+                    for own in (x, *tangents_of(x)):
+                        self._own.setdefault(memory_of(private.unwrapped(own)), True)
 
     # ---- what the modes tell
 

@@ -29,12 +29,9 @@ def plain(
     sizes=st.tuples(*[st.integers(1, 4)] * 6),
     causal=st.booleans(),
     strided=st.booleans(),
-    groups=st.booleans(),
     dtype=st.sampled_from([F64, torch.float32, torch.bfloat16]),
 )
-def test_equals_the_formula(
-    sizes: tuple[int, ...], causal: bool, strided: bool, groups: bool, dtype: torch.dtype
-) -> None:
+def test_equals_the_formula(sizes: tuple[int, ...], causal: bool, strided: bool, dtype: torch.dtype) -> None:
     b, kv_heads, group, t, s, d = sizes
     generator = torch.Generator().manual_seed(sum(sizes))
 
@@ -45,12 +42,19 @@ def test_equals_the_formula(
 
     q, cotangent = drawn(kv_heads * group, t), drawn(kv_heads * group, t)
     k, v = drawn(kv_heads, s), drawn(kv_heads, s)
-    with mock.patch.object(flash, "_takes_groups", flash._takes_groups if groups else lambda: False):
-        out, logarithms = flash.attention(q, k, v, causal, 0.7)
-        pulled = flash.pullback(cotangent, q, k, v, out, logarithms, causal, 0.7)
+    out, logarithms = flash.attention(q, k, v, causal, 0.7)
+    pulled = flash.pullback(cotangent, q, k, v, out, logarithms, causal, 0.7)
     wide = [x.to(F64) for x in (q, k, v)]
     (expected, sums), pull = torch.func.vjp(functools.partial(plain, causal=causal, scale=0.7), *wide)  # type: ignore[misc]
     by = pull((cotangent.to(F64), torch.zeros_like(sums)))
     tolerance = {F64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     found = [x.to(F64) for x in (out, logarithms, *pulled)]
     assert_trees_close(found, [expected, sums, *by], rtol=tolerance, atol=tolerance)
+
+
+def test_heads_that_share_keys_have_a_kernel_where_it_takes_them() -> None:
+    q, v = torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8)
+    with mock.patch.object(flash, "_takes_groups", lambda: False):
+        assert [flash.has_kernel(q, x, 1.0) for x in (v, v[:, 0], q)] == [False, False, True]
+        assert flash.has_kernel(q[:, :1], v[:, 0], 1.0)
+    assert flash.has_kernel(q, v, 1.0) == flash._takes_groups()

@@ -477,24 +477,3 @@ def test_the_forward_of_a_function() -> None:
         Says.apply(torch.ones(1))
         said.append(private.in_function())
     assert said == [True, True, False] and not private.in_function()
-
-
-class _Asks(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[bool] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.cat.default:
-            self.said += [private.has_tangent(x) for x in args[0]]
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_is_told_of_tangents() -> None:
-    with forward_ad.dual_level():
-        dual, plain = forward_ad.make_dual(torch.ones(2), torch.ones(2)), torch.ones(2)
-        whole = torch.ones(2, dtype=torch.int64)
-        assert private.has_tangent(dual) and not private.has_tangent(plain) and not private.has_tangent(whole)
-        with _Asks() as asks:
-            torch.cat([dual, plain])
-        assert asks.said[:2] == [True, False]  # and then of the tangents

@@ -14,7 +14,7 @@ from nightly import in_turns
 from torch import nn
 
 import fzero as fz
-from fzero.base.flops import Flops
+from fzero.base.operators import Flops
 from fzero.planning.activations import Choice
 from fzero.testing import LiveBytes
 

@@ -506,6 +506,27 @@ def test_what_is_written_after_it_was_kept_is_computed_again() -> None:
     assert_trees_equal(*found)
 
 
+def test_what_is_written_is_computed_again_of_products_too() -> None:
+    @fz.unit
+    def unit(p: Params, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = fz.name(x + x @ p["w"], "a")
+        return hidden, torch.tanh(hidden)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden, out = unit(params["blocks"][0], x)
+        hidden.mul_(2)
+        return hidden.sum() + out.square().sum()
+
+    found = []
+    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a",))):
+        step = transform(fz.train_step(loss, fz.sgd(0.1)))
+        state = step.init(params_of(1))
+        for _ in range(3):
+            state, _ = step(state, torch.eye(D, dtype=F64))
+        found.append(fz.gather(state.params))
+    assert_trees_equal(*found)
+
+
 def test_what_draws_is_computed_again() -> None:
     """Or what is drawn after it would be other numbers."""
 
