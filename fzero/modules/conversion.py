@@ -109,12 +109,6 @@ class Converted:
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self._known  # what it does with slices is its own affair
 
-    @functools.cached_property
-    def on_one_rank(self) -> bool:
-        """Tells whether one rank has all of a leaf."""
-        every = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices]
-        return any(sum(own) in own for own in every)
-
     @property
     def outputs(self) -> int | None:
         """The dim of outputs that is cut, from the end; None where they are whole."""
@@ -169,6 +163,8 @@ class Converted:
             return out if self.cut["weight"].style == "column" else self._gathered(out, dim, slices)
 
         def row(input: torch.Tensor) -> torch.Tensor:
+            if self.axis.size > 1 and sum(sizes := slices.sizes(self.axis.size)) in sizes:
+                raise self.refused("one rank has all of its inputs, which it could not tell from a slice of them")
             return self._sum(compute(self._piece(whole(input), dim, slices)), -dim)
 
         run, bias, ranks = column if slices.dim == outputs else row, self.cut.get("bias"), self.axis.size
@@ -276,12 +272,9 @@ class Converted:
             if count != sizes[self.axis.rank] or mark.cut not in (None, self._cut(slices, dim)):
                 raise self._not_a_piece(x, dim, sizes)
             return x
-        own, whole = sizes[self.axis.rank], sum(sizes)
-        if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
-            own = -1 if maps.is_whole(x, dim, whole, self.axis, f"inputs of {self.path!r}") else own
-        if count == own:
+        if count == sizes[self.axis.rank]:
             return x
-        if count != whole:
+        if count != sum(sizes):
             raise self._not_a_piece(x, dim, sizes)
         return self._slice(x, dim, slices)
 
@@ -344,7 +337,7 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
-    with during(_given, taken(own.path, marks, own.on_one_rank)), unseen():
+    with during(_given, taken(own.path, marks)), unseen():
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs

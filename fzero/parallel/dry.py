@@ -15,7 +15,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import CONSTANT, PARTIAL, REPLICATED, Form, form_of, set_forms
+from fzero.parallel.forms import PARTIAL, REPLICATED, Form, form_of, set_forms
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -128,12 +128,6 @@ class DryRun:
         self._told.append(TOLD)
         self.guessed = True
         return self._sizes.get((ax.name, own), [own] * ax.size)
-
-    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
-        """Tells whether all ranks have the same value."""
-        self._told.append(8)
-        x = private.unwrapped(x)
-        return all(form_of(x, axis) in (REPLICATED, CONSTANT) for axis in self.checked(ax))
 
     def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
         self._sizes[ax.name, sizes[ax.rank]] = list(sizes)

@@ -235,13 +235,6 @@ def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
     return _map("ring_shift", x, ax, functools.partial(_shifted, ax, by), functools.partial(_shifted, ax, -by))
 
 
-def is_whole(x: torch.Tensor, dim: int, count: int, ax: Axis, tag: str) -> bool:
-    """Tells whether each rank has all of a dim and none a piece of it, which ranks tell each other."""
-    if (run := running.get()) is not None:
-        return run.is_same(x, ax)
-    return pieces.told(ax, [x.shape[dim]], tag) == [(count,)] * ax.size
-
-
 def _map(
     name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map, joins: int | None = None, cuts: Cut | None = None
 ) -> torch.Tensor:

@@ -17,8 +17,6 @@ from fzero.table.placements import Cut, Mark, notes
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement stride __len__", torch.Tensor), torch.numel, _NBYTES}  # type: ignore[attr-defined]
-_MADE = named("zeros ones empty full rand randn", torch)
-MADE_LIKE = named("new_zeros new_ones new_empty new_full", torch.Tensor)
 SHAPED = frozenset(named("view reshape unflatten expand split __getitem__", *BOTH))  # of slices, by sizes
 
 
@@ -74,7 +72,8 @@ class OwnSize(int):
             f"apply: {what} uses a size that was read of what module {self.source!r} gives, whose outputs are cut over "
             f"axis {self.axis!r}: got {int.__repr__(self)}, this rank's, where another number is needed than that of "
             "its slice, or none is known to be right. Use the whole size (module.out_features, a number of the "
-            "config), -1 in a view, or say 'column_gather' of that module in the plan of fz.shard_tensor."
+            "config), -1 in a view, torch.zeros_like(x) and x.expand_as(y) for what is as large as a slice, or say "
+            "'column_gather' of that module in the plan of fz.shard_tensor."
         )
 
     def __mul__(self, other: object) -> OwnSize:  # type: ignore[override]
@@ -179,15 +178,3 @@ def own_sizes_in(args: Operands, kwargs: Mapping[str, object]) -> Iterator[OwnSi
             yield from own_sizes_in(tuple(x), {})
         elif isinstance(x, slice):
             yield from own_sizes_in((x.start, x.stop, x.step), {})
-
-
-def dim_made(func: Function, args: Operands, kwargs: Mapping[str, object]) -> int | None:
-    """The dim, from the end, that something is made as large as a slice along; None where no such thing is made."""
-    like = func in MADE_LIKE or func is torch.Tensor.expand
-    if not (like or func in _MADE):
-        return None
-    more = args[1:] if like else args
-    shape = more[0] if more and isinstance(more[0], (tuple, list)) else more or kwargs.get("size", ())
-    assert isinstance(shape, (tuple, list))
-    places = [place - len(shape) for place, size in enumerate(shape) if type(size) is OwnSize]
-    return places[0] if len(places) == 1 == sum(1 for _ in own_sizes_in(args, kwargs)) else None

@@ -81,10 +81,6 @@ class Running(Protocol):
         """The sizes of a dim on all ranks, which nobody tells, of this rank's."""
         ...
 
-    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
-        """Tells whether all ranks have the same value."""
-        ...
-
     def need_cut(self, ax: Axis, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
         """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
         ...

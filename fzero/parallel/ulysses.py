@@ -263,7 +263,8 @@ def _called(
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
     if (run := running.get()) is not None:
         run.need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
-    attend = functools.partial(of._attended, watched.seen(of.attention, (q, k, v)), options)
+    watched.need_whole(ulysses, q, k, v)
+    attend = functools.partial(of._attended, of.attention, options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
     return watched.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
 

@@ -96,7 +96,7 @@ def need_level(path: str) -> None:
 
 
 def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
+    """`attend(q, k, v)` of [b, heads, t, d], which is looked at as one operation."""
     mode = running_mode.get()
     if isinstance(mode, Acting):
         own = mode.owned(tensors, mode.next(F.scaled_dot_product_attention))
@@ -105,25 +105,6 @@ def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor
     out = mode.attended(attend, tensors) if isinstance(mode, Varying) else attend(*tensors)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A user's function of tensors that vary as these do, where other code runs unseen."""
-    mode = watcher()
-    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
-    if mode is None or all(mark == Mark("") for mark in marks):
-        return run
-
-    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
-        for x, mark in zip(given, marks, strict=True):
-            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        before = mode.actions
-        with during(running_mode, mode), during(notes, mode.known), mode:
-            out = run(*given, **options)
-        mode.known.first.unsure = mode.known.first.unsure or mode.actions != before
-        return out
-
-    return call
 
 
 def need_whole(func: Callable[..., object], *values: object) -> None:
@@ -141,18 +122,13 @@ def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
     return x
 
 
-def taken(module: str, marks: Sequence[Mark], on_one_rank: bool) -> Mark | None:
-    """How what a module is given varies: of the first that does, or as it did in the first run.
-
-    Args:
-        on_one_rank: one rank has all of its leaf, so that following alone tells a slice from what is whole.
-    """
+def taken(module: str, marks: Sequence[Mark]) -> Mark | None:
+    """How what a module is given varies: of the first that does, or as it did in the first run."""
     mode = running_mode.get()
     if isinstance(mode, Acting):
         return Mark("") if mode.next(module).places else None
     if isinstance(mode, Varying):
         mode.called(module)
-        mode.known.first.unsure = mode.known.first.unsure or (bool(marks) and on_one_rank)
         if marks and not marks[0].source:
             mode.did(module, [0])
     return marks[0] if marks else None
