@@ -18,8 +18,9 @@ from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
-from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece, whole
+from fzero.parallel.types import running_mode
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.state.sliced import in_order
 from fzero.table.handle import Handle

@@ -23,6 +23,7 @@ from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
+from fzero.parallel.forms import need_cut
 from fzero.parallel.packed import Folding
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of, torchs
@@ -139,9 +140,8 @@ def _called(
         q, k, v = floats(who, q, k, v)
         more = torchs(who, more)
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
-    if (run := running.get()) is not None:  # a dry run, which looks at the maps
-        if isinstance(ax := getattr(attention, "ax", None), Axis):
-            run.need_cut(ax, attention.name, dict.fromkeys((q, k, v), 2))
+    if running.get() is not None:  # a dry run, which looks at the maps
+        need_cut(getattr(attention, "ax", None), attention.name, dict.fromkeys((q, k, v), 2))
         return plan.formula(q, k, v)
     return watched.attended(plan.attend, (q, k, v))
 

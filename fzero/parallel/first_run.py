@@ -24,11 +24,11 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Input, Inputs
-from fzero.parallel.dry import DryRun
+from fzero.parallel.dry import called
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, proven
-from fzero.parallel.types import WHO, AxisTypeError, place_of, tensors_in, type_of
+from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
 from fzero.table.placements import Unchecked, checks
@@ -54,7 +54,8 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
-        return _first_run(step, params, inputs, DryRun(frozenset(), check_first_run.__code__, params.axis.tensor))
+        run = DryRun(frozenset(), check_first_run.__code__, called, params.axis.tensor)
+        return _first_run(step, params, inputs, run)
     except AxisTypeError:
         raise
     except Exception as error:

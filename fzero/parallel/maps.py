@@ -24,15 +24,14 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
-from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
-from fzero.parallel.types import running
+from fzero.parallel.types import MOST_DIMS, running
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable, note_copy
 from fzero.table.placements import Cut
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]
-MOST_DIMS = 64  # that a tensor may have
 
 
 def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:

@@ -6,12 +6,10 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 
 import torch
 
-from fzero.parallel.acting import running_mode
-from fzero.parallel.types import running
+from fzero.parallel.types import running, running_mode
 from fzero.table.handle import BOTH, Function, Operands, named
 from fzero.table.placements import Cut, Mark, notes
 
@@ -50,15 +48,6 @@ class OwnSize(int):
         cut = self.cut.sized(int.__index__(self), size) if len(self.cut.parts or ()) == 1 else None
         return OwnSize.of(size, self.source, self.axis, cut or self.cut._replace(parts=None))
 
-    def _ratio(self, other: OwnSize) -> int | None:
-        """How many go into one, where that is the same on all ranks."""
-        parts, others = self.cut.parts or (), other.cut.parts or ()
-        if len(parts) != 1 or len(others) != 1:  # what is fused, or not known
-            return None
-        found = {Fraction(size, beside) if beside else None for size, beside in zip(parts[0], others[0], strict=True)}
-        ratio = found.pop() if len(found) == 1 else None
-        return int(ratio) if ratio is not None and ratio.denominator == 1 else None
-
     def need_shape(self, what: str) -> None:
         """Refuses another use than that of a shape; outside of modules values tell (`forms`)."""
         run = running.get()
@@ -76,55 +65,40 @@ class OwnSize(int):
             "'column_gather' of that module in the plan of fz.shard_tensor."
         )
 
-    def __mul__(self, other: object) -> OwnSize:  # type: ignore[override]
-        if type(other) is int:
-            return self._like(int.__mul__(self, other))
-        if isinstance(other, (int, float, complex)):
-            self.need_shape("*")
-        return int.__mul__(self, other)  # type: ignore[operator]
-
-    __rmul__ = __mul__  # type: ignore[assignment]
-
-    def __floordiv__(self, other: object) -> int:  # type: ignore[override]
-        if type(other) is OwnSize and (ratio := self._ratio(other)) is not None:
-            return ratio
-        if type(other) is int and other and not int.__mod__(self, other):
-            return self._like(int.__floordiv__(self, other))
-        if isinstance(other, (int, float)):
-            self.need_shape("//")
-        return int.__floordiv__(self, other)  # type: ignore[operator]
-
-    def __add__(self, other: object) -> int:  # type: ignore[override]
-        if type(other) is OwnSize:
-            return self._like(int.__add__(self, other))
-        if other == 0 and type(other) is int:  # sum(sizes)
-            return self
-        if isinstance(other, (int, float, complex)):
-            self.need_shape("+")
-        return int.__add__(self, other)  # type: ignore[operator]
-
-    __radd__ = __add__  # type: ignore[assignment]
-
-    def __neg__(self) -> OwnSize:
-        return self._like(int.__neg__(self))
-
 
 def _checks(frame: types.FrameType) -> bool:
     """Tells whether a library asks, that looks whether a shape can be: what it does next depends on no more."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in ("einops", "fzero", "torch")
 
 
-def _as_number(name: str) -> Callable[..., object]:
+def _is_shape(size: OwnSize, what: str, other: object = 0) -> bool:
+    """Tells whether shapes may be made of what an operator gives: multiples, parts and sums of sizes of slices."""
+    if what in ("add", "radd"):
+        return type(other) is OwnSize or (type(other) is int and not other)  # which sum() begins with
+    if what == "floordiv":
+        return type(other) is int and other != 0 and not int.__mod__(size, other)
+    return type(other) is int
+
+
+_SHAPES = "add radd mul rmul floordiv neg".split()
+_SIGNS = {"eq": "==", "ne": "!=", "mod": "%", "add": "+", "mul": "*", "floordiv": "//"}
+
+
+def _operator(name: str) -> Callable[..., object]:
     plain, what = getattr(int, name), name.strip("_")
 
     def method(self: OwnSize, *others: object) -> object:
+        out = plain(self, *others)
+        if out is NotImplemented and not any(isinstance(x, (float, complex)) for x in others):
+            return out
+        if what in _SHAPES and _is_shape(self, what, *others):
+            return self._like(out)
         if what in ("eq", "ne"):  # whether it is empty may be asked
             refused = type(others[0]) is int and bool(others[0]) and not _checks(sys._getframe(1))
         else:
             refused = what != "mod" or not _checks(sys._getframe(1))
-        out = plain(self, *others)
-        if refused and (out is not NotImplemented or any(isinstance(x, (float, complex)) for x in others)):
-            self.need_shape({"eq": "==", "ne": "!=", "mod": "%"}.get(what, what))
+        if refused:
+            self.need_shape(_SIGNS.get(what, what))
         return out
 
     method.__name__ = name
@@ -132,12 +106,13 @@ def _as_number(name: str) -> Callable[..., object]:
 
 
 for _name in (
+    "__add__ __radd__ __mul__ __rmul__ __floordiv__ __neg__ "
     "__sub__ __rsub__ __truediv__ __rtruediv__ __rfloordiv__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ "
     "__lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ "
     "__lt__ __le__ __gt__ __ge__ __abs__ __pos__ __float__ __int__ __eq__ __ne__ __mod__ "
     "__round__ __trunc__ __floor__ __ceil__ bit_length as_integer_ratio conjugate"
 ).split():
-    setattr(OwnSize, _name, _as_number(_name))
+    setattr(OwnSize, _name, _operator(_name))
 for _name in ("real", "imag", "numerator", "denominator"):  # as Fraction reads
     setattr(OwnSize, _name, property(functools.partial(OwnSize.need_shape, what=_name)))
 
@@ -156,17 +131,16 @@ def own_sizes(
     x, *more = args
     assert isinstance(x, torch.Tensor) and isinstance(out, (int, tuple))
     place, strides = x.ndim + cut.dim, func == torch.Tensor.stride
-    if isinstance(out, tuple):
-        sizes = [own(n) if (each < place if strides else each == place) else n for each, n in enumerate(out)]
-        return tuple(sizes) if strides else torch.Size(sizes)
     if func == torch.Tensor.__len__:
-        if place == 0:  # Python makes a plain number of it
-            raise own(out).refusal("len")
-        return out
+        if place:
+            return out
+        raise own(out).refusal("len")  # Python makes a plain number of it
+    is_own = lambda dim: dim < place if strides else dim == place
+    if isinstance(out, tuple):
+        sizes = [own(n) if is_own(dim) else n for dim, n in enumerate(out)]
+        return tuple(sizes) if strides else torch.Size(sizes)
     dim = kwargs.get("dim", more[0] if more else None)
-    if not isinstance(dim, int):
-        return own(out)
-    return own(out) if (dim % x.ndim < place if strides else dim % x.ndim == place) else out
+    return own(out) if not isinstance(dim, int) or is_own(dim % x.ndim) else out
 
 
 def own_sizes_in(args: Operands, kwargs: Mapping[str, object]) -> Iterator[OwnSize]:

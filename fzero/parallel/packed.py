@@ -16,8 +16,8 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import maps
-from fzero.parallel.acting import unseen
 from fzero.parallel.types import running
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import mapped
 
 Range = tuple[int, int]  # the first of some heads, and the one behind the last

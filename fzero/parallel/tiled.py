@@ -21,6 +21,7 @@ from fzero.engine.dispatch import call_unit
 from fzero.parallel import loss as losses
 from fzero.parallel import watched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.forms import need_cut
 from fzero.parallel.maps import shared
 from fzero.parallel.types import running
 
@@ -120,8 +121,7 @@ def tiled_cross_entropy(
     first, vocabulary = losses.slice_of(weight, 0, ax, sizes, who)
     losses.need_known(targets, vocabulary, ignore_index, who)
     hidden = hidden if ax is None else shared(hidden, ax)
-    if (run := running.get()) is not None and ax is not None:
-        run.need_cut(ax, who, {weight: 0} if bias is None else {weight: 0, bias: 0})
+    need_cut(ax, who, {weight: 0} if bias is None else {weight: 0, bias: 0})
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     places = losses.places_of(targets, first, weight.shape[0]).reshape(-1)
     fn = functools.partial(_statistics, label_smoothing > 0)

@@ -18,10 +18,10 @@ from fzero.engine.compiled import leave_out
 from fzero.parallel import blocks, watched
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, told_if_wrong
 from fzero.parallel.axis import need_axis
+from fzero.parallel.forms import need_cut
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
-from fzero.parallel.types import running
 from fzero.parallel.visible import torchs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -261,8 +261,7 @@ def _called(
     plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
     dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
-    if (run := running.get()) is not None:
-        run.need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
+    need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
     watched.need_whole(ulysses, q, k, v)
     attend = functools.partial(of._attended, of.attention, options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)

@@ -7,7 +7,7 @@ together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
 out again, on whatever way (`table/placements.py`). Later runs repeat what had to be done in the first one under a
-signature (`parallel/acting.py`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
+signature (`watched.Acting`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
 at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates
 inside of a module must not be a slice.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,16 @@ from fzero.base import hooks, private, pytree
 from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
+from fzero.comm.axis import Axis
 from fzero.parallel import rules
-from fzero.parallel.acting import Copy, running_mode, unseen
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
+from fzero.parallel.types import running_mode
 from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, StandIn, name_of, named, writes
-from fzero.table.placements import Action, Actions, Cut, Mark, Notes, reads
+from fzero.table.placements import Action, Actions, Cut, Mark, Notes, Straight, notes, reads
 
+Copy = Callable[[object, Axis], object]  # `piece.as_own`
 # of the object, not of its values
 _OF_THE_OBJECT = {
     *(getattr(torch.Tensor, name).__get__ for name in "grad_fn is_leaf _version grad".split()),
@@ -236,3 +238,18 @@ class Varying(TorchFunctionMode):
 def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     """Tells whether something is a slice of which one knows how it lies, or of which no element can be another one."""
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
+
+
+def unseen(known: Notes | None = None) -> contextlib.AbstractContextManager[object]:
+    """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
+    if running_mode.get() is None and (isinstance(notes.get(), Straight) or notes.get() is known is None):
+        return contextlib.nullcontext()
+    return _unseen(known)
+
+
+@contextlib.contextmanager
+def _unseen(known: Notes | None) -> Iterator[None]:
+    on_top = getattr(private.function_mode(), "of_slices", False)
+    off = private.without_function_mode() if on_top else contextlib.nullcontext()
+    with during(running_mode, None), during(notes, known), off:
+        yield

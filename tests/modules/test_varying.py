@@ -225,6 +225,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "moved by keywords": lambda h, x: moved(torch.cat([h] * 3))[:2],
     "a mask of all heads": lambda h, x: h * summed(biased(h, torch.ones(1, 2, 6, 6, dtype=h.dtype))),
     "a number of numpy to a part": lambda h, x: h * summed(h, np.float32(3)),
+    "by how many go into one": lambda h, x: h * (h.shape[-1] // h.sin().shape[-1]),
     "its numerator": lambda h, x: h / h.shape[-1].numerator,
     "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
 }
