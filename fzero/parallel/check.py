@@ -19,10 +19,9 @@ from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
-from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
+from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import called
 from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
-from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, playable, proven
 from fzero.parallel.types import (
     WHO,

@@ -23,10 +23,9 @@ from fzero.comm.axis import Axis
 from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
-from fzero.parallel.declared import Dims, Input, Inputs
+from fzero.parallel.declared import Dims, Input, Inputs, Planned
 from fzero.parallel.dry import called
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
-from fzero.parallel.planned import Planned
 from fzero.parallel.played import need_one_process, proven
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded

@@ -100,6 +100,7 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "as another": lambda h, x: (h.to(x) + h.view_as(h).type(torch.float64).cpu()).data + h,
     "a new last dim": lambda h, x: torch.stack([h, h.sin()], -1).sum(-1) + h.unsqueeze(-1).squeeze(-1),
     "masked": lambda h, x: h.masked_fill(h < 0, 0.0) * (x.new_ones(2, 6, 1) > 0).to(h),
+    "tokens by a mask": lambda h, x: h[x[..., 0] > x[..., 0].median()].unsqueeze(0),
     "places by tensors": lambda h, x: h[[1, 0]][:, torch.tensor([5, 4, 3, 2, 1, 0])],
     "last tokens": lambda h, x: h * h[torch.arange(2), torch.tensor([0, 3])][:, None],
     "causal by hand": lambda h, x: causal(h),
@@ -205,6 +206,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads as the inner part": lambda h, x: h.view(*h.shape[:2], -1, 3).transpose(2, 3).flatten(2),
     "glu": lambda h, x: torch.cat([F.glu(h)] * 2, -1),
     "one feature": lambda h, x: h * h[..., 0].unsqueeze(-1),
+    "every second feature": lambda h, x: torch.cat([h[..., ::2]] * 2, -1),
     "some features": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
     "a number of heads": lambda h, x: heads(h, 6, -1),
     "tokens as heads": lambda h, x: h.view(h.shape[0], -1, 6, 2).transpose(1, 2).reshape(h.shape),
@@ -656,7 +658,6 @@ class Fused(nn.Module):
 FUSED: dict[str, Any] = {
     "chunk": lambda h: torch.sigmoid(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
     "glu": F.glu,
-    "halves": lambda h: h[..., : h.shape[-1] // 2] * h[..., h.shape[-1] // 2 :],
     "dims": lambda h: h.reshape(*h.shape[:2], 2, -1)[:, :, 0] * h.reshape(*h.shape[:2], 2, -1).unbind(2)[1],
     "sizes": lambda h: h.split([h.shape[-1] // 2] * 2, -1)[0] + h.split(h.shape[-1] // 2, -1)[1],
 }
