@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import private, pytree, thread_state
-from fzero.parallel.own_size import OwnSize, own_sizes_in
+from fzero.parallel.own_size import OwnSize
 from fzero.table.handle import Function
 from fzero.table.placements import Cut
 
@@ -307,22 +307,12 @@ def flattened(call: Call) -> Cut:
     return _placed(call.x, call.own, call.out, by_shape(call) + call.out.ndim)
 
 
-def expanded(call: Call) -> int:
-    """expand(x, sizes)."""
-    sizes = call.given["sizes"]
-    if any(type(size) is OwnSize and place - len(sizes) != call.dim for place, size in enumerate(sizes)):
-        raise Mixed
-    return call.dim
-
-
 # ---- parts of a tensor
 
 
 def indexed(call: Call) -> int:
     """x[index], of dims that are not cut; a mask stands for the places that it says."""
     index = call.given["index"] if isinstance(call.given["index"], tuple) else (call.given["index"],)
-    if next(own_sizes_in(index, {}), None) is not None:
-        raise Mixed
     masks = [isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in index]
     if any(masks):
         places = [each.nonzero(as_tuple=True) if mask else (each,) for each, mask in zip(index, masks, strict=True)]
@@ -334,22 +324,15 @@ def indexed(call: Call) -> int:
     return dim
 
 
-def taken_apart(call: Call, by_size: bool = False) -> Cut | list[Cut]:
-    """chunk(x, many, dim), or split(x, size, dim)."""
+def taken_apart(call: Call) -> Cut | list[Cut]:
+    """chunk(x, many, dim)."""
     x, own, many = call.x, call.own, call.given["many"]
     if call.given["dim"] % x.ndim - x.ndim != own.dim:
-        if any(type(each) is OwnSize for each in (many if isinstance(many, (tuple, list)) else [many])):
-            raise Mixed
         return own
     if own.own is None or own.parts is None or own.outer > 1:
         raise Mixed
     count, size = len(own.parts), x.shape[own.dim]
-    if isinstance(many, (tuple, list)):
-        fits = by_size and tuple(many) == own.own
-    else:  # the number of pieces, or their size, of which each rank has its own
-        alike = len({*own.parts}) == 1 and many == (own.own[0] if by_size else count)
-        fits = alike and call.out.shape[own.dim] * count == size and (type(many) is OwnSize) == by_size
-    if not fits:
+    if len({*own.parts}) > 1 or many != count or call.out.shape[own.dim] * count != size:
         raise Mixed
     return [own._replace(parts=(part,)) for part in own.parts]
 

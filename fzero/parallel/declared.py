@@ -64,7 +64,11 @@ class Planned:
     """
 
     def __init__(self, step: Spec, params: object, axis: Axis | None = None) -> None:
-        need_ranks(step)
+        if not backend.initialized() and (step.sharding is not None or step.tensor_axis is not None):
+            raise RuntimeError(
+                f"{WHO}: the step goes over ranks, and there is no process group. Make it on a mesh to which nothing "
+                "is sent: with fz.testing.fake_mesh({'dp': 2, 'tp': 4}) as mesh: fz.parallel.check(...)."
+            )
         self.step = step
         self._specs, leaves, self._structure = leaf_specs(params)
         self._leaves: list[Any] = leaves
@@ -145,15 +149,6 @@ class Planned:
     def outputs(self, result: object) -> object:
         """What is pulled back of what the function returned."""
         return split_result(self.step, result)[0]
-
-
-def need_ranks(step: Spec) -> None:
-    """Refuses a step over ranks where there are none."""
-    if not backend.initialized() and (step.sharding is not None or step.tensor_axis is not None):
-        raise RuntimeError(
-            f"{WHO}: the step goes over ranks, and there is no process group. Make it on a mesh to which nothing is "
-            "sent: with fz.testing.fake_mesh({'dp': 2, 'tp': 4}) as mesh: fz.parallel.check(...)."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,8 +246,11 @@ class Inputs:
             )
         elif isinstance(each.leaf, torch.Tensor):
             real = self._differentiated is not None and not each.tracked and not private.is_wrapper(each.leaf)
-            valued = self._values or real
-            made = self._valued(each.path, each.leaf) if valued else _like(each.leaf)
+            x = each.leaf
+            if self._values or real:
+                made = self._valued(each.path, x)
+            else:
+                made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         else:
             return each.leaf
         own = Type(frozenset(each.dims), False, repr(each.path), each.path if each.dims else "")
@@ -282,11 +280,6 @@ def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[
         number, dot, rest = path.partition(".")
         found.append((names[int(number)] + dot + rest, leaf))
     return found
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape; under a mode without values one that has none."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def patterns_of(given: Patterns | None, argument: str) -> dict[str, Dims]:

@@ -57,7 +57,7 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     if is_averaged(ax):
         return x.clone()
     note_copy("copy", ax)
-    return _map("copy", x, ax, _cloned if running.get() is None else _same, functools.partial(_total, ax))
+    return _map("copy", x, ax, torch.clone if running.get() is None else _same, functools.partial(_total, ax))
 
 
 def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -280,10 +280,6 @@ def _held_back(who: str, ax: Axis, back: Map, x: torch.Tensor) -> torch.Tensor:
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _cloned(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 def _total(ax: Axis, x: torch.Tensor) -> torch.Tensor:

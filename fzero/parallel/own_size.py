@@ -15,7 +15,7 @@ from fzero.table.placements import Cut, Mark, notes
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
 SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement stride __len__", torch.Tensor), torch.numel, _NBYTES}  # type: ignore[attr-defined]
-SHAPED = frozenset(named("view reshape unflatten expand split __getitem__", *BOTH))  # of slices, by sizes
+SHAPED = frozenset(named("view reshape unflatten expand", *BOTH))  # of slices, by sizes
 
 
 class OwnSize(int):

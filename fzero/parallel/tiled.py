@@ -184,7 +184,8 @@ class _Tile(Op):
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         """The graph of the first run, which ends with it, shows what is differentiated and was not given."""
-        if not self._looks:
+        looks, self._looks = self._looks, False  # so that what is derived of it then does not
+        if not looks:
             return self.replay(*tensors)
         given = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(tensors)]
         with torch.enable_grad(), private.without_dead_wrappers():
@@ -200,17 +201,6 @@ class _Tile(Op):
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = copies.copy(self)
         op.fn, op.node, op.unused = fn, None, ()
-        return op
-
-    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
-        return self._unseen(super().transposed(count, wanted, real))
-
-    def pushed(self, count: int, moving: Sequence[int]) -> Op:
-        return self._unseen(super().pushed(count, moving))
-
-    def _unseen(self, op: Op) -> Op:
-        assert isinstance(op, _Tile)
-        op._looks = False
         return op
 
 

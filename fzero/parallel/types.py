@@ -211,10 +211,8 @@ class Watch(dispatch.TorchDispatchMode):
             return func(*args, **kwargs)
         need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        overwritten = name in _OVERWRITING and _is_all(args[0])
         operands = tensors_in((args, kwargs))
-        taken = [] if _makes(name) else operands[1:] if overwritten else operands
-        joined, error = self._joined(name, taken)
+        joined, error = self._joined(name, [] if _makes(name) else operands)
         try:
             out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
@@ -228,9 +226,8 @@ class Watch(dispatch.TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
                 own.writes += 1
-                before = Type(frozenset(), True, "") if overwritten else own
-                own.varying, own.constant = before.varying | joined.varying, before.constant and joined.constant
-                own.leaf = before.leaf or joined.leaf
+                own.varying, own.constant = own.varying | joined.varying, own.constant and joined.constant
+                own.leaf = own.leaf or joined.leaf
                 set_type(tensor, own)
             for tensor in made:
                 set_type(tensor, memory.get(_memory(tensor)) or joined)
@@ -287,16 +284,6 @@ def _called(
             flat, spec = pytree.flatten((args, kwargs))
             args, kwargs = pytree.unflatten(spec, [plain.get(id(x), x) for x in flat])
     return func(*args, **kwargs)
-
-
-_OVERWRITING = ("aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor")
-
-
-def _is_all(tensor: object) -> bool:
-    """Tells whether a tensor is all of its memory."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        return False
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 _MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")

@@ -185,9 +185,9 @@ class Varying(TorchFunctionMode):
         return [Mark(cut[0].source, each) for each in found] if isinstance(found, list) else Mark(cut[0].source, found)
 
     def refused(self, func: Function | str, cut: Mark) -> ValueError:
-        what = func if isinstance(func, str) else name_of(func)
+        what = func if isinstance(func, str) else repr(name_of(func))
         return ValueError(
-            f"apply: {what!r} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
+            f"apply: {what} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
             f"{self.axis.name!r}, takes them apart, or is not known to leave that dim alone. Each rank has only its "
             "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
             "fz.shard_tensor, or leave it whole. If its weights are fused, say fz.parallel.cut('column', "
@@ -215,12 +215,7 @@ class Varying(TorchFunctionMode):
         marks = [self.mark_of(private.unwrapped(x)) or self.mark_of(x) for x in values if isinstance(x, torch.Tensor)]
         source = path or next((mark.source for mark in marks if mark and mark.source), "")
         if source:
-            raise ValueError(
-                f"apply: torch.func maps or differentiates within a module what module {source!r} gives, whose "
-                f"outputs are cut over axis {self.axis.name!r}, at {what!r}. It is not known what that does with a "
-                "rank's slice. Write it without torch.func, or say 'column_gather' of that module in the plan of "
-                "fz.shard_tensor."
-            )
+            raise self.refused(f"{what}, which torch.func maps or differentiates within a module,", Mark(source))
 
     def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first, slices = flat[0] if flat else None, next((mark.source for mark in marks if mark and mark.source), "")

@@ -190,6 +190,8 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "flip": lambda h, x: h.flip(-1),
     "roll": lambda h, x: h.roll(1, -1),
     "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[0]] * 2, -1),
+    "parts by sizes": lambda h, x: torch.cat([h.split(h.shape[-1] // 2, -1)[0]] * 2, -1),
+    "half by size": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
     "cat of features": lambda h, x: torch.cat([h.sin(), h.cos()], -1)[..., : h.shape[-1]],
     "einsum of features": lambda h, x: h * torch.einsum("btf,btf->bt", h, h)[..., None],
     "norm": lambda h, x: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True),
@@ -659,7 +661,6 @@ FUSED: dict[str, Any] = {
     "chunk": lambda h: torch.sigmoid(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
     "glu": F.glu,
     "dims": lambda h: h.reshape(*h.shape[:2], 2, -1)[:, :, 0] * h.reshape(*h.shape[:2], 2, -1).unbind(2)[1],
-    "sizes": lambda h: h.split([h.shape[-1] // 2] * 2, -1)[0] + h.split(h.shape[-1] // 2, -1)[1],
 }
 
 
