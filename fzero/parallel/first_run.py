@@ -23,7 +23,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
-from fzero.parallel.declared import Dims, Input, Inputs, Planned
+from fzero.parallel.declared import Dims, Inputs, Planned
 from fzero.parallel.dry import called
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.played import need_one_process, proven
@@ -124,13 +124,6 @@ def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
     return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
 
 
-def _on_cpu(each: Input) -> Input:
-    x = each.leaf
-    if not isinstance(x, torch.Tensor):
-        return each
-    return replace(each, leaf=torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu())
-
-
 def _need_one_process(
     fn: Callable[..., object],
     step: Spec,
@@ -155,7 +148,10 @@ def _need_one_process(
     begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
     instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
     try:
-        inputs.leaves = [_on_cpu(each) for each in inputs.leaves]
+        for i, each in enumerate(inputs.leaves):
+            if isinstance(x := each.leaf, torch.Tensor):
+                x = torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu()
+                inputs.leaves[i] = replace(each, leaf=x)
         for seed in range(DRAWS):
             inputs.planned = _drawn(step, params, seed)
             need_one_process(fn, inputs, outputs, sizes, draws)

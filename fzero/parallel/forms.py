@@ -50,7 +50,9 @@ def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
 def need_cut(ax: Axis | None, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
     """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
     run = running.get()
-    for axis in run.checked(ax) if run is not None and ax is not None else ():
+    if run is None or ax is None:
+        return
+    for axis in run.checked(ax):
         if not all(isinstance(form := form_of(x, axis), int) and dim in (None, form) for x, dim in dims.items()):
             run.doubt(f"fz.parallel.{who}")
 

@@ -131,14 +131,14 @@ def own_sizes(
     x, *more = args
     assert isinstance(x, torch.Tensor) and isinstance(out, (int, tuple))
     place, strides = x.ndim + cut.dim, func == torch.Tensor.stride
-    if func == torch.Tensor.__len__:
-        if place:
-            return out
-        raise own(out).refusal("len")  # Python makes a plain number of it
     is_own = lambda dim: dim < place if strides else dim == place
     if isinstance(out, tuple):
         sizes = [own(n) if is_own(dim) else n for dim, n in enumerate(out)]
         return tuple(sizes) if strides else torch.Size(sizes)
+    if func == torch.Tensor.__len__:
+        if place:
+            return out
+        raise own(out).refusal("len")  # Python makes a plain number of it
     dim = kwargs.get("dim", more[0] if more else None)
     return own(out) if not isinstance(dim, int) or is_own(dim % x.ndim) else out
 

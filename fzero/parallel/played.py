@@ -81,7 +81,8 @@ def need_one_process(
     try:
         runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes))
     except Parted as error:
-        raise AxisTypeError(f"{WHO}: played on ranks of {_axes(sizes)}, {error}. {_ADVICE}") from None
+        axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
+        raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
     hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
     dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes
     # in float32 some models compute parts of themselves
@@ -106,10 +107,6 @@ _ADVICE = (
     "such as ax.rank, changes what ranks compute."
 )
 _DRAWS = " The function also draws random numbers, which are others for a piece than for the whole: take dropout out."
-
-
-def _axes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
 
 
 # ---- inputs: whole ones, and each rank's pieces

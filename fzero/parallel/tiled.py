@@ -156,7 +156,10 @@ def _tiled(fn: Fn, tiles: int, dim: int, x: object, *args: object) -> Any:
         for place, tensor in zip(tensors, given, strict=True):
             new[place] = tensor
         first, others = pytree.unflatten(spec, new)
-        out, form["of results"] = _need_result(fn(first, *others))
+        out, form["of results"] = pytree.flatten(fn(first, *others))
+        for leaf in out:
+            if not isinstance(leaf, torch.Tensor):
+                raise wrong("parallel.tiled", "a result of fn with", leaf, "a pytree of tensors")
         return tuple(out)
 
     for number, size in enumerate(sizes):
@@ -254,14 +257,6 @@ def _cut_sizes(tensors: Sequence[torch.Tensor], tiles: int, dim: int) -> list[in
             f"dim {dim}. Give what every tile needs whole as an argument after x."
         )
     return [size for size in pieces.balanced(sizes[0], tiles) if size] or [0]
-
-
-def _need_result(result: object) -> tuple[list[torch.Tensor], pytree.Spec]:
-    out, spec = pytree.flatten(result)
-    for leaf in out:
-        if not isinstance(leaf, torch.Tensor):
-            raise wrong("parallel.tiled", "a result of fn with", leaf, "a pytree of tensors")
-    return out, spec
 
 
 def _need_sizes(results: Sequence[torch.Tensor], size: int, dim: int) -> None:
