@@ -75,7 +75,7 @@ class Forms(TorchFunctionMode):
     def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor]) -> None:
         """Notes that the caller's code does something that is not known, but where a module is looked at."""
         run, known = running.get(), notes.get()
-        if run is None or not run.automatic or _pulls_back() or not is_users():
+        if run is None or not run.automatic or not is_users():
             return
         if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
             run.doubt(func if isinstance(func, str) else name_of(func))
@@ -136,6 +136,8 @@ class Forms(TorchFunctionMode):
         """The form on an axis of what a function makes of operands, of these forms; of all that it makes."""
         if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
+        if rules.is_as_large(func) and PARTIAL in forms:
+            return REPLICATED
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
         if isinstance(bias, torch.Tensor):
             rest = operands[:2]

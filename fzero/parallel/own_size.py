@@ -42,6 +42,9 @@ class OwnSize(int):
 
     def __hash__(self) -> int:
         """Not the number's: what a library keeps by the shapes that it is given knows slices from wholes."""
+        run = running.get()
+        if run is not None and running_mode.get() is None and not _checks(sys._getframe(1)):
+            run.doubt("a size as a key")
         return hash((int.__index__(self), self.source, self.axis, self.cut))
 
     def _like(self, size: int) -> OwnSize:

@@ -99,6 +99,12 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     return func not in _ELEMENTWISE or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
+def is_as_large(func: Function) -> bool:
+    """Tells whether an operation takes nothing of its operand but the shape, and gives all ranks the same values."""
+    return func in _AS_LARGE
+
+
+_AS_LARGE = set(named("zeros_like ones_like empty_like full_like", torch))
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
 _RANDOM = {
     *(torch.dropout, F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
