@@ -152,6 +152,8 @@ class Converted:
             if not all(slices.sizes(self.axis.size)):
                 raise self.refused(f"its {shape[slices.dim]} channels are fewer than the {self.axis.size} ranks")
 
+        alone = self.axis.size > 1 and sum(slices.sizes(self.axis.size)) in slices.sizes(self.axis.size)
+
         def compute(input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             weight = _value(self.leaves["weight"])
             if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -164,7 +166,7 @@ class Converted:
             return out if self.cut["weight"].style == "column" else self._gathered(out, dim, slices)
 
         def row(input: torch.Tensor) -> torch.Tensor:
-            if self.axis.size > 1 and sum(sizes := slices.sizes(self.axis.size)) in sizes:
+            if alone:
                 raise self.refused("one rank has all of its inputs, which it could not tell from a slice of them")
             return self._sum(compute(self._piece(whole(input), dim, slices)), -dim)
 

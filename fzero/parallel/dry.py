@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,25 +94,15 @@ def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
-def called(run: DryRun, name: str, ax: Axis, place: Place, send: Run, transposed: bool, told: list[int]) -> Run:
-    """What stands for a map that one line calls, or for its transpose."""
-    takes, gives = reversed(KINDS[name]) if transposed else KINDS[name]
-    return _Call(run, name, ax, place, _Part(send), takes, gives, transposed, told)
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
+class Called:
     """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
 
-    run: DryRun
-    name: str
-    ax: Axis
-    place: Place
-    part: _Part
-    takes: str
-    gives: str
-    transposed: bool
-    told: list[int]
+    def __init__(
+        self, run: DryRun, name: str, ax: Axis, place: Place, send: Run, transposed: bool, told: list[int]
+    ) -> None:
+        self.run, self.name, self.ax, self.place, self.part = run, name, ax, place, _Part(send)
+        self.transposed, self.told = transposed, told
+        self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)

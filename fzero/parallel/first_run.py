@@ -24,7 +24,7 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
-from fzero.parallel.dry import called
+from fzero.parallel.dry import Called
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.played import is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
@@ -53,7 +53,7 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
-        run = DryRun(frozenset(), check_first_run.__code__, called, params.axis.tensor)
+        run = DryRun(frozenset(), check_first_run.__code__, Called, params.axis.tensor)
         return _first_run(step, params, inputs, run)
     except AxisTypeError:
         raise

@@ -95,7 +95,7 @@ class DryRun:
 
     Args:
         ignored: axes on which nothing is checked.
-        called: makes a map that sends nothing of one: `dry.called`.
+        called: makes a map that sends nothing of one: `dry.Called`.
         over: the only one that is checked, also as a part of other ones; None for all.
 
     Attributes:
