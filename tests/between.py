@@ -70,8 +70,6 @@ h = torch.stack([h, h.cos()], 1)
 h = h.chunk(2, -1)[0]
 h = h.split(h.shape[-1] // 2, -1)[-1]
 h = h[..., : h.shape[-1] // 2]
-b = h * 1; b[:, 0] = p[:, 0]; h = b
-b = torch.zeros(h.shape, dtype=h.dtype); b[:, 1:] = h[:, 1:]; h = b
 p = h
 p = torch.ones_like(h)
 h = kept(h)

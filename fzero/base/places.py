@@ -37,10 +37,13 @@ def frames(until: Collection[CodeType], looking: Collection[str] = ()) -> Iterat
 
 
 def definition_of(fn: object) -> Place | None:
-    """The line that a function, or the forward of a module, begins with; None of one that is not the caller's.
+    """The line that a function, or the forward of a module, begins with; None of one that is not the caller's."""
+    own = function_of(fn)
+    return None if own is None else Place(own.__code__.co_filename, own.__code__.co_firstlineno, own.__code__.co_name)
 
-    What this library makes of a function holds it in a closure or as an argument.
-    """
+
+def function_of(fn: object) -> types.FunctionType | None:
+    """The caller's function: what this library makes of a function holds it in a closure or as an argument."""
     todo, seen = [fn], 0
     while todo and (seen := seen + 1) < 50:
         fn = todo.pop(0)
@@ -51,7 +54,7 @@ def definition_of(fn: object) -> Place | None:
         own = getattr(own, "__func__", own)
         code = getattr(own, "__code__", None)
         if code is not None and not is_library(code.co_filename):
-            return Place(code.co_filename, code.co_firstlineno, code.co_name)
+            return own  # type: ignore[return-value]
         if code is not None:
             filled = [cell for cell in getattr(own, "__closure__", None) or () if cell != types.CellType()]
             todo += [cell.cell_contents for cell in filled if callable(cell.cell_contents)]

@@ -18,8 +18,9 @@ from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
-from fzero.parallel.acting import running_mode, unseen
 from fzero.parallel.piece import Piece, whole
+from fzero.parallel.types import running_mode
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.state.sliced import in_order
 from fzero.table.handle import Handle
@@ -109,12 +110,6 @@ class Converted:
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self._known  # what it does with slices is its own affair
 
-    @functools.cached_property
-    def on_one_rank(self) -> bool:
-        """Tells whether one rank has all of a leaf."""
-        every = [leaf.slices.sizes(self.axis.size) for leaf in self.cut.values() if leaf.slices]
-        return any(sum(own) in own for own in every)
-
     @property
     def outputs(self) -> int | None:
         """The dim of outputs that is cut, from the end; None where they are whole."""
@@ -157,6 +152,8 @@ class Converted:
             if not all(slices.sizes(self.axis.size)):
                 raise self.refused(f"its {shape[slices.dim]} channels are fewer than the {self.axis.size} ranks")
 
+        alone = self.axis.size > 1 and sum(slices.sizes(self.axis.size)) in slices.sizes(self.axis.size)
+
         def compute(input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             weight = _value(self.leaves["weight"])
             if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -169,6 +166,8 @@ class Converted:
             return out if self.cut["weight"].style == "column" else self._gathered(out, dim, slices)
 
         def row(input: torch.Tensor) -> torch.Tensor:
+            if alone:
+                raise self.refused("one rank has all of its inputs, which it could not tell from a slice of them")
             return self._sum(compute(self._piece(whole(input), dim, slices)), -dim)
 
         run, bias, ranks = column if slices.dim == outputs else row, self.cut.get("bias"), self.axis.size
@@ -276,12 +275,9 @@ class Converted:
             if count != sizes[self.axis.rank] or mark.cut not in (None, self._cut(slices, dim)):
                 raise self._not_a_piece(x, dim, sizes)
             return x
-        own, whole = sizes[self.axis.rank], sum(sizes)
-        if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
-            own = -1 if maps.is_whole(x, dim, whole, self.axis, f"inputs of {self.path!r}") else own
-        if count == own:
+        if count == sizes[self.axis.rank]:
             return x
-        if count != whole:
+        if count != sum(sizes):
             raise self._not_a_piece(x, dim, sizes)
         return self._slice(x, dim, slices)
 
@@ -344,7 +340,7 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
-    with during(_given, taken(own.path, marks, own.on_one_rank)), unseen():
+    with during(_given, taken(own.path, marks)), unseen():
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs

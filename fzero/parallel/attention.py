@@ -23,6 +23,7 @@ from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
+from fzero.parallel.forms import need_cut
 from fzero.parallel.packed import Folding
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of, torchs
@@ -139,9 +140,8 @@ def _called(
         q, k, v = floats(who, q, k, v)
         more = torchs(who, more)
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
-    if (run := running.get()) is not None:  # a dry run, which looks at the maps
-        if isinstance(ax := getattr(attention, "ax", None), Axis):
-            run.need_cut(ax, attention.name, dict.fromkeys((q, k, v), 2))
+    if running.get() is not None:  # a dry run, which looks at the maps
+        need_cut(getattr(attention, "ax", None), attention.name, dict.fromkeys((q, k, v), 2))
         return plan.formula(q, k, v)
     return watched.attended(plan.attend, (q, k, v))
 
@@ -181,19 +181,19 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
         told = pieces.told(ax, told[0], f"{who} shapes")
     if failed is not None:
         raise failed
-    for rank, numbers in enumerate(told):
+    every = [tuple(tuple(own[i + 1 : i + 1 + own[i]]) for i in (1, 7, 13)) for own in told]
+    for rank, (own, of_rank) in enumerate(zip(told, every, strict=True)):
         by = f"{who}: rank {rank} of axis {ax.name!r} got" if ax is not None and ax.size > 1 else f"{who}: got"
-        if not numbers[0]:
+        if not own[0]:
             raise ValueError(f"{by} options that it refuses; its own error says why.")
-        need_shapes([_shape(numbers[start : start + 6]) for start in (1, 7, 13)], by, options)
-    first = _without_length(told[0])
-    for rank, numbers in enumerate(told):
-        if _without_length(numbers) != first:
-            shapes_by_rank = [tuple(_shape(each[start : start + 6]) for start in (1, 7, 13)) for each in told]
+        need_shapes(of_rank, by, options)
+    others = [[(*shape[:2], *shape[3:]) for shape in of_rank] for of_rank in every]  # but for the number of tokens
+    for rank, own in enumerate(told):
+        if (others[rank], own[-1]) != (others[0], told[0][-1]):
             what = (
                 "dtypes or options (is_causal, window, documents, scale, order, chunks) that differ"
-                if first[:-1] == _without_length(numbers)[:-1]
-                else f"tensors of shapes {shapes_by_rank}"
+                if others[rank] == others[0]
+                else f"tensors of shapes {every}"
             )
             raise ValueError(
                 f"{who}: got {what} from the ranks of axis {ax.name if ax else ''!r}, expected the same but for the "
@@ -202,21 +202,13 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
     assert options is not None
     if ax is not None and run is not None:
         return Agreed(run.sizes(ax, shapes[0][2]), options)
-    return Agreed([numbers[1 + 3] for numbers in told], options)
+    return Agreed([q[2] for q, _, _ in every], options)
 
 
 def _numbers(shapes: Shapes, dtype: str, options: Options | None) -> list[int]:
     """A call in numbers: whether options are valid, three shapes of six numbers, and what else must be the same."""
     padded = [[len(shape), *(list(shape) + [0] * 5)[:5]] for shape in shapes]
     return [options is not None, *padded[0], *padded[1], *padded[2], zlib.crc32(f"{dtype} {options}".encode())]
-
-
-def _shape(numbers: Sequence[int]) -> tuple[int, ...]:
-    return tuple(numbers[1 : 1 + numbers[0]])
-
-
-def _without_length(numbers: Sequence[int]) -> list[int]:
-    return [number for place, number in enumerate(numbers) if place not in (4, 10, 16)]
 
 
 def need_shapes(shapes: Shapes, by: str, options: Options | None) -> None:
@@ -238,11 +230,6 @@ def need_shapes(shapes: Shapes, by: str, options: Options | None) -> None:
         raise ValueError(
             f"{by} {q[1]} heads, {k[1]} KV heads and enable_gqa=False, expected as many. Say enable_gqa=True."
         )
-
-
-def _zeros(tangents: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Tangents, of which those of what does not depend on anything are missing."""
-    return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))
 
 
 def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -315,7 +302,8 @@ def _pushed(
 ) -> Tensors:
     """The tangents of a function's outputs, which have derivatives themselves: of torch.func.jvp here none would."""
     op = Op(fn, None, tensors[0].device.type).pushed(len(tensors), range(len(tensors)))
-    arguments = (*tensors, *_zeros(tangents, tensors))
+    zeros = [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, tensors, strict=True)]
+    arguments = (*tensors, *zeros)
     return apply(op, active(arguments), *arguments)
 
 

@@ -87,7 +87,11 @@ class OverRanks(TorchFunctionMode):
                 "be those of this rank's batch. Call torch.nn.functional.batch_norm, or leave out "
                 "sync_batch_norm=True."
             )
-        need_no_checkpoint(what)
+        if hooks.in_checkpoint():
+            raise ValueError(
+                f"apply: {what}, over all ranks, runs inside torch.utils.checkpoint, which runs it again in the "
+                "backward, where ranks exchange no statistics. Use fz.remat(step) instead."
+            )
         if own is not None:
             own.ran = True
         self.calls += 1
@@ -105,15 +109,6 @@ _ORDERS: dict[object, tuple[str, ...]] = {
     torch.batch_norm: _AS_TORCH,
     torch.native_batch_norm: _AS_TORCH[:-1],
 }
-
-
-def need_no_checkpoint(what: str) -> None:
-    """Refuses torch.utils.checkpoint, whose second run would be without the other ranks."""
-    if hooks.in_checkpoint():
-        raise ValueError(
-            f"apply: {what}, over all ranks, runs inside torch.utils.checkpoint, which runs it again in the "
-            "backward, where ranks exchange no statistics. Use fz.remat(step) instead."
-        )
 
 
 def batch_norm(

@@ -13,21 +13,22 @@ from fzero.base import collecting, pytree, texts, thread_state
 from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
-from fzero.base.places import definition_of
 from fzero.base.refusals import first_words, of_higher_order
+from fzero.base.thread_state import RUN_BACKWARD
 from fzero.comm.divergence import recorded_collectives
 from fzero.comm.mesh_axes import axes_in
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
-from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
-from fzero.parallel.dry import Conversion, DryRun
+from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of
+from fzero.parallel.dry import Called
 from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
-from fzero.parallel.planned import Planned
-from fzero.parallel.played import need_one_process, playable, proven
+from fzero.parallel.played import need_one_process, note_proven, playable
 from fzero.parallel.types import (
     WHO,
     Axes,
     AxisTypeError,
+    Conversion,
+    DryRun,
     Type,
     Watch,
     place_of,
@@ -159,7 +160,7 @@ def check(
         refuse_carry(fn, WHO)
         planned = Planned(fn, inputs[0])
         fn, inputs, ignored = fn.fn, (inputs[0], *planned.inputs(inputs[1:])), (*ignored, *planned.unchecked)
-    run = DryRun(frozenset(ignored), check.__code__)
+    run = DryRun(frozenset(ignored), check.__code__, Called)
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
     with torch.enable_grad(), apart(values), recorded_collectives() as unseen:
@@ -188,7 +189,7 @@ def check(
     if played:
         need_one_process(fn, leaves, declared, played, watch.draws)
         if planned is not None and planned.over is not None:
-            proven.add((definition_of(fn), played.get(planned.over.name, 1)))
+            note_proven(fn, played.get(planned.over.name, 1))
     return Report(tuple(run.conversions), found, played)
 
 
@@ -290,7 +291,9 @@ def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
         own = type_of(tensor)
         cotangents.append(set_type(torch.ones_like(tensor), Type(own.varying, False, "an output's cotangent")))
     run.pulls_back = True
-    found = torch.autograd.grad(given, [*inputs.tracked.values()], cotangents, allow_unused=True)
+    wanted = tuple(inputs.tracked.values())
+    with Forms(run.where, run.ignored):  # which sees hooks and backward methods, and would be off in autograd.grad
+        found = RUN_BACKWARD(tuple(given), tuple(cotangents), False, False, wanted, True, accumulate_grad=False)
     for (path, tensor), cotangent in zip(inputs.tracked.items(), found, strict=True):
         more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None
         if more:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -307,81 +307,32 @@ def flattened(call: Call) -> Cut:
     return _placed(call.x, call.own, call.out, by_shape(call) + call.out.ndim)
 
 
-def expanded(call: Call) -> int:
-    """expand(x, sizes)."""
-    sizes = call.given["sizes"]
-    if any(type(size) is OwnSize and place - len(sizes) != call.dim for place, size in enumerate(sizes)):
-        raise Mixed
-    return call.dim
-
-
 # ---- parts of a tensor
 
 
-def indexed(call: Call) -> Cut:
-    """x[index]."""
-    x, own, index = call.x, call.own, call.given["index"]
-    index = index if isinstance(index, tuple) else (index,)
-    if any(
-        not (each is None or each is ... or type(each) is int or isinstance(each, (slice, *_MANY))) for each in index
-    ):
-        raise Mixed
-    dims = [_dims_of(each) for each in index]
-    fill: list[object] = [slice(None)] * (x.ndim - sum(dims))
-    at = next((place for place, each in enumerate(index) if each is ...), len(index))
-    place, behind, by_many = 0, 0, False  # in x; dims of the result from the cut one on
-    for each in (*index[:at], *fill, *index[at + 1 :]):
-        here = place <= x.ndim + own.dim < place + _dims_of(each)
-        by_many = by_many or isinstance(each, _MANY)
-        if here and isinstance(each, slice) and each != slice(None):
-            own = _between(own, x.shape[own.dim], each)
-        elif isinstance(each, slice) and any(type(end) is OwnSize for end in (each.start, each.stop, each.step)):
-            raise Mixed
-        elif (here and not isinstance(each, slice)) or (behind and by_many and not isinstance(each, slice)):
-            raise Mixed  # of places by tensors, which come before the cut dim, all dims stay from there on
-        behind += (here or bool(behind)) and not isinstance(each, int)
-        place += _dims_of(each)
-    return own._replace(dim=-behind)
+def indexed(call: Call) -> int:
+    """x[index], of dims that are not cut; a mask stands for the places that it says."""
+    index = call.given["index"] if isinstance(call.given["index"], tuple) else (call.given["index"],)
+    masks = [isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in index]
+    if any(masks):
+        places = [each.nonzero(as_tuple=True) if mask else (each,) for each, mask in zip(index, masks, strict=True)]
+        flat, spec = pytree.flatten(((call.x, tuple(itertools.chain.from_iterable(places))), {}))
+        call = replace(call, flat=flat, spec=spec)
+    dim = by_shape(call)
+    if call.out.shape[dim] != call.x.shape[call.dim]:
+        raise Mixed  # every second one of each rank's slice, say
+    return dim
 
 
-_MANY = (torch.Tensor, list)  # several places
-
-
-def _dims_of(index: object) -> int:
-    """Of the dims of a tensor, those that a part of an index is for."""
-    if index is None or index is ...:
-        return 0
-    return index.ndim if isinstance(index, torch.Tensor) and index.dtype == torch.bool else 1
-
-
-def _between(own: Cut, size: int, taken: slice) -> Cut:
-    """The parts from one place on to another one; a number that all ranks say alike is no place in a slice."""
-    said = taken.start in (None, 0) or type(taken.start) is OwnSize, taken.stop is None or type(taken.stop) is OwnSize
-    if own.own is None or own.parts is None or own.outer > 1 or not all(said):
-        raise Mixed
-    start, stop, step = taken.indices(size)
-    ends = [0, *itertools.accumulate(own.own)]
-    if step != 1 or start not in ends or stop not in ends:
-        raise Mixed
-    return own._replace(parts=own.parts[ends.index(start) : ends.index(stop)])
-
-
-def taken_apart(call: Call, by_size: bool = False) -> Cut | list[Cut]:
-    """chunk(x, many, dim), or split(x, size, dim)."""
+def taken_apart(call: Call) -> Cut | list[Cut]:
+    """chunk(x, many, dim)."""
     x, own, many = call.x, call.own, call.given["many"]
     if call.given["dim"] % x.ndim - x.ndim != own.dim:
-        if any(type(each) is OwnSize for each in (many if isinstance(many, (tuple, list)) else [many])):
-            raise Mixed
         return own
     if own.own is None or own.parts is None or own.outer > 1:
         raise Mixed
     count, size = len(own.parts), x.shape[own.dim]
-    if isinstance(many, (tuple, list)):
-        fits = by_size and tuple(many) == own.own
-    else:  # the number of pieces, or their size, of which each rank has its own
-        alike = len({*own.parts}) == 1 and many == (own.own[0] if by_size else count)
-        fits = alike and call.out.shape[own.dim] * count == size and (type(many) is OwnSize) == by_size
-    if not fits:
+    if len({*own.parts}) > 1 or many != count or call.out.shape[own.dim] * count != size:
         raise Mixed
     return [own._replace(parts=(part,)) for part in own.parts]
 

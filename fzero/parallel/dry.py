@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import private
+from fzero.base.places import Place
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
-from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import CONSTANT, PARTIAL, REPLICATED, Form, form_of, set_forms
+from fzero.parallel.forms import PARTIAL, REPLICATED, Form, form_of, set_forms
 from fzero.parallel.types import (
     WHO,
     Axes,
     AxisTypeError,
-    Place,
+    Conversion,
+    DryRun,
     Run,
     Type,
     is_typed,
     is_users,
-    place,
     set_type,
     type_of,
 )
 from fzero.parallel.watched import GATHER_OWN
 
-TOLD = 8 * (1 + maps.MOST_DIMS)  # bytes of the sizes that ranks tell each other
 INVARIANT, VARYING = "invariant", "varying"
 # what a map takes and gives; its transpose takes what it gives
 KINDS = {
@@ -44,105 +40,6 @@ KINDS = {
 }
 # what it does to equal values
 _ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", GATHER_OWN: "joined"}
-
-
-class Conversion(NamedTuple):
-    """A map of `fz.parallel` that `fz.parallel.check` has met.
-
-    Attributes:
-        name: of the map, such as "sum".
-        axis: that it communicates over.
-        place: the line that calls it.
-        shape: of this rank's input.
-        transposed: True in a pullback of that line.
-        messages: exchanges with the other ranks of the axis.
-        sent: bytes that this rank sends.
-    """
-
-    name: str
-    axis: str
-    place: Place
-    shape: tuple[int, ...]
-    transposed: bool
-    messages: int
-    sent: int
-
-
-class DryRun:
-    """One dry run: where it is, and what it has met.
-
-    Args:
-        ignored: axes on which nothing is checked.
-        over: the only one that is checked, also as a part of other ones; None for all.
-
-    Attributes:
-        guessed: it has asked for sizes of other ranks, which nobody tells.
-        doubts: what the caller's code does that types do not know, and where.
-    """
-
-    def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
-        self.guessed = False
-        self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
-        self.automatic = over is not None
-        self.doubts: list[tuple[Place, str]] = []
-        self.conversions: list[Conversion] = []
-        self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
-        self._sizes: dict[tuple[str, int], list[int]] = {}
-        self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
-
-    def where(self) -> Place:
-        return Place("", 0, "the pullback") if self.pulls_back else place(self._until)
-
-    def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
-        """A map and its transpose that check types and send nothing."""
-        takes, gives = KINDS[name]
-        if self.checked(ax) == {ax.name}:
-            self.axes[ax.name] = ax.size
-        told, self._told = self._told, []
-        call = functools.partial(_Call, self, name, ax, self.where())
-        return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, [])
-
-    def need_cut(self, ax: Axis, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
-        """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
-        for axis in self.checked(ax):
-            if not all(isinstance(form := form_of(x, axis), int) and dim in (None, form) for x, dim in dims.items()):
-                self.doubt(f"fz.parallel.{who}")
-
-    def doubt(self, what: str) -> None:
-        self.doubts.append((self.where(), what))
-
-    def exchange(self, axis: str, *_: object) -> None:
-        raise NotImplementedError(f"ranks of axis {axis!r} would communicate")
-
-    def size(self, _: str, own: int) -> int:
-        return own
-
-    def rank(self, _: str, own: int) -> int:
-        """A rank's number, by which the caller's code may compute what no tensor shows."""
-        if is_users():
-            self.doubt("ax.rank")
-        return own
-
-    def sizes(self, ax: Axis, own: int) -> list[int]:
-        """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
-        self._told.append(TOLD)
-        self.guessed = True
-        return self._sizes.get((ax.name, own), [own] * ax.size)
-
-    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
-        """Tells whether all ranks have the same value."""
-        self._told.append(8)
-        x = private.unwrapped(x)
-        return all(form_of(x, axis) in (REPLICATED, CONSTANT) for axis in self.checked(ax))
-
-    def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
-        self._sizes[ax.name, sizes[ax.rank]] = list(sizes)
-
-    def checked(self, ax: Axis) -> Axes:
-        """The mesh axes of an axis on which types are checked."""
-        if self._over is not None:
-            return frozenset((self._over.name,)) if {*self._over.members} <= {*ax.members} else frozenset()
-        return frozenset() if is_averaged(ax) else frozenset(ax.name.split(", ")) - self.ignored
 
 
 class _Part:
@@ -197,19 +94,15 @@ def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
+class Called:
     """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
 
-    run: DryRun
-    name: str
-    ax: Axis
-    place: Place
-    part: _Part
-    takes: str
-    gives: str
-    transposed: bool
-    told: list[int]
+    def __init__(
+        self, run: DryRun, name: str, ax: Axis, place: Place, send: Run, transposed: bool, told: list[int]
+    ) -> None:
+        self.run, self.name, self.ax, self.place, self.part = run, name, ax, place, _Part(send)
+        self.transposed, self.told = transposed, told
+        self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)

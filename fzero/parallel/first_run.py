@@ -1,7 +1,7 @@
 """The check of a step's function over a tensor axis that runs by itself, before a signature's first run.
 
 On shapes alone, where types and rules by operation tell (`types`, `forms`). What the caller's code does that they do
-not know is compared by values, of params that are drawn (`played`).
+not know is compared by values, of params and inputs that are drawn (`played`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from fzero.base import private, pytree, thread_state
 from fzero.base.context import during
-from fzero.base.places import Place, definition_of
+from fzero.base.places import Place
 from fzero.base.random import seeded
 from fzero.base.rebound import rebound, tensors_held
 from fzero.base.refusals import first_words
@@ -23,19 +23,18 @@ from fzero.comm.axis import Axis
 from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
-from fzero.parallel.declared import Dims, Input, Inputs
-from fzero.parallel.dry import DryRun
+from fzero.parallel.declared import Dims, Inputs, Planned
+from fzero.parallel.dry import Called
 from fzero.parallel.forms import REPLICATED, form_of, set_forms
-from fzero.parallel.planned import Planned
-from fzero.parallel.played import need_one_process, proven
-from fzero.parallel.types import WHO, AxisTypeError, place_of, tensors_in, type_of
+from fzero.parallel.played import is_proven, need_one_process
+from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
 from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
-DRAWS = 4  # of one of which the largest element, say, may lie on the first rank
+DRAWS = 4  # of params and inputs: of one of which the largest element, say, may lie on the first rank
 
 
 def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
@@ -54,7 +53,8 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
-        return _first_run(step, params, inputs, DryRun(frozenset(), check_first_run.__code__, params.axis.tensor))
+        run = DryRun(frozenset(), check_first_run.__code__, Called, params.axis.tensor)
+        return _first_run(step, params, inputs, run)
     except AxisTypeError:
         raise
     except Exception as error:
@@ -124,11 +124,20 @@ def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
     return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
 
 
-def _on_cpu(each: Input) -> Input:
-    x = each.leaf
-    if not isinstance(x, torch.Tensor):
-        return each
-    return replace(each, leaf=torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu())
+def _other(x: object, seed: int) -> object:
+    """Another input, in whose place a later batch may have another: what counts for nothing here may count there.
+
+    That of the first draw is the batch's own, later ones have other floats, then other masks and numbers of Python.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if isinstance(x, torch.Tensor) and seed and x.numel():
+        if x.is_floating_point():
+            most = x.abs().nan_to_num(0.0, 0.0, 0.0).max()
+            drawn = torch.randn(x.shape, generator=generator, device="cpu") * torch.where(most > 0, most, 1.0)
+            return x + drawn.to(x.dtype)
+        if x.dtype == torch.bool and seed > 1:
+            return torch.rand(x.shape, generator=generator, device="cpu") < 0.5
+    return x * 1.25 + 0.125 if isinstance(x, float) and seed > 2 else x
 
 
 def _need_one_process(
@@ -144,7 +153,7 @@ def _need_one_process(
     """Compares by values what types do not know to be that of one process, unless `check` has done so."""
     (place, what), sizes = doubt, {over.name: over.size}
     if sum([math.prod(row.shape) for row in params.layout.rows]) > LARGEST:
-        if (definition_of(step.fn), over.size) in proven:
+        if is_proven(step.fn, over.size):
             return
         raise AxisTypeError(
             f"{WHO}: {place}: no rule says that {what!r} gives there what one process has, and more than {LARGEST:,} "
@@ -155,10 +164,19 @@ def _need_one_process(
     begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
     instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
     try:
-        inputs.leaves = [_on_cpu(each) for each in inputs.leaves]
+        for i, each in enumerate(inputs.leaves):
+            if isinstance(x := each.leaf, torch.Tensor):
+                x = torch.ones(x.shape, dtype=x.dtype, device="cpu") if private.is_wrapper(x) else x.cpu()
+                inputs.leaves[i] = replace(each, leaf=x)
+        given = inputs.leaves
         for seed in range(DRAWS):
             inputs.planned = _drawn(step, params, seed)
-            need_one_process(fn, inputs, outputs, sizes, draws)
+            inputs.leaves = [replace(each, leaf=_other(each.leaf, seed)) for each in given]
+            try:
+                need_one_process(fn, inputs, outputs, sizes, draws)
+            except Exception as error:
+                if not seed or isinstance(error, AxisTypeError):
+                    raise  # else the function does not take what was drawn
     except AxisTypeError as error:
         raise AxisTypeError(f"{begin}, and it does not. {instead} {error}", place) from None
     except Exception as error:

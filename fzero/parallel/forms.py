@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.places import Place
+from fzero.comm.axis import Axis
 from fzero.parallel import rules
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
@@ -46,6 +47,16 @@ def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
     return tensor
 
 
+def need_cut(ax: Axis | None, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
+    """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
+    run = running.get()
+    if run is None or ax is None:
+        return
+    for axis in run.checked(ax):
+        if not all(isinstance(form := form_of(x, axis), int) and dim in (None, form) for x, dim in dims.items()):
+            run.doubt(f"fz.parallel.{who}")
+
+
 class Forms(TorchFunctionMode):
     """Inside, what functions make of varying values has forms.
 
@@ -61,10 +72,10 @@ class Forms(TorchFunctionMode):
         super().__init__()
         self._where, self._ignored, self.reads = where, ignored, False
 
-    def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor], forms: Sequence[Form]) -> None:
+    def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor]) -> None:
         """Notes that the caller's code does something that is not known, but where a module is looked at."""
         run, known = running.get(), notes.get()
-        if run is None or not run.automatic or not forms or _pulls_back() or not is_users():
+        if run is None or not run.automatic or not is_users():
             return
         if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
             run.doubt(func if isinstance(func, str) else name_of(func))
@@ -78,9 +89,9 @@ class Forms(TorchFunctionMode):
             return out
         for axis in type_of(x).varying - self._ignored:
             form = form_of(x, axis)
-            if func == torch.Tensor.__len__ or not isinstance(form, int):
-                self._doubt(func, [x], [form] if func == torch.Tensor.__len__ or form is None else [])
-            else:
+            if func == torch.Tensor.__len__ or form is None:
+                self._doubt(func, [x])
+            elif isinstance(form, int):
                 return own_sizes(func, out, args, kwargs, Mark(str(type_of(x).source), Cut(form - x.ndim)), axis)
         return out
 
@@ -91,25 +102,22 @@ class Forms(TorchFunctionMode):
         self.reads = self.reads or reads(func, args)
         if func in SIZES:
             return self._sizes(func, args, kwargs or {}, caller())
+        kwargs = kwargs or {}
         in_place = _in_place(func, kwargs)
-        plain = _out_of_place(func) if in_place else None
-        into = args[0] if args and plain is not None and isinstance(args[0], torch.Tensor) else None
-        before = {} if into is None else {axis: form_of(into, axis) for axis in type_of(into).varying}
-        out = func(*args, **(kwargs or {}))
-        made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
-        operands = tensors_in((args, dict(kwargs or {}))) if made or func == torch.Tensor.__setitem__ else []
-        if not made and operands:
-            self._doubt(func, operands, [form_of(x, axis) for x in operands for axis in type_of(x).varying])
-        if func not in SHAPED and next(own_sizes_in(args, kwargs or {}), None) is not None:
-            self._doubt(func, operands, [None])
+        plain = _out_of_place(func, kwargs) if in_place else func
+        operands = tensors_in((args, dict(kwargs)))
         axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
-        if axes:
-            forms = {
-                axis: self._made(plain, args, kwargs or {}, operands, axis, out, {id(into): before[axis]})
-                if plain is not None and before.get(axis) is not None
-                else self._made(func, args, kwargs or {}, operands, axis, out)
-                for axis in axes
-            }
+        if in_place and operands and axes - type_of(operands[0]).varying:
+            plain = None
+        before = {axis: [form_of(x, axis) for x in operands] for axis in axes}
+        out = func(*args, **kwargs)
+        made = tensors_in(out) if isinstance(out, (torch.Tensor, tuple, list)) else ()
+        if func not in SHAPED and next(own_sizes_in(args, kwargs), None) is not None:
+            self._doubt(func, operands)
+        if axes and plain is None:
+            self._doubt(func, operands)
+        elif axes and made and plain is not None:
+            forms = {axis: self._made(plain, args, kwargs, operands, own, axis, out) for axis, own in before.items()}
             for tensor in made:
                 if in_place or not any(tensor is x for x in operands):
                     set_forms(tensor, forms)
@@ -121,23 +129,19 @@ class Forms(TorchFunctionMode):
         args: Operands,
         kwargs: Mapping[str, object],
         operands: Sequence[torch.Tensor],
+        forms: list[Form],
         axis: str,
         out: object,
-        before: Mapping[int, Form] | None = None,
     ) -> Form:
-        """The form on an axis of what a function makes of operands; of all that it makes.
-
-        Args:
-            before: of what it wrote to.
-        """
-        known = before or {}
-        forms = [known[id(x)] if id(x) in known else form_of(x, axis) for x in operands]
+        """The form on an axis of what a function makes of operands, of these forms; of all that it makes."""
         if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
+        if rules.is_as_large(func) and PARTIAL in forms:
+            return REPLICATED
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
         if isinstance(bias, torch.Tensor):
             rest = operands[:2]
-            if self._made(func, tuple(rest), {}, rest, axis, out) == PARTIAL:
+            if self._made(func, tuple(rest), {}, rest, forms[:2], axis, out) == PARTIAL:
                 if form_of(bias, axis) == PARTIAL:
                     return PARTIAL
                 forms[:2] = PARTIAL, PARTIAL
@@ -164,13 +168,13 @@ class Forms(TorchFunctionMode):
         out: object,
     ) -> None:
         """Notes what the rules do not name as right; to a partial value it is refused."""
-        self._doubt(func, operands, forms)
+        self._doubt(func, operands)
         partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
         if partial is None or NUMBERED in forms or _pulls_back():  # a number may be zero but on one rank
             return
         derived = torch.is_grad_enabled() and all(any(x.requires_grad for x in tensors_in(y)) for y in (partial, out))
         pieces, sums = any(isinstance(form, int) for form in forms), rules.of_sums(func)
-        bends = sums in ("", rules.BENDS, rules.PICKS) and not _in_place(func, kwargs) if None in forms else not pieces
+        bends = sums in ("", rules.BENDS, rules.PICKS) if None in forms else not pieces
         adds = sums == rules.ADDS and (pieces or REPLICATED in forms)
         if derived and (adds or func is F.linear or (bends and not rules.draws(func, args, kwargs))):
             where = self._where()
@@ -187,11 +191,11 @@ def _in_place(func: Function, kwargs: Named) -> bool:
     return writes(func, kwargs) or name_of(func).startswith("__i")
 
 
-def _out_of_place(func: Function) -> Function | None:
-    """What a function computes that writes it to its first argument; None where nothing stays of that."""
+def _out_of_place(func: Function, kwargs: Mapping[str, object]) -> Function | None:
+    """What a function computes that writes it to its first argument; None where that is not known."""
     name = name_of(func)
     if not name.endswith("_"):
-        return func
+        return func if kwargs.get("out") is None else None
     name = name.removeprefix("__i").rstrip("_")
     return getattr(torch.Tensor, name, None) or getattr(torch.Tensor, f"__{name}__", None)
 

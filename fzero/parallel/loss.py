@@ -14,8 +14,8 @@ from fzero.base.pytree import is_real
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel.axis import is_averaged, need_axis
+from fzero.parallel.forms import need_cut
 from fzero.parallel.maps import _own_sizes, gathered, summed
-from fzero.parallel.types import running
 
 CHUNK = 1 << 20  # logits that are computed with at once
 REDUCTIONS = ("none", "sum", "mean")
@@ -67,8 +67,7 @@ def cross_entropy(
     need_targets(targets, logits.shape[:-1], who)
     first, vocabulary = slice_of(logits, logits.ndim - 1, ax, sizes, who)
     need_known(targets, vocabulary, ignore_index, who)
-    if (run := running.get()) is not None and ax is not None:
-        run.need_cut(ax, who, {logits: logits.ndim - 1})
+    need_cut(ax, who, {logits: logits.ndim - 1})
     parts = statistics(logits, places_of(targets, first, logits.shape[-1]), label_smoothing > 0)
     return joined_loss(parts, targets, ax, vocabulary, ignore_index, label_smoothing, reduction)
 
@@ -114,8 +113,7 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
     if ax is not None:
         need_axis(ax, who)
     _need_one_mean(ax)
-    if (run := running.get()) is not None and ax is not None:
-        run.need_cut(ax, who, {values: None, weights: None})
+    need_cut(ax, who, {values: None, weights: None})
     values, weights = values.to(wide(values.dtype)), weights.to(wide(values.dtype))
     sums = torch.stack([(values * weights).sum(), weights.sum()])
     total, count = summed(sums, ax) if ax is not None else sums

@@ -24,15 +24,14 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
-from fzero.parallel.acting import unseen
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
-from fzero.parallel.types import running
+from fzero.parallel.types import MOST_DIMS, running
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable, note_copy
 from fzero.table.placements import Cut
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]
-MOST_DIMS = 64  # that a tensor may have
 
 
 def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -58,7 +57,7 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     if is_averaged(ax):
         return x.clone()
     note_copy("copy", ax)
-    return _map("copy", x, ax, _cloned if running.get() is None else _same, functools.partial(_total, ax))
+    return _map("copy", x, ax, torch.clone if running.get() is None else _same, functools.partial(_total, ax))
 
 
 def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -235,13 +234,6 @@ def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
     return _map("ring_shift", x, ax, functools.partial(_shifted, ax, by), functools.partial(_shifted, ax, -by))
 
 
-def is_whole(x: torch.Tensor, dim: int, count: int, ax: Axis, tag: str) -> bool:
-    """Tells whether each rank has all of a dim and none a piece of it, which ranks tell each other."""
-    if (run := running.get()) is not None:
-        return run.is_same(x, ax)
-    return pieces.told(ax, [x.shape[dim]], tag) == [(count,)] * ax.size
-
-
 def _map(
     name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map, joins: int | None = None, cuts: Cut | None = None
 ) -> torch.Tensor:
@@ -288,10 +280,6 @@ def _held_back(who: str, ax: Axis, back: Map, x: torch.Tensor) -> torch.Tensor:
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _cloned(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
 
 
 def _total(ax: Axis, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ What is sent is [tokens, b, numbers]: pieces of a sequence then lie one after th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +17,8 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import maps
-from fzero.parallel.acting import unseen
 from fzero.parallel.types import running
+from fzero.parallel.varying import unseen
 from fzero.parallel.watched import mapped
 
 Range = tuple[int, int]  # the first of some heads, and the one behind the last
@@ -77,28 +78,30 @@ def to_tokens(
 # ---- the same as linear maps, which every derivative goes through
 
 
-class _Heads:
-    """Pieces of a sequence to heads; its transpose is the way back."""
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """Pieces of a sequence to heads, or back, which is its transpose.
 
-    def __init__(self, ax: Axis, lengths: Sequence[int], sizes: Sequence[Sequence[int]]) -> None:
-        self.ax, self.lengths, self.sizes = ax, lengths, sizes
+    Attributes:
+        lengths: of the ranks' pieces.
+        sizes: for every rank the number of heads of each tensor.
+    """
+
+    ax: Axis
+    lengths: Sequence[int]
+    sizes: Sequence[Sequence[int]]
+    back: bool = False
 
     def run(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        cut = [x.split([each[place] for each in self.sizes], 1) for place, x in enumerate(tensors)]
-        return tuple(to_heads(self.ax, self.lengths, [*zip(*cut, strict=True)], "parallel.ulysses"))
-
-    def transpose(self) -> _Tokens:
-        return _Tokens(self.ax, self.lengths, self.sizes)
-
-
-class _Tokens(_Heads):
-    def run(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.back:
+            cut = [x.split([each[place] for each in self.sizes], 1) for place, x in enumerate(tensors)]
+            return tuple(to_heads(self.ax, self.lengths, [*zip(*cut, strict=True)], "parallel.ulysses"))
         kinds = [[(size, x.shape[3]) for size, x in zip(each, tensors, strict=True)] for each in self.sizes]
-        back = to_tokens(self.ax, self.lengths, packed(tensors), kinds, "parallel.ulysses back")
-        return tuple(torch.cat(each, 1) for each in zip(*back, strict=True))
+        found = to_tokens(self.ax, self.lengths, packed(tensors), kinds, "parallel.ulysses back")
+        return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
 
-    def transpose(self) -> _Heads:
-        return _Heads(self.ax, self.lengths, self.sizes)
+    def transpose(self) -> _Way:
+        return replace(self, back=not self.back)
 
 
 class Folding(torch.autograd.Function):
@@ -116,9 +119,8 @@ class Folding(torch.autograd.Function):
 
 
 class _Exchange(Folding):
-
     @staticmethod
-    def forward(way: _Heads, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return way.run(*tensors)
 
     @staticmethod
@@ -151,21 +153,20 @@ def heads_of(
     if running.get() is not None:  # a dry run, which looks at the maps
         by_tensor = zip(*sizes, strict=True)
         return [maps.all_to_all(x, ax, 1, 2, own, lengths) for x, own in zip(tensors, by_tensor, strict=True)]
-    return _exchanged(_Heads(ax, lengths, sizes), tensors)
+    return _exchanged(_Way(ax, lengths, sizes), tensors)
 
 
 def tokens_of(x: torch.Tensor, ax: Axis, lengths: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """The way back: [b, heads of this rank, all tokens, d] -> [b, heads of all ranks, tokens of this rank, d]."""
     if running.get() is not None:
         return maps.all_to_all(x, ax, 2, 1, lengths, sizes)
-    return _exchanged(_Tokens(ax, lengths, [[size] for size in sizes]), [x])[0]
+    return _exchanged(_Way(ax, lengths, [[size] for size in sizes], back=True), [x])[0]
 
 
-def _exchanged(way: _Heads, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _exchanged(way: _Way, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if len({x.dtype for x in tensors}) > 1:  # one message for each
         sizes = [[[own[place]] for own in way.sizes] for place in range(len(tensors))]
-        ways = [type(way)(way.ax, way.lengths, each) for each in sizes]
-        return [_exchanged(each, [x])[0] for each, x in zip(ways, tensors, strict=True)]
+        return [_exchanged(replace(way, sizes=own), [x])[0] for own, x in zip(sizes, tensors, strict=True)]
     with unseen():
         outs = _exchange(way, *tensors)
     return [mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]

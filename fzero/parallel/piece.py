@@ -21,7 +21,7 @@ from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.randomness import own_stream
-from fzero.parallel.rules import ELEMENTWISE, PARTIAL, cut_behind, draws
+from fzero.parallel.rules import ELEMENTWISE, cut_behind, draws
 from fzero.table.handle import (
     BOTH,
     OF_THE_GRAPH,
@@ -60,7 +60,6 @@ class Piece(StandIn):
         version: of the whole tensor, when it was read first.
         level: functorch's, that it was made at.
         axis: of the ranks.
-        along: the dim that is cut, counted from the end, in rank order and as equally as can be.
     """
 
     local: torch.Tensor | None
@@ -68,23 +67,22 @@ class Piece(StandIn):
     version: int
     level: int
     axis: Axis
-    along: int
 
     @classmethod
-    def made(cls, local: torch.Tensor, axis: Axis, count: int, dim: int = DIM) -> Self:
-        """The tensor of which this rank has a piece, with `count` elements along the dim in all."""
+    def made(cls, local: torch.Tensor, axis: Axis, count: int) -> Self:
+        """The tensor of which this rank has a piece, with `count` tokens in all."""
         shape = list(local.shape)
-        shape[dim] = count
+        shape[DIM] = count
         return cls.of(
             shape,
             local.dtype,
             local.device,
-            {"local": local, "value": None, "version": 0, "axis": axis, "along": dim, "level": private.level()},
+            {"local": local, "value": None, "version": 0, "axis": axis, "level": private.level()},
         )
 
     @property
     def count(self) -> int:
-        return self.shape[self.along]
+        return self.shape[DIM]
 
     @property
     def sizes(self) -> list[int]:
@@ -97,7 +95,7 @@ class Piece(StandIn):
             assert self.local is not None
             # as where it was made, as others may read it there, too
             with private.outside_inference(), torch.enable_grad(), private.below_transforms(self.level):
-                self.value = maps.gather(self.local, self.axis, self.along, self.sizes)
+                self.value = maps.gather(self.local, self.axis, DIM, self.sizes)
             self.version = private.version(self.value)
         return self.value
 
@@ -153,7 +151,7 @@ class Piece(StandIn):
         """The whole tensor as each rank's own."""
         if self.local is None:
             return maps.shared(self.whole(), self.axis)
-        return maps.gather(self.local, self.axis, self.along, self.sizes, own=True)
+        return maps.gather(self.local, self.axis, DIM, self.sizes, own=True)
 
     def need_plain(self) -> None:
         """Refuses attributes that its user has set, which do not go through a unit's call, and a graph of its own."""
@@ -227,7 +225,6 @@ class Packed(NamedTuple):
 
     local: torch.Tensor
     count: int
-    dim: int
     number: int  # of the piece, from 0 for those that the call is given; below for those that it made
 
 
@@ -282,7 +279,7 @@ class Pieces:
                 given[numbers.setdefault(id(value), len(numbers))] = value
             elif id(value) not in numbers:
                 numbers[id(value)] = -1 - len(numbers)
-            return Packed(value.local, value.count, value.along, numbers[id(value)])
+            return Packed(value.local, value.count, numbers[id(value)])
         if type(value) is tuple:
             return tuple([self.packed(x, numbers, given) for x in value])
         return wholes(value)
@@ -291,7 +288,7 @@ class Pieces:
         """The inverse of `packed`; a piece of a number that is known is that one."""
         if isinstance(value, Packed):
             if value.number not in known:
-                known[value.number] = Piece.made(value.local, self.axis, value.count, value.dim)
+                known[value.number] = Piece.made(value.local, self.axis, value.count)
             return known[value.number]
         return tuple([self._opened(x, known) for x in value]) if type(value) is tuple else value
 
@@ -309,7 +306,7 @@ def cut(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 Given = dict[str, Any]
-_ATTRIBUTES = frozenset(("local", "value", "version", "axis", "along", "level"))
+_ATTRIBUTES = frozenset(("local", "value", "version", "axis", "level"))
 
 
 # ---- what is computed on pieces
@@ -332,7 +329,7 @@ def _computed(func: Function, args: Operands, kwargs: Given) -> object:
     if reads(func, args):  # where(x): places
         return NotImplemented
     first, *others = pieces_of
-    if any((x.axis, x.along, x.count) != (first.axis, first.along, first.count) for x in others):
+    if any((x.axis, x.count) != (first.axis, first.count) for x in others):
         return NotImplemented
     here, cuts = list[object](), dict[int, Cut]()
     try:
@@ -340,38 +337,37 @@ def _computed(func: Function, args: Operands, kwargs: Given) -> object:
             own, is_cut = _here(x, first, func in ELEMENTWISE)
             here.append(own)
             if is_cut:
-                cuts[id(own)] = Cut(first.along)
+                cuts[id(own)] = Cut(DIM)
     except Mixed:
         return NotImplemented
     if not all(x.__hash__ for x in here):  # numpy's arrays, of which nothing is known
         return NotImplemented
     args, kwargs = pytree.unflatten(spec, here)
     forms = [(x.shape, x.dtype, id(x) in cuts) if isinstance(x, torch.Tensor) else x for x in here]
-    key = (func, spec, first.along, *forms)
+    key = (func, spec, *forms)
     if len(_known) > 4096:
         _known.clear()
     if key not in _known:
-        _known[key] = _cut_behind(func, args, kwargs, cuts)
-    cut = _known[key]
-    if cut is None:
+        _known[key] = _stays(func, args, kwargs, cuts)
+    if not _known[key]:
         return NotImplemented
     with own_stream(first.axis) if draws(func, args, kwargs) else contextlib.nullcontext():
         out = func(*args, **kwargs)
     assert isinstance(out, torch.Tensor)
     same = next((x for x in pieces_of if x.local is out), None)
-    return Piece.made(out, first.axis, first.count, cut.dim) if same is None else same
+    return Piece.made(out, first.axis, first.count) if same is None else same
 
 
-_known: dict[object, Cut | None] = {}  # the form of a call -> how what it gives is cut, as this runs in every step
+_known: dict[object, bool] = {}  # the form of a call -> `_stays`, as this runs in every step
 
 
-def _cut_behind(func: Function, args: Operands, kwargs: Given, cuts: Mapping[int, Cut]) -> Cut | None:
-    """How what each rank computes of its tokens is cut; None where that is not what it computes of all."""
+def _stays(func: Function, args: Operands, kwargs: Given, cuts: Mapping[int, Cut]) -> bool:
+    """Tells whether each rank computes of its tokens its tokens of what is computed of all."""
     try:
         found = cut_behind(func, args, kwargs, None, lambda x: cuts.get(id(x)))
     except Mixed:
-        return None
-    return found if isinstance(found, Cut) and found != PARTIAL else None
+        return False
+    return isinstance(found, Cut) and found.dim == DIM
 
 
 def _here(x: object, beside: Piece, cuts: bool) -> tuple[object, bool]:
@@ -384,8 +380,8 @@ def _here(x: object, beside: Piece, cuts: bool) -> tuple[object, bool]:
         x = x.whole()
     elif isinstance(x, Handle) and (read := reading.get()) is not None:
         x = read(x)
-    if not cuts or x.ndim < -beside.along or x.shape[beside.along] == 1:
+    if not cuts or x.ndim < -DIM or x.shape[DIM] == 1:
         return maps.shared(x, beside.axis), False
-    if x.shape[beside.along] != beside.count:
+    if x.shape[DIM] != beside.count:
         raise Mixed
-    return maps.split(x, beside.axis, beside.along, beside.sizes), True
+    return maps.split(x, beside.axis, DIM, beside.sizes), True

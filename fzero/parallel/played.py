@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.context import during, own_copies
+from fzero.base.places import definition_of, function_of
 from fzero.base.random import seeded
 from fzero.comm.playing import Parted, play
 from fzero.parallel.declared import Dims, Input, Inputs, dims_of
@@ -23,7 +25,7 @@ from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in
 from fzero.state import sliced
 
 MOST = 64  # ranks that are played
-proven = set[tuple[object, int]]()  # definitions of steps' functions that were compared, and on how many ranks
+_proven = set[tuple[object, ...]]()  # of the steps' functions that were compared
 Place = Mapping[str, int]
 
 
@@ -36,6 +38,22 @@ class Run(NamedTuple):
 
     outputs: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
+
+
+def is_proven(fn: object, ranks: int) -> bool:
+    """Tells whether a step's function was compared on so many ranks, by its definition and the flags it closes over."""
+    return _told_by(fn, ranks) in _proven
+
+
+def note_proven(fn: object, ranks: int) -> None:
+    _proven.add(_told_by(fn, ranks))
+
+
+def _told_by(fn: object, ranks: int) -> tuple[object, ...]:
+    own = function_of(fn)
+    cells = [cell.cell_contents for cell in getattr(own, "__closure__", None) or () if cell != types.CellType()]
+    held = [*cells, *(getattr(own, "__defaults__", None) or ())]
+    return definition_of(fn), ranks, *[x for x in held if isinstance(x, (bool, str, types.NoneType))]
 
 
 def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str, int]:
@@ -81,7 +99,8 @@ def need_one_process(
     try:
         runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes))
     except Parted as error:
-        raise AxisTypeError(f"{WHO}: played on ranks of {_axes(sizes)}, {error}. {_ADVICE}") from None
+        axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
+        raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
     hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
     dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes
     # in float32 some models compute parts of themselves
@@ -106,10 +125,6 @@ _ADVICE = (
     "such as ax.rank, changes what ranks compute."
 )
 _DRAWS = " The function also draws random numbers, which are others for a piece than for the whole: take dropout out."
-
-
-def _axes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
 
 
 # ---- inputs: whole ones, and each rank's pieces

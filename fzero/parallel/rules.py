@@ -6,7 +6,6 @@ in the table.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
@@ -100,6 +99,12 @@ def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) ->
     return func not in _ELEMENTWISE or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
+def is_as_large(func: Function) -> bool:
+    """Tells whether an operation takes nothing of its operand but the shape, and gives all ranks the same values."""
+    return func in _AS_LARGE
+
+
+_AS_LARGE = set(named("zeros_like ones_like empty_like full_like", torch))
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
 _RANDOM = {
     *(torch.dropout, F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
@@ -260,12 +265,12 @@ _RULES: dict[object, Rule] = {
     **_rows("unflatten", BOTH, "input dim sizes", cuts.reshaped, LINEAR),
     **_rows("flatten", BOTH, "input start_dim=0 end_dim=-1", cuts.flattened, LINEAR),
     **_rows("squeeze", BOTH, "input dim=None", cuts.along, LINEAR),
-    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.expanded, LINEAR),
+    **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.by_shape, LINEAR),
     **_rows("view_as reshape_as", [torch.Tensor], "input other", cuts.like_another, SHAPES),
     # in parts, and of parts
     **_rows([torch.Tensor.__getitem__], (), "input index", cuts.indexed, LINEAR, True),
     **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR, True),
-    **_rows("split", BOTH, "input many=None dim=0", functools.partial(cuts.taken_apart, by_size=True), LINEAR, True),
+    **_rows("split", BOTH, "input many=None dim=0", cuts.by_shape, LINEAR, True),
     **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated, "", True),
     **_rows("cat concat concatenate", [torch], "tensors dim=0", cuts.joined, LINEAR),
     **_rows([torch.stack], (), "tensors", cuts.by_shape, LINEAR),

@@ -21,6 +21,7 @@ from fzero.engine.dispatch import call_unit
 from fzero.parallel import loss as losses
 from fzero.parallel import watched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.forms import need_cut
 from fzero.parallel.maps import shared
 from fzero.parallel.types import running
 
@@ -120,8 +121,7 @@ def tiled_cross_entropy(
     first, vocabulary = losses.slice_of(weight, 0, ax, sizes, who)
     losses.need_known(targets, vocabulary, ignore_index, who)
     hidden = hidden if ax is None else shared(hidden, ax)
-    if (run := running.get()) is not None and ax is not None:
-        run.need_cut(ax, who, {weight: 0} if bias is None else {weight: 0, bias: 0})
+    need_cut(ax, who, {weight: 0} if bias is None else {weight: 0, bias: 0})
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     places = losses.places_of(targets, first, weight.shape[0]).reshape(-1)
     fn = functools.partial(_statistics, label_smoothing > 0)
@@ -156,7 +156,10 @@ def _tiled(fn: Fn, tiles: int, dim: int, x: object, *args: object) -> Any:
         for place, tensor in zip(tensors, given, strict=True):
             new[place] = tensor
         first, others = pytree.unflatten(spec, new)
-        out, form["of results"] = _need_result(fn(first, *others))
+        out, form["of results"] = pytree.flatten(fn(first, *others))
+        for leaf in out:
+            if not isinstance(leaf, torch.Tensor):
+                raise wrong("parallel.tiled", "a result of fn with", leaf, "a pytree of tensors")
         return tuple(out)
 
     for number, size in enumerate(sizes):
@@ -184,7 +187,8 @@ class _Tile(Op):
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         """The graph of the first run, which ends with it, shows what is differentiated and was not given."""
-        if not self._looks:
+        looks, self._looks = self._looks, False  # so that what is derived of it then does not
+        if not looks:
             return self.replay(*tensors)
         given = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(tensors)]
         with torch.enable_grad(), private.without_dead_wrappers():
@@ -200,17 +204,6 @@ class _Tile(Op):
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = copies.copy(self)
         op.fn, op.node, op.unused = fn, None, ()
-        return op
-
-    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
-        return self._unseen(super().transposed(count, wanted, real))
-
-    def pushed(self, count: int, moving: Sequence[int]) -> Op:
-        return self._unseen(super().pushed(count, moving))
-
-    def _unseen(self, op: Op) -> Op:
-        assert isinstance(op, _Tile)
-        op._looks = False
         return op
 
 
@@ -264,14 +257,6 @@ def _cut_sizes(tensors: Sequence[torch.Tensor], tiles: int, dim: int) -> list[in
             f"dim {dim}. Give what every tile needs whole as an argument after x."
         )
     return [size for size in pieces.balanced(sizes[0], tiles) if size] or [0]
-
-
-def _need_result(result: object) -> tuple[list[torch.Tensor], pytree.Spec]:
-    out, spec = pytree.flatten(result)
-    for leaf in out:
-        if not isinstance(leaf, torch.Tensor):
-            raise wrong("parallel.tiled", "a result of fn with", leaf, "a pytree of tensors")
-    return out, spec
 
 
 def _need_sizes(results: Sequence[torch.Tensor], size: int, dim: int) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextvars
 import functools
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private, pytree
@@ -26,10 +27,13 @@ from fzero.base.places import Place, frames, place_in
 from fzero.base.refusals import is_library
 from fzero.comm import backend
 from fzero.comm.axis import Axis
+from fzero.parallel.axis import is_averaged
 
 WHO = "parallel.check"
 Axes = frozenset[str]
 Run = Callable[[torch.Tensor], torch.Tensor]
+MOST_DIMS = 64  # that a tensor may have
+TOLD = 8 * (1 + MOST_DIMS)  # bytes of the sizes that ranks tell each other
 _ATTRIBUTE = "_fzero_type"  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
 
 
@@ -64,37 +68,97 @@ class Type:
     writes: int = 0
 
 
-class Running(Protocol):
-    """What runs while `fz.parallel.check` does.
+class Conversion(NamedTuple):
+    """A map of `fz.parallel` that `fz.parallel.check` has met.
+
+    Attributes:
+        name: of the map, such as "sum".
+        axis: that it communicates over.
+        place: the line that calls it.
+        shape: of this rank's input.
+        transposed: True in a pullback of that line.
+        messages: exchanges with the other ranks of the axis.
+        sent: bytes that this rank sends.
+    """
+
+    name: str
+    axis: str
+    place: Place
+    shape: tuple[int, ...]
+    transposed: bool
+    messages: int
+    sent: int
+
+
+class DryRun:
+    """One dry run: where it is, and what it has met.
+
+    Args:
+        ignored: axes on which nothing is checked.
+        called: makes a map that sends nothing of one: `dry.Called`.
+        over: the only one that is checked, also as a part of other ones; None for all.
 
     Attributes:
         automatic: it runs by itself, before a function's first run.
+        guessed: it has asked for sizes of other ranks, which nobody tells.
+        doubts: what the caller's code does that types do not know, and where.
     """
 
-    automatic: bool
+    def __init__(self, ignored: Axes, until: CodeType, called: Callable[..., Run], over: Axis | None = None) -> None:
+        self.guessed, self._called = False, called
+        self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
+        self.automatic = over is not None
+        self.doubts: list[tuple[Place, str]] = []
+        self.conversions: list[Conversion] = []
+        self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
+        self._sizes: dict[tuple[str, int], list[int]] = {}
+        self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
+
+    def where(self) -> Place:
+        return place(self._until) if not self.pulls_back or is_users() else Place("", 0, "the pullback")
 
     def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
         """A map and its transpose that check types and send nothing."""
-        ...
-
-    def sizes(self, ax: Axis, own: int) -> list[int]:
-        """The sizes of a dim on all ranks, which nobody tells, of this rank's."""
-        ...
-
-    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
-        """Tells whether all ranks have the same value."""
-        ...
-
-    def need_cut(self, ax: Axis, who: str, dims: Mapping[torch.Tensor, int | None]) -> None:
-        """Notes a function of `fz.parallel` of what is not known to be cut along these dims; None for any."""
-        ...
+        if self.checked(ax) == {ax.name}:
+            self.axes[ax.name] = ax.size
+        told, self._told = self._told, []
+        call = functools.partial(self._called, self, name, ax, self.where())
+        return call(there, False, told), call(back, True, [])
 
     def doubt(self, what: str) -> None:
-        """Notes that types do not tell whether what the caller's code does gives one process's values."""
-        ...
+        self.doubts.append((self.where(), what))
+
+    def exchange(self, axis: str, *_: object) -> None:
+        raise NotImplementedError(f"ranks of axis {axis!r} would communicate")
+
+    def size(self, _: str, own: int) -> int:
+        return own
+
+    def rank(self, _: str, own: int) -> int:
+        """A rank's number, by which the caller's code may compute what no tensor shows."""
+        if is_users():
+            self.doubt("ax.rank")
+        return own
+
+    def sizes(self, ax: Axis, own: int) -> list[int]:
+        """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
+        self._told.append(TOLD)
+        self.guessed = True
+        return self._sizes.get((ax.name, own), [own] * ax.size)
+
+    def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
+        self._sizes[ax.name, sizes[ax.rank]] = list(sizes)
+
+    def checked(self, ax: Axis) -> Axes:
+        """The mesh axes of an axis on which types are checked."""
+        if self._over is not None:
+            return frozenset((self._over.name,)) if {*self._over.members} <= {*ax.members} else frozenset()
+        return frozenset() if is_averaged(ax) else frozenset(ax.name.split(", ")) - self.ignored
 
 
-running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
+running: contextvars.ContextVar[DryRun | None] = variable("dry_run", None)
+# what sees the operations of the module that is running, in its first run or in later ones
+running_mode: contextvars.ContextVar[TorchFunctionMode | None] = variable("varying", None)
 
 
 def need_silence(func: object) -> None:
@@ -147,10 +211,8 @@ class Watch(dispatch.TorchDispatchMode):
             return func(*args, **kwargs)
         need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        overwritten = name in _OVERWRITING and _is_all(args[0])
         operands = tensors_in((args, kwargs))
-        taken = [] if _makes(name) else operands[1:] if overwritten else operands
-        joined, error = self._joined(name, taken)
+        joined, error = self._as_large(name, operands) if _makes(name) else self._joined(name, operands)
         try:
             out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
@@ -164,13 +226,18 @@ class Watch(dispatch.TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
                 own.writes += 1
-                before = Type(frozenset(), True, "") if overwritten else own
-                own.varying, own.constant = before.varying | joined.varying, before.constant and joined.constant
-                own.leaf = before.leaf or joined.leaf
+                own.varying, own.constant = own.varying | joined.varying, own.constant and joined.constant
+                own.leaf = own.leaf or joined.leaf
                 set_type(tensor, own)
             for tensor in made:
                 set_type(tensor, memory.get(_memory(tensor)) or joined)
         return out
+
+    def _as_large(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, None]:
+        """The type of what has no cotangent and nothing of operands but a shape: a slice's varies, as its sum does."""
+        named = () if _plain(name).startswith("new_") else operands
+        varying = frozenset([axis for x in named for axis in type_of(x).varying if not self._alike(x, axis)])
+        return Type(varying, not varying, ""), None
 
     def _joined(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, AxisTypeError | None]:
         """The type of what an operator makes, and what is wrong if that has a derivative."""
@@ -223,16 +290,6 @@ def _called(
             flat, spec = pytree.flatten((args, kwargs))
             args, kwargs = pytree.unflatten(spec, [plain.get(id(x), x) for x in flat])
     return func(*args, **kwargs)
-
-
-_OVERWRITING = ("aten.copy_.default", "aten.zero_.default", "aten.fill_.Scalar", "aten.fill_.Tensor")
-
-
-def _is_all(tensor: object) -> bool:
-    """Tells whether a tensor is all of its memory."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        return False
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 _MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -309,5 +366,5 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-_LOOKS = ("acting", "check", "dry", "forms", "maps", "own_size", "varying", "watched")
+_LOOKS = ("check", "dry", "forms", "maps", "own_size", "varying", "watched")
 _LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in _LOOKS), "fzero.comm.axis", "fzero.comm.linear")

@@ -18,10 +18,10 @@ from fzero.engine.compiled import leave_out
 from fzero.parallel import blocks, watched
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, told_if_wrong
 from fzero.parallel.axis import need_axis
+from fzero.parallel.forms import need_cut
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
-from fzero.parallel.types import running
 from fzero.parallel.visible import torchs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,7 +43,7 @@ def ulysses(
             d], k and v [b, kv_heads, t, d] and keywords; every rank calls it, with one head of zeros if it has none.
         ax: an axis, from `fz.parallel.axis`.
         chunks: number of parts in which heads are sent, one after the other. More parts need less memory, and the
-            pullback computes each again.
+            pullback computes each again. 1 with a function of your own.
         options: defaults for the calls: keywords of `attention`, such as `is_causal`, `scale`, `window` and
             `documents` (of the whole sequence). Your own function gets all keywords of a call, and so does
             `F.scaled_dot_product_attention`: an `attn_mask` is of the whole sequence, and the same for all heads.
@@ -75,7 +75,12 @@ def ulysses(
         )
     if isinstance(attention, Attention):
         return Ulysses(attention, ax, chunks, **options)
-    return Composed(attention, ax, chunks, options)
+    if chunks > 1:
+        raise ValueError(
+            f"parallel.ulysses: got chunks={chunks} with an attention of your own, expected 1: its pullback keeps what "
+            "all parts computed. Take None, or fz.parallel.ring."
+        )
+    return Composed(attention, ax, options)
 
 
 class Part(NamedTuple):
@@ -230,8 +235,8 @@ class UlyssesPlan:
 class Composed:
     """All tokens for some heads by any function, between the maps of `fz.parallel`."""
 
-    def __init__(self, attention: Callable[..., torch.Tensor], ax: Axis, chunks: int, fixed: dict[str, object]) -> None:
-        self.attention, self.ax, self.chunks, self.fixed = attention, ax, chunks, fixed
+    def __init__(self, attention: Callable[..., torch.Tensor], ax: Axis, fixed: dict[str, object]) -> None:
+        self.attention, self.ax, self.fixed = attention, ax, fixed
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
         return _called(self, q, k, v, {**self.fixed, **more})
@@ -259,12 +264,12 @@ def _called(
                 raise wrong(who, name, x, "a tensor [b, heads, t, d]")
     # options of other kinds are not compared: a function may be given its rank's own
     plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
-    dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
+    dtypes = f"{q.dtype} {k.dtype} {v.dtype} {plain}"
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
-    if (run := running.get()) is not None:
-        run.need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
-    attend = functools.partial(of._attended, watched.seen(of.attention, (q, k, v)), options)
-    deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
+    need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
+    watched.need_whole(ulysses, q, k, v)
+    attend = functools.partial(of._attended, of.attention, options)
+    deal = Deal(of.ax.size, q.shape[1], k.shape[1], 1)
     return watched.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
 
 
@@ -278,19 +283,15 @@ def composed(
 
     Args:
         lengths: of the ranks' pieces.
+        deal: in one chunk.
         attend: of all tokens for some heads; there may be none.
     """
-    outs: list[list[torch.Tensor]] = [[] for _ in range(deal.ranks)]
-    for parts in deal.parts():
-        kinds = [p.of_tensors for p in parts]
-        sizes = [[stop - start for start, stop in each] for each in kinds]
-        chosen = [_chosen(x, ranges) for x, ranges in zip((q, k, v), zip(*kinds, strict=True), strict=True)]
-        out = _shared(attend, parts[ax.rank], heads_of(chosen, ax, lengths, sizes))
-        back = tokens_of(out, ax, lengths, [own for own, *_ in sizes])
-        for own, piece in zip(outs, back.split([own for own, *_ in sizes], 1), strict=True):
-            own.append(piece)
-    pieces_of = list(itertools.chain.from_iterable(outs))
-    return pieces_of[0] if len(pieces_of) == 1 else torch.cat(pieces_of, 1)
+    (parts,) = deal.parts()
+    kinds = [part.of_tensors for part in parts]
+    sizes = [[stop - start for start, stop in each] for each in kinds]
+    chosen = [_chosen(x, ranges) for x, ranges in zip((q, k, v), zip(*kinds, strict=True), strict=True)]
+    out = _shared(attend, parts[ax.rank], heads_of(chosen, ax, lengths, sizes))
+    return tokens_of(out, ax, lengths, [own for own, *_ in sizes])
 
 
 def _shared(attend: Attend, part: Part, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

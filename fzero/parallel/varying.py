@@ -7,7 +7,7 @@ together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
 out again, on whatever way (`table/placements.py`). Later runs repeat what had to be done in the first one under a
-signature (`parallel/acting.py`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
+signature (`watched.Acting`); mostly nothing, and then nothing looks at them, and units may be compiled. Not looked
 at is what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates
 inside of a module must not be a slice.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,16 @@ from fzero.base import hooks, private, pytree
 from fzero.base.context import during
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
+from fzero.comm.axis import Axis
 from fzero.parallel import rules
-from fzero.parallel.acting import Copy, running_mode, unseen
 from fzero.parallel.cuts import Mixed
-from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
+from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
+from fzero.parallel.types import running_mode
 from fzero.table.handle import BOTH, READABLE, Function, Named, Operands, StandIn, name_of, named, writes
-from fzero.table.placements import Action, Actions, Cut, Mark, Notes, reads
+from fzero.table.placements import Action, Actions, Cut, Mark, Notes, Straight, notes, reads
 
+Copy = Callable[[object, Axis], object]  # `piece.as_own`
 # of the object, not of its values
 _OF_THE_OBJECT = {
     *(getattr(torch.Tensor, name).__get__ for name in "grad_fn is_leaf _version grad".split()),
@@ -42,6 +44,7 @@ _OF_THE_OBJECT = {
 }
 _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
+_OF_OTHER_SIZES = named("new_zeros new_ones new_empty new_full", torch.Tensor)
 _OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
 
@@ -99,7 +102,7 @@ class Varying(TorchFunctionMode):
             self.need_level(flat, name_of(func))
         size = next(own_sizes_in(args, kwargs), None)
         if size is not None and (func not in SHAPED or not any(map(_can_be_shaped, flat, marks))):
-            return self._made(func, size, args, kwargs)
+            raise size.refusal(repr(name_of(func)))
         if not any(marks):
             return run(*args, **kwargs)
         if func in _DIFFERENTIATES:
@@ -115,11 +118,10 @@ class Varying(TorchFunctionMode):
             if places := [place for place, (x, y) in enumerate(zip(flat, own, strict=True)) if x is not y]:
                 self.did(func, places)
         cut = [mark for mark in marks if mark and mark.source]
-        before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         out = self._ran(func, run, given, changed, cut)
-        if func in MADE_LIKE or (func in _SAYS_DTYPE and not marks[0]):  # as large as no slice, and of none
+        if func in _OF_OTHER_SIZES or (func in _SAYS_DTYPE and not marks[0]):  # as large as no slice, and of none
             return out
-        mark = before if func == torch.Tensor.__setitem__ or not cut else self._behind(func, args, kwargs, out, cut)
+        mark = self._behind(func, args, kwargs, out, cut) if cut else Mark("")
         results = [*leaves(out), *given[:1]] if into else leaves(out)
         for x, own in zip(results, mark if isinstance(mark, list) else [mark] * len(results), strict=True):
             if isinstance(x, torch.Tensor):
@@ -183,53 +185,14 @@ class Varying(TorchFunctionMode):
         return [Mark(cut[0].source, each) for each in found] if isinstance(found, list) else Mark(cut[0].source, found)
 
     def refused(self, func: Function | str, cut: Mark) -> ValueError:
-        what = func if isinstance(func, str) else name_of(func)
+        what = func if isinstance(func, str) else repr(name_of(func))
         return ValueError(
-            f"apply: {what!r} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
+            f"apply: {what} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
             f"{self.axis.name!r}, takes them apart, or is not known to leave that dim alone. Each rank has only its "
             "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
             "fz.shard_tensor, or leave it whole. If its weights are fused, say fz.parallel.cut('column', "
             "parts=...). A sum over that dim needs fz.parallel.sum before anything else is computed of it."
         )
-
-    def _made(self, func: Function, size: OwnSize, args: Operands, kwargs: dict[str, object]) -> object:
-        """What is made as large as a slice: the slice of what would be made as large as the whole."""
-        dim = dim_made(func, args, kwargs)
-        if dim is None:
-            raise size.refusal(repr(name_of(func)))
-        given = (self._copy(args[0], self.axis), *args[1:]) if func is torch.Tensor.expand else args
-        if given[0] is not args[0]:
-            self.did(func, [0])
-        out = self._ran(func, func, given, kwargs, [Mark(size.source)])
-        assert isinstance(out, torch.Tensor)
-        self.note(out, Mark(size.source, size.cut._replace(dim=dim)))
-        return out
-
-    def _written(self, x: object, index: object, value: object) -> Mark:
-        """How a tensor varies once `x[index] = value` has been done."""
-        assert isinstance(x, torch.Tensor)
-        own, other = self.mark_of(x), self.mark_of(value)
-        if own and own.source:
-            number = not isinstance(value, torch.Tensor)
-            masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == x.shape
-            if masked and number and own.cut != rules.PARTIAL and self.mark_of(index) == own:
-                return own
-            found = self._behind(torch.Tensor.__getitem__, (x, index), {}, part := x[index], [own])  # type: ignore[index]
-            if number and own.cut == rules.PARTIAL and value:
-                raise self.refused(torch.Tensor.__setitem__, own)
-            known = not (other and other.source and other.cut is None)
-            if isinstance(value, torch.Tensor) and isinstance(found, Mark) and found.cut is not None and known:
-                cuts = {id(part): found.cut, id(value): other and other.cut}
-                try:  # what is written must lie as what it is written to
-                    rules.cut_behind(torch.add, (part, value), {}, part, lambda x: cuts.get(id(x)))
-                except Mixed:
-                    raise self.refused(torch.Tensor.__setitem__, found) from None
-            return own
-        whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
-        if other is None or not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
-            source = next(mark for mark in (other, *map(self.mark_of, leaves(index))) if mark)
-            raise self.refused(torch.Tensor.__setitem__, source)
-        return other
 
     def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> object:
         """What attention gives of q, k and v, which is looked at as one operation."""
@@ -252,25 +215,36 @@ class Varying(TorchFunctionMode):
         marks = [self.mark_of(private.unwrapped(x)) or self.mark_of(x) for x in values if isinstance(x, torch.Tensor)]
         source = path or next((mark.source for mark in marks if mark and mark.source), "")
         if source:
-            raise ValueError(
-                f"apply: torch.func maps or differentiates within a module what module {source!r} gives, whose "
-                f"outputs are cut over axis {self.axis.name!r}, at {what!r}. It is not known what that does with a "
-                "rank's slice. Write it without torch.func, or say 'column_gather' of that module in the plan of "
-                "fz.shard_tensor."
-            )
+            raise self.refused(f"{what}, which torch.func maps or differentiates within a module,", Mark(source))
 
     def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:
-        first = flat[0] if flat else None
-        if isinstance(first, torch.Tensor) and marks[0] is None:
-            part = not isinstance(first, StandIn) and first._is_view()  # nothing would be known of the whole
-            if isinstance(first, StandIn) or private.is_differentiated(first) or part:
-                source = next(mark.source for mark in marks if mark)
-                raise ValueError(
-                    f"apply: {name_of(func)!r} writes what module {source!r} gives, whose outputs are cut over axis "
-                    f"{self.axis.name!r}, into a tensor that all ranks have. Compute a new one: x = x + y."
-                )
+        first, slices = flat[0] if flat else None, next((mark.source for mark in marks if mark and mark.source), "")
+        into_whole = isinstance(first, torch.Tensor) and marks[0] is None and (
+            isinstance(first, StandIn) or first._is_view() or private.is_differentiated(first)
+        )  # nothing would be known of it
+        if into_whole or (slices and func == torch.Tensor.__setitem__):
+            raise ValueError(
+                f"apply: {name_of(func)!r} writes what module {slices!r} gives, whose outputs are cut over axis "
+                f"{self.axis.name!r}, into a tensor by an index, or into one that all ranks have. Compute a new one: "
+                "x = x + y, torch.where, torch.cat."
+            )
 
 
 def _can_be_shaped(x: object, mark: Mark | None) -> bool:
     """Tells whether something is a slice of which one knows how it lies, or of which no element can be another one."""
     return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
+
+
+def unseen(known: Notes | None = None) -> contextlib.AbstractContextManager[object]:
+    """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
+    if running_mode.get() is None and (isinstance(notes.get(), Straight) or notes.get() is known is None):
+        return contextlib.nullcontext()
+    return _unseen(known)
+
+
+@contextlib.contextmanager
+def _unseen(known: Notes | None) -> Iterator[None]:
+    on_top = getattr(private.function_mode(), "of_slices", False)
+    off = private.without_function_mode() if on_top else contextlib.nullcontext()
+    with during(running_mode, None), during(notes, known), off:
+        yield

@@ -5,26 +5,77 @@ And what others ask while it runs: how a tensor varies, and may a map of `fz.par
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.comm.axis import Axis
 from fzero.engine.alike import need_invariant
-from fzero.parallel.acting import Acting, Copy, running_mode, unseen
+from fzero.parallel.randomness import own_stream
 from fzero.parallel.rules import PARTIAL
-from fzero.parallel.types import running
-from fzero.parallel.varying import Varying
-from fzero.table.handle import Function
-from fzero.table.placements import Cut, Mark, Notes, Straight, notes, noting
+from fzero.parallel.types import running, running_mode
+from fzero.parallel.varying import Copy, Varying, unseen
+from fzero.table.handle import Function, Named, Operands, name_of
+from fzero.table.placements import Action, Actions, Cut, Mark, Notes, Straight, notes, noting
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
 _WHOLE = ("sum", "gather")
+
+
+class Acting(TorchFunctionMode):
+    """Inside, what a module's first run needed is done again, and nothing is looked at.
+
+    What is whole and meets slices is made each rank's own, and each rank draws random numbers for its slices by itself.
+    It goes by the number of a function's call in the module. A module that needs nothing runs as it is.
+    """
+
+    of_slices = True
+
+    def __init__(self, axis: Axis, copy: Copy, actions: Actions) -> None:
+        super().__init__()
+        self.axis, self._copy, self._actions = axis, copy, actions
+        self._calls = dict.fromkeys(actions, 0)
+
+    def next(self, what: object) -> Action:
+        """What is to be done where something is called."""
+        if what not in self._actions:
+            return Action()
+        self._calls[what] += 1
+        return self._actions[what][0].get(self._calls[what], Action())
+
+    def owned(self, values: Sequence[object], action: Action) -> list[object]:
+        return [self._copy(x, self.axis) if i in action.places else x for i, x in enumerate(values)]
+
+    def need_all(self) -> None:
+        """Refuses a run that called other functions than the first one."""
+        for what, (_, count) in self._actions.items():
+            if self._calls[what] != count:
+                name = what if isinstance(what, str) else name_of(what)
+                raise ValueError(
+                    f"apply: a module calls {name!r} {self._calls[what]} times, and called it {count} times in its "
+                    "first run with such inputs, which showed where values that all ranks of axis "
+                    f"{self.axis.name!r} have meet slices. Let what it does depend on its inputs alone; or on a "
+                    "tensor's value that it reads (.item(), bool(x)), as each run is looked at then."
+                )
+
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if running_mode.get() is not self or (func not in self._actions and func != torch.Tensor.__iter__):
+            return func(*args, **(kwargs or {}))
+        if func == torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
+        action = self.next(func)
+        if action.places:
+            flat, spec = pytree.flatten((args, dict(kwargs or {})))
+            args, kwargs = pytree.unflatten(spec, self.owned(flat, action))
+        with during(running_mode, None), own_stream(self.axis) if action.draws else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def watcher() -> Varying | None:
@@ -96,7 +147,7 @@ def need_level(path: str) -> None:
 
 
 def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
+    """`attend(q, k, v)` of [b, heads, t, d], which is looked at as one operation."""
     mode = running_mode.get()
     if isinstance(mode, Acting):
         own = mode.owned(tensors, mode.next(F.scaled_dot_product_attention))
@@ -105,25 +156,6 @@ def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor
     out = mode.attended(attend, tensors) if isinstance(mode, Varying) else attend(*tensors)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A user's function of tensors that vary as these do, where other code runs unseen."""
-    mode = watcher()
-    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
-    if mode is None or all(mark == Mark("") for mark in marks):
-        return run
-
-    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
-        for x, mark in zip(given, marks, strict=True):
-            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        before = mode.actions
-        with during(running_mode, mode), during(notes, mode.known), mode:
-            out = run(*given, **options)
-        mode.known.first.unsure = mode.known.first.unsure or mode.actions != before
-        return out
-
-    return call
 
 
 def need_whole(func: Callable[..., object], *values: object) -> None:
@@ -141,18 +173,13 @@ def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
     return x
 
 
-def taken(module: str, marks: Sequence[Mark], on_one_rank: bool) -> Mark | None:
-    """How what a module is given varies: of the first that does, or as it did in the first run.
-
-    Args:
-        on_one_rank: one rank has all of its leaf, so that following alone tells a slice from what is whole.
-    """
+def taken(module: str, marks: Sequence[Mark]) -> Mark | None:
+    """How what a module is given varies: of the first that does, or as it did in the first run."""
     mode = running_mode.get()
     if isinstance(mode, Acting):
         return Mark("") if mode.next(module).places else None
     if isinstance(mode, Varying):
         mode.called(module)
-        mode.known.first.unsure = mode.known.first.unsure or (bool(marks) and on_one_rank)
         if marks and not marks[0].source:
             mode.did(module, [0])
     return marks[0] if marks else None

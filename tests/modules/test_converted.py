@@ -86,7 +86,7 @@ def check(
 
 
 drawn_blocks = st.lists(
-    st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=3
+    st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(2, 7), st.booleans()), min_size=1, max_size=3
 ).map(tuple)
 
 
@@ -347,6 +347,11 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "kernel": (lambda: nn.Conv1d(4, 4, 2), {"weight": 2}, "dim 2 of its weight is no channel"),
     "channels": (lambda: nn.Conv1d(4, 1, 1), {"*": "column"}, "its 1 channels are fewer than the 2 ranks"),
     "bias": (lambda: nn.Linear(4, 4), {"weight": 1, "bias": 0}, "its bias is cut otherwise than its outputs"),
+    "one rank": (
+        Pairs,
+        {"first": fz.parallel.cut("column", multiple=4), "second": fz.parallel.cut("row", multiple=4)},
+        "one rank has all of its inputs",
+    ),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), {"weight": 0}, r"its embedding has max_norm=1\.0"),
     "norm": (lambda: nn.LayerNorm(4), {"weight": 0}, "no conversions for what a LayerNorm does"),
 }

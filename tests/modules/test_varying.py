@@ -94,15 +94,13 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat of tokens": lambda h, x: torch.cat([h[:, :2], h[:, 2:].cos()], 1),
     "squeeze": lambda h, x: h.unsqueeze(1).squeeze(1),
     "examples": lambda h, x: h[torch.arange(h.shape[0] - 1, -1, -1)],
-    "written": lambda h, x: written(h),
-    "written over": lambda h, x: written(torch.zeros_like(h), h),
     "heads by sizes": lambda h, x: h.view(*h.shape[:2], h.shape[-1] // 2, 2).cos().flatten(-2),
     "heads in the batch by sizes": lambda h, x: in_the_batch(h),
-    "as large": lambda h, x: h * torch.ones(h.shape, dtype=h.dtype) + h.new_zeros(h.shape),
-    "a constant is filled": lambda h, x: filled(h),
+    "as large": lambda h, x: h * torch.ones_like(h) + x[..., :1].expand_as(h),
     "as another": lambda h, x: (h.to(x) + h.view_as(h).type(torch.float64).cpu()).data + h,
     "a new last dim": lambda h, x: torch.stack([h, h.sin()], -1).sum(-1) + h.unsqueeze(-1).squeeze(-1),
-    "masked": lambda h, x: masked(h) * (x.new_ones(2, 6, 1) > 0).to(h),
+    "masked": lambda h, x: h.masked_fill(h < 0, 0.0) * (x.new_ones(2, 6, 1) > 0).to(h),
+    "tokens by a mask": lambda h, x: h[x[..., 0] > x[..., 0].median()].unsqueeze(0),
     "places by tensors": lambda h, x: h[[1, 0]][:, torch.tensor([5, 4, 3, 2, 1, 0])],
     "last tokens": lambda h, x: h * h[torch.arange(2), torch.tensor([0, 3])][:, None],
     "causal by hand": lambda h, x: causal(h),
@@ -114,17 +112,10 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one by one": lambda h, x: torch.stack([row * 2 for row in h]),
     "a shape like another": lambda h, x: h if h.shape == h.sin().shape else -h,
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
-    "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
     "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
     "parts by keywords": lambda h, x: torch.unflatten(h, sizes=(-1, 2), dim=2).cos().flatten(-2) * summed(h),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
-
-
-def masked(h: torch.Tensor) -> torch.Tensor:
-    h = h * 1
-    h[h < 0] = 0
-    return h
 
 
 def causal(h: torch.Tensor) -> torch.Tensor:
@@ -156,38 +147,10 @@ def of_no_tokens(h: torch.Tensor) -> torch.Tensor:
     return q.reshape(1, 2, heads, 0, 2)[0].transpose(1, 2).reshape(2, 0, heads * 2)
 
 
-def filled(h: torch.Tensor) -> torch.Tensor:
-    b = torch.zeros(h.shape, dtype=h.dtype)
-    b[:, 1:] = h[:, 1:].sin()
-    return b * 2
-
-
-def written(h: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
-    h = h * 1
-    if over is None:
-        h[:, 1:] = h[:, :-1].clone()
-    else:
-        h[:] = over
-    return h
-
-
-def first_feature(h: torch.Tensor) -> torch.Tensor:
-    h = h * 1
-    h[..., 0] = 0
-    return h
-
-
-def written_beside(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    h = h * 1
-    h[:, 0] = h.mT[:, :, 0][..., : h.shape[-1]]
-    h[:, 1] = h[:, 2].flip(-1)
-    return h
-
-
-def into_a_constant(h: torch.Tensor) -> torch.Tensor:
-    b = torch.zeros(h.shape, dtype=h.dtype)
-    b[:, 1:] = h[:, 1:]
-    return b.softmax(-1)
+def written(b: torch.Tensor, h: torch.Tensor | float) -> torch.Tensor:
+    b = b * 1
+    b[:, 1:] = h
+    return b
 
 
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -215,7 +178,10 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "if it is large": lambda h, x: h if h.shape[-1] > 8 else -h,
     "in two batches": lambda h, x: h.mT.reshape(-1, 6).softmax(0).view(h.mT.shape).mT,
     "flattened": lambda h, x: h.repeat_interleave(2).view(2, 6, -1)[..., ::2],
-    "written beside": lambda h, x: written_beside(h, x),
+    "written": lambda h, x: written(h, 0.0),
+    "written into a constant": lambda h, x: written(torch.zeros_like(h), h[:, 1:]),
+    "made as large": lambda h, x: h * torch.ones(h.shape, dtype=h.dtype),
+    "expanded as large": lambda h, x: h + x[..., :1].expand(h.shape),
     "mean": lambda h, x: h - h.mean(-1, keepdim=True),
     "sum of all": lambda h, x: h / h.sum(),
     "normalize": lambda h, x: F.normalize(h, dim=-1),
@@ -224,6 +190,8 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "flip": lambda h, x: h.flip(-1),
     "roll": lambda h, x: h.roll(1, -1),
     "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[0]] * 2, -1),
+    "parts by sizes": lambda h, x: torch.cat([h.split(h.shape[-1] // 2, -1)[0]] * 2, -1),
+    "half by size": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
     "cat of features": lambda h, x: torch.cat([h.sin(), h.cos()], -1)[..., : h.shape[-1]],
     "einsum of features": lambda h, x: h * torch.einsum("btf,btf->bt", h, h)[..., None],
     "norm": lambda h, x: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True),
@@ -240,6 +208,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads as the inner part": lambda h, x: h.view(*h.shape[:2], -1, 3).transpose(2, 3).flatten(2),
     "glu": lambda h, x: torch.cat([F.glu(h)] * 2, -1),
     "one feature": lambda h, x: h * h[..., 0].unsqueeze(-1),
+    "every second feature": lambda h, x: torch.cat([h[..., ::2]] * 2, -1),
     "some features": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
     "a number of heads": lambda h, x: heads(h, 6, -1),
     "tokens as heads": lambda h, x: h.view(h.shape[0], -1, 6, 2).transpose(1, 2).reshape(h.shape),
@@ -251,8 +220,6 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one head": lambda h, x: F.layer_norm(f := h.unflatten(-1, (-1, 6)).sin().flatten(-2), f.shape[-1:]),
     "features by features": lambda h, x: h * (h.mT @ h).mean(),
     "a vector": lambda h, x: (x[..., 0].unsqueeze(1) @ h).softmax(-1) * h,
-    "a feature is written": lambda h, x: first_feature(h),
-    "a part of a constant": lambda h, x: into_a_constant(h),
     "unbiased": lambda h, x: h / h.std(False),
     "places": lambda h, x: h * torch.where(h > 0)[0].sum(),
     "tiled": lambda h, x: fz.parallel.tiled(lambda own: own.softmax(-1), h, tiles=2, dim=1),
@@ -262,6 +229,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "moved by keywords": lambda h, x: moved(torch.cat([h] * 3))[:2],
     "a mask of all heads": lambda h, x: h * summed(biased(h, torch.ones(1, 2, 6, 6, dtype=h.dtype))),
     "a number of numpy to a part": lambda h, x: h * summed(h, np.float32(3)),
+    "by how many go into one": lambda h, x: h * (h.shape[-1] // h.sin().shape[-1]),
     "its numerator": lambda h, x: h / h.shape[-1].numerator,
     "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
 }
@@ -692,9 +660,7 @@ class Fused(nn.Module):
 FUSED: dict[str, Any] = {
     "chunk": lambda h: torch.sigmoid(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
     "glu": F.glu,
-    "halves": lambda h: h[..., : h.shape[-1] // 2] * h[..., h.shape[-1] // 2 :],
     "dims": lambda h: h.reshape(*h.shape[:2], 2, -1)[:, :, 0] * h.reshape(*h.shape[:2], 2, -1).unbind(2)[1],
-    "sizes": lambda h: h.split([h.shape[-1] // 2] * 2, -1)[0] + h.split(h.shape[-1] // 2, -1)[1],
 }
 
 
@@ -841,7 +807,7 @@ ATTENTIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("cut", [False, True])
 def test_attention_of_slices_of_heads(name: str, keys: int, cut: bool) -> None:
-    """Equal where keys are cut as queries are, or where all go with the one head; otherwise refused."""
+    """Equal where keys are cut as queries are, or all go with the one head, but by a function of one's own."""
     torch.manual_seed(0)
     x, plain = torch.randn(1, 5, WIDTH, dtype=F64), Heads(torchs, keys).to(F64)
     apply, params = fz.functional(plain)
@@ -858,7 +824,7 @@ def test_attention_of_slices_of_heads(name: str, keys: int, cut: bool) -> None:
 
     if keys == 1 and cut:
         return  # less than a head for each rank
-    if keys > 1 and not cut:
+    if (keys > 1 and not cut) or name == "composed":  # any function's heads are not known to stay apart
         with pytest.raises(RankError, match=r"outputs of module 'q' are cut|4 (KV )?heads|[Nn]umber of heads"):
             run_ranks(rank_main, 2)
         return

@@ -59,7 +59,7 @@ class Case(NamedTuple):
         if not self.chunks:
             return fz.parallel.ring(ax, self.order, **options)
         if self.custom:
-            return fz.parallel.ulysses(functools.partial(plain, **options), ax, self.chunks)
+            return fz.parallel.ulysses(functools.partial(plain, **options), ax)
         return fz.parallel.ulysses(None, ax, self.chunks, **options)
 
     def plain(self) -> Attend:

@@ -58,7 +58,7 @@ def step_of(fn: Any, plan: Any, mesh: Mesh, names: Sequence[str] = (), after: in
 
 drawn = {
     "blocks": st.lists(
-        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=3
+        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(2, 7), st.booleans()), min_size=1, max_size=3
     ).map(tuple),
     "tied": st.booleans(),
     "chosen": st.lists(st.booleans(), min_size=3, max_size=3),

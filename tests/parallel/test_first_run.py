@@ -154,7 +154,7 @@ def gate(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def wide(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return h + x[..., :1].expand(h.shape) * x[..., 1:2]
+    return h + x[..., :1].expand_as(h) * x[..., 1:2]
 
 
 def in_attention(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ MESHES = ((1, 4), (2, 2), (4, 1))  # data, tensor
 def drawn_step(draw: random.Random, meshes: dict[tuple[int, int], Any]) -> tuple[Any, dict[str, float]]:
     """A model of modules whose leaves are cut, transforms in any order; three steps, and one process's."""
     kinds = draw.choices(sorted(zoo.KINDS), k=draw.randint(1, 3))
-    blocks = tuple((kind, draw.randint(1, 7), draw.random() < 0.5) for kind in kinds)
+    blocks = tuple((kind, draw.randint(2, 7), draw.random() < 0.5) for kind in kinds)
     model, sizes = zoo.made(blocks, draw.random() < 0.5), draw.choice(MESHES)
     plan = {**model.plan([draw.random() < 0.8 for _ in blocks])}
     plan |= {"embedding": draw.choice(["vocabulary", "column_gather"])} if draw.random() < 0.7 or not plan else {}

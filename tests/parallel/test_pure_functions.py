@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -102,10 +103,36 @@ def gated(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
     return to_row(gate.sigmoid() * value, p, ax)
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 3
+
+
+class Normed(Scaled):
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] / grads[0].norm()
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad / grad.norm())
+    return x
+
+
 EQUAL: dict[str, Fn] = {f.__name__: f for f in (embedded, experts, probabilities, on_first_rank, gated)} | {
     "first of fused": lambda p, x, ax: to_row((P.copy(x, ax) @ p["fused"])[:, : len(p["down"])], p, ax),
     "added by one": lambda p, x, ax: (P.sum(torch.addmm(x.new_zeros(4), up(p, x, ax), p["down"]), ax) + x).sin().sum(),
     "turned round": lambda p, x, ax: to_row(P.ring_shift(P.ring_shift(up(p, x, ax), ax), ax), p, ax),
+    "of ones": lambda p, x, ax: P.sum((h := up(p, x, ax)).sum(), ax) / P.sum(torch.ones_like(h).sum(), ax),
+    "where zeros": lambda p, x, ax: to_row(torch.where((h := up(p, x, ax)) > 0, h, torch.zeros_like(h)), p, ax),
+    "ones of a sum": lambda p, x, ax: total((y := up(p, x, ax) @ p["down"]), ax) / torch.ones_like(y).sum(),
+    "own backward": lambda p, x, ax: to_row(Scaled.apply(up(p, x, ax)), p, ax),  # type: ignore[no-untyped-call]
     "in another order": lambda p, x, ax: P.sum(up(p, x, ax).sort(0)[0].square().sum(), ax),
 }
 REFUSED: dict[str, Fn] = {
@@ -138,6 +165,13 @@ REFUSED: dict[str, Fn] = {
     "loss of another dim": lambda p, x, ax: P.cross_entropy(
         up(p, x, ax).t(), torch.zeros(p["up"].shape[1], dtype=torch.int64), ax
     ),
+    "by ones": lambda p, x, ax: P.sum((h := up(p, x, ax)).sum(), ax) / torch.ones_like(h).sum(),
+    "by whole numbers": lambda p, x, ax: to_row((h := up(p, x, ax)) / torch.ones_like(h[0]).long().sum(), p, ax),
+    "by a norm": lambda p, x, ax: to_row((h := up(p, x, ax)) / torch.full_like(h, 2.0).norm(), p, ax),
+    "by zeros and one": lambda p, x, ax: to_row((h := up(p, x, ax)) / torch.zeros_like(h).add_(1).sum(), p, ax),
+    "size as a key": lambda p, x, ax: to_row((h := up(p, x, ax)) * {3: 2.0}.get(h.shape[-1], 1.0), p, ax),
+    "backward over features": lambda p, x, ax: to_row(Normed.apply(up(p, x, ax)), p, ax),  # type: ignore
+    "hook": lambda p, x, ax: to_row(hooked(up(p, x, ax)), p, ax),
     "merged dims": lambda p, x, ax: P.gather(up(p, x, ax).reshape(-1), ax, 0)[:6].square().sum(),
 }
 
@@ -166,6 +200,47 @@ def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(fz.testing.RankError, match="too many to compare values"):
         run_ranks(functools.partial(main, checks=False), 2)
     assert torch.equal(*run_ranks(functools.partial(main, checks=True), 2))
+
+
+def test_one_function_proves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fzero.parallel.first_run"], "LARGEST", 1)
+
+    def made(counts: bool, ax: Axis) -> Callable[[Params, torch.Tensor], torch.Tensor]:
+        return lambda p, x: to_row((h := up(p, x, ax).flip(0)) * (h.shape[-1] if counts else 1), p, ax)
+
+    def main(rank: int) -> None:
+        ax = P.axis(None, "tp")
+        steps = [fz.shard_tensor(fz.train_step(made(counts, ax), fz.sgd(0.1)), PLAN) for counts in (False, True)]
+        P.check(steps[0], PARAMS, X, values=True)
+        steps[0].vjp(steps[0].init(PARAMS), X)
+        with pytest.raises(AxisTypeError, match="too many to compare values"):
+            steps[1].vjp(steps[1].init(PARAMS), X)
+
+    run_ranks(main, 2)
+
+
+NOTHING = {"tensor": (torch.tensor(0.0), torch.tensor(1.0)), "mask": (torch.zeros(3, 1) > 0, torch.ones(3, 1) > 0)}
+
+
+@pytest.mark.parametrize("kind", ["float", *NOTHING])
+def test_what_counts_for_nothing_in_the_first_batch(kind: str) -> None:
+    zero, one = NOTHING.get(kind, (0.0, 1.0))
+
+    def loss(p: Params, x: torch.Tensor, weight: torch.Tensor, right: bool, ax: Axis) -> torch.Tensor:
+        h = up(p, x, ax)
+        term = P.sum(h.flip(0).sum(-1) if right else h.std(-1), ax)[:, None]
+        return to_row(h, p, ax) + (term * weight).sum()
+
+    def main(rank: int, right: bool) -> list[torch.Tensor]:
+        ax = P.axis(None, "tp")
+        step = fz.shard_tensor(fz.train_step(lambda p, x, w: loss(p, x, w, right, ax), fz.sgd(0.1)), PLAN)
+        state = step.init(PARAMS)
+        return [step(state, X, w)[1]["loss"] for w in (zero, one)]
+
+    found, want = [run_ranks(functools.partial(main, right=True), ranks)[0] for ranks in (2, 1)]
+    assert_trees_close(found, want)
+    with pytest.raises(fz.testing.RankError, match="no rule says that 'std'"):
+        run_ranks(functools.partial(main, right=False), 2)
 
 
 # ---- drawn ones

@@ -102,7 +102,7 @@ def test_a_function_of_its_own_that_captures_what_is_differentiated() -> None:
         ax = fz.parallel.axis(None, "sp")
         own = x.split([2, 3], 2)[rank]
         return torch.func.grad(
-            lambda bias: total(fz.parallel.copy(bias, ax), own, lambda each: fz.parallel.ulysses(each, ax, 2))
+            lambda bias: total(fz.parallel.copy(bias, ax), own, lambda each: fz.parallel.ulysses(each, ax))
         )(bias)
 
     expected = torch.func.grad(total)(bias, x)
@@ -221,6 +221,8 @@ def test_mistakes() -> None:
     with pytest.raises(fz.testing.RankError, match=r"expected a tensor of shape \(1, 1, 4, 2\)"):
         run_ranks(wrong_result, 2)
     assert len(set(run_ranks(heads, 2))) == 1
+    with pytest.raises(fz.testing.RankError, match="chunks=2 with an attention of your own"):
+        run_ranks(lambda rank: fz.parallel.ulysses(plain, fz.parallel.axis(None, "sp"), chunks=2), 2)
     with pytest.raises(TypeError, match="got ax=None, expected an axis"):
         fz.parallel.ulysses(None, None)  # type: ignore[arg-type]
 
