@@ -1,4 +1,4 @@
-"""Products of two matrices: what nodes of torch's graph hand on, now or later, and how it is added to a sum.
+"""Products of two matrices: what nodes of torch's graph hand on, now or later.
 
 The names of nodes and of what they saved are private parts of torch, which `tests/base/test_products.py` holds against
 torch's own pullbacks, bit for bit.
@@ -30,32 +30,11 @@ class Product(NamedTuple):
     factor: complex = 1
 
     def value(self) -> torch.Tensor:
-        out = self._unrounded().to(self.dtype)
-        return out.t() if self.transposed else out
-
-    def _unrounded(self) -> torch.Tensor:
         out = self.left.mm(self.right)
         out = out if self.factor == 1 else out * self.factor.conjugate()
-        return out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
-
-    def add_to(self, total: torch.Tensor, first: bool) -> None:
-        """Adds it to a sum of its shape, with the bits that it has if its value is added.
-
-        Args:
-            first: whether the sum begins with it, and what is there does not count.
-        """
-        own, dtype = total.t() if self.transposed else total, self.dtype
-        is_dense = self.left.layout == self.right.layout == torch.strided
-        if first and is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
-            torch.mm(self.left, self.right, out=own)
-            return
-        value = self._unrounded()
-        if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
-            value = value.to(total.device, dtype)
-        if first:
-            own.copy_(value)
-        else:
-            own.add_(value)
+        out = out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
+        out = out.to(self.dtype)
+        return out.t() if self.transposed else out
 
 
 class Later:

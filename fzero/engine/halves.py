@@ -1,25 +1,24 @@
-"""Which params' cotangents are one product of two matrices each: added to a sum without a tensor between, or later.
+"""The first half of a pullback: which params' cotangents are one product of two matrices each, and wait.
 
-So are those of the weights of linear layers: autograd would write the product to a new tensor, which is read again to
-be added; and if autocast has rounded a weight, it would write one more. And a pullback in two halves leaves these
-products to the second: a layer's input and its output's cotangent wait (zero bubble pipelines, Qi et al. 2023).
+So are those of the weights of linear layers: a layer's input and its output's cotangent wait for the second half (zero
+bubble pipelines, Qi et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fzero.base import products
-from fzero.base.hooks import Pass, is_hooked, is_users, register, running
+from fzero.base.hooks import Pass, is_hooked, is_users, register, running, without_compiled_autograd
 from fzero.base.products import Later, Product
 from fzero.table.handle import storage_of
 
-_LEAF, _T, _CAST = "AccumulateGrad", "TBackward0", "ToCopyBackward0"
-LEAST = 1 << 15  # elements from which a weight is worth a hook
+_LEAF, _T, _CAST, _VIEW = "AccumulateGrad", "TBackward0", "ToCopyBackward0", "ViewBackward0"
 Grad = torch.Tensor | Later | None
 
 
@@ -46,24 +45,22 @@ class Weight(NamedTuple):
         return products.product_of(self.node, self.place, grad, self.transposed, self.dtype)
 
 
-def weights_of(
-    outputs: Sequence[torch.Tensor], params: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], waits: bool = False
+def _weights_of(
+    outputs: Sequence[torch.Tensor], params: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[Weight]:
     """Those of the params whose cotangents are products, in the graph that leads from some outputs to leaves.
 
-    Args:
-        waits: they are for later. So may small ones be, but none where a user's Function might write to a cotangent.
+    None where a user's Function might write to a cotangent.
     """
-    least = 1 if waits else LEAST
-    large = {i: x for i, x in enumerate(params) if x.numel() >= least and x.ndim == 2 and not x.is_complex()}
-    if not large:
+    matrices = {i: x for i, x in enumerate(params) if x.numel() and x.ndim == 2 and not x.is_complex()}
+    if not matrices:
         return []
     uses, leaves = _uses(outputs)
     if not leaves.keys() <= {id(x) for x in (*params, *inputs)}:
         return []  # autograd comes to no node that leads to others' leaves alone
-    if waits and any(is_users(kind) for kind in {*map(type, uses)}):
+    if any(is_users(kind) for kind in {*map(type, uses)}):
         return []
-    own = {id(param) for param in large.values()}
+    own = {id(param) for param in matrices.values()}
     todo = [node for x, node in leaves.items() if x not in own]
     runs = dict.fromkeys(todo)  # autograd runs a node only on its way to what is asked for
     for node in todo:  # which grows
@@ -72,14 +69,14 @@ def weights_of(
                 runs[use[0]] = None
                 todo.append(use[0])
     out: list[Weight] = []
-    for number, param in large.items():
+    for number, param in matrices.items():
         if id(param) not in leaves or param._backward_hooks:
             continue
         transposed, cast, of = False, False, uses[leaves[id(param)]]
         while len(of) == 1 and of[0] is not None:
             node, place = of[0]
             name = type(node).__name__
-            if name != _T and (name != _CAST or cast):  # of two casts each would round
+            if name not in (_T, _VIEW) and (name != _CAST or cast):  # of two casts each would round
                 if products.is_product(node, place) and not is_hooked(node):
                     ends = all(k == place or other is None for k, (other, _) in enumerate(node.next_functions))
                     if ends or node in runs:
@@ -110,79 +107,54 @@ def _uses(outputs: Sequence[torch.Tensor]) -> tuple[dict[Node, list[tuple[Node, 
     return uses, leaves
 
 
-def pull(
-    outputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    asked: Sequence[torch.Tensor],
-    weights: Sequence[Weight],
-    take: Callable[[int, Product], object],
-    retain_graph: bool,
-) -> Sequence[torch.Tensor | None]:
-    """The cotangents of the leaves that are asked for, and none of these weights'.
-
-    Args:
-        take: is given the weights' by number, where they have any, before the graph is gone.
-    """
-    if not outputs or not (asked or weights):
-        return [None] * len(asked)
-    own = Pass(dict.fromkeys(o.grad_fn for o in outputs if o.grad_fn is not None) if weights else ())
-    handles = own.handles
-
-    def before(grads: Sequence[torch.Tensor | None], weight: Weight) -> None:
-        if grads[0] is not None and own.number == running():
-            take(weight.number, weight.product(grads[0]))
-
-    for weight in weights:
-        if not weight.ends:
-            handles.append(register(weight.node.register_prehook, lambda grads, weight=weight: before(grads, weight)))
-    ends = [weight for weight in weights if weight.ends]  # which autograd would not come by otherwise
-    try:
-        wanted = [*asked, *[GradientEdge(weight.node, 0) for weight in ends]]
-        found = torch.autograd.grad(
-            outputs,
-            wanted,  # type: ignore[arg-type]
-            cotangents,
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
-    for weight, grad in zip(ends, found[len(asked) :], strict=True):
-        if grad is not None:
-            take(weight.number, weight.product(grad))
-    return found[: len(asked)]
-
-
 def pull_first(
     outputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor | None],
+    cotangents: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    waits: bool,
     retain_graph: bool,
-) -> tuple[list[Grad], list[torch.Tensor | None]]:
-    """The first half of a pullback: the cotangents of the params, of which products wait, and of the inputs.
-
-    Args:
-        waits: whether any may.
-    """
-    live = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+) -> tuple[list[Grad], Sequence[torch.Tensor | None]]:
+    """The first half of a pullback: the cotangents of the params, of which products wait, and of the inputs."""
+    live = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     ends = [o for o, _ in live]
-    weights = weights_of(ends, params, inputs, waits=True) if waits else []
+    weights = _weights_of(ends, params, inputs)
     found: list[Grad] = [None] * len(params)
     others = sorted({*range(len(params))} - {weight.number for weight in weights})
     own = {storage_of(x) for x in params}  # which may not be there any more
 
-    def take(number: int, product: Product) -> None:
-        is_own = not own.isdisjoint(map(storage_of, product[:2]))
-        found[number] = product.value() if is_own else Later(product)
+    def take(weight: Weight, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            product = weight.product(grad)
+            is_own = not own.isdisjoint(map(storage_of, product[:2]))
+            found[weight.number] = product.value() if is_own else Later(product)
+
+    def before(grads: Sequence[torch.Tensor | None], weight: Weight) -> None:
+        if run.number == running():
+            take(weight, grads[0])
 
     asked = [*inputs, *[params[i] for i in others]]
-    pulled = pull(ends, [c for _, c in live], asked, weights, take, retain_graph)
-    for i, grad in zip(others, pulled[len(inputs) :], strict=True):
+    if not ends or not (asked or weights):
+        return found, [None] * len(inputs)
+    run = Pass(dict.fromkeys(o.grad_fn for o in ends if o.grad_fn is not None) if weights else ())
+    for weight in weights:
+        if not weight.ends:
+            hook = functools.partial(before, weight=weight)
+            run.handles.append(register(weight.node.register_prehook, hook))
+    last = [weight for weight in weights if weight.ends]  # which autograd would not come by otherwise
+    wanted: Any = [*asked, *[GradientEdge(weight.node, 0) for weight in last]]
+    try:
+        with without_compiled_autograd():
+            pulled = torch.autograd.grad(
+                ends, wanted, [c for _, c in live], retain_graph=retain_graph, allow_unused=True
+            )
+    finally:
+        for handle in run.handles:
+            handle.remove()
+    for weight, grad in zip(last, pulled[len(asked) :], strict=True):
+        take(weight, grad)
+    for i, grad in zip(others, pulled[len(inputs) : len(asked)], strict=True):
         found[i] = grad
-    return found, list(pulled[: len(inputs)])
+    return found, pulled[: len(inputs)]
 
 
 def apart_from(grad: Grad, storages: Collection[int]) -> Grad:
