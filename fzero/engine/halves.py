@@ -18,7 +18,7 @@ from fzero.base.hooks import Pass, is_hooked, is_users, register, running, witho
 from fzero.base.products import Later, Product
 from fzero.table.handle import storage_of
 
-_LEAF, _T, _CAST, _VIEW = "AccumulateGrad", "TBackward0", "ToCopyBackward0", "ViewBackward0"
+_LEAF, _T, _CAST, _VIEW = "AccumulateGrad", "TBackward0", "ToCopyBackward0", "AliasBackward0"
 Grad = torch.Tensor | Later | None
 
 

@@ -117,7 +117,7 @@ class Traversal:
                     if self.begins is not None and primal.requires_grad:
                         full = group.cut(self.uses[key].value()).values()
                         self.begins[key] = [x.detach().requires_grad_() for x in full]
-                        views = tuple([x.view_as(x) for x in self.begins[key]])  # as an operation's outputs are
+                        views = tuple(map(torch.ops.aten.alias, self.begins[key]))  # as an operation's outputs are
                     else:
                         views = _full(self, key, primal)
                 for slot, view in zip(group.slots, views, strict=True):
