@@ -6,6 +6,7 @@ torch's own pullbacks, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -71,8 +72,8 @@ def is_product(node: Node, place: int) -> bool:
     return (type(node).__name__, place) in _OPERANDS
 
 
-def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dtype: torch.dtype) -> Product:
-    """What a node hands on along such an edge of its own cotangent, by torch's own formulas.
+def product_of(node: Node, place: int, transposed: bool, dtype: torch.dtype) -> Callable[[torch.Tensor], Product]:
+    """What a node hands on along such an edge, by its own cotangent, by torch's own formulas: also once it has run.
 
     Args:
         transposed: whether its transpose is meant.
@@ -81,9 +82,14 @@ def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dty
     mine, other = _OPERANDS[type(node).__name__, place]
     saved: torch.Tensor = getattr(node, f"_saved_{other}")
     sizes, strides = getattr(node, f"_saved_{mine}_sym_sizes"), getattr(node, f"_saved_{mine}_sym_strides")
-    by_columns = strides[0] == 1 and strides[1] == sizes[0] and grad.layout == saved.layout == torch.strided
-    if mine == "mat2":
-        left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
-    else:
-        left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
-    return Product(left, right, by_columns is not transposed, dtype, getattr(node, "_saved_alpha", 1))
+    factor = getattr(node, "_saved_alpha", 1)
+
+    def product(grad: torch.Tensor) -> Product:
+        by_columns = strides[0] == 1 and strides[1] == sizes[0] and grad.layout == saved.layout == torch.strided
+        if mine == "mat2":
+            left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
+        else:
+            left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
+        return Product(left, right, by_columns is not transposed, dtype, factor)
+
+    return product

@@ -6,15 +6,14 @@ bubble pipelines, Qi et al. 2023).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fzero.base import products
-from fzero.base.hooks import Pass, is_hooked, is_users, register, running, without_compiled_autograd
+from fzero.base.hooks import is_hooked, is_users, without_compiled_autograd
 from fzero.base.products import Later, Product
 from fzero.table.handle import storage_of
 
@@ -28,49 +27,25 @@ class Weight(NamedTuple):
     Attributes:
         number: the param's.
         node: of the product.
-        place: of the edge that leads to the param.
-        ends: whether the node leads to nothing else.
-        transposed: whether its transpose is used.
+        product: its cotangent, by that of the product.
     """
 
     number: int
     node: Node
-    place: int
-    ends: bool
-    transposed: bool
-    dtype: torch.dtype
-
-    def product(self, grad: torch.Tensor) -> Product:
-        """Its cotangent, by that of the product, while the node runs."""
-        return products.product_of(self.node, self.place, grad, self.transposed, self.dtype)
+    product: Callable[[torch.Tensor], Product]
 
 
-def _weights_of(
-    outputs: Sequence[torch.Tensor], params: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[Weight]:
+def _weights_of(outputs: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> list[Weight]:
     """Those of the params whose cotangents are products, in the graph that leads from some outputs to leaves.
 
     None where a user's Function might write to a cotangent.
     """
-    matrices = {i: x for i, x in enumerate(params) if x.numel() and x.ndim == 2 and not x.is_complex()}
-    if not matrices:
-        return []
     uses, leaves = _uses(outputs)
-    if not leaves.keys() <= {id(x) for x in (*params, *inputs)}:
-        return []  # autograd comes to no node that leads to others' leaves alone
     if any(is_users(kind) for kind in {*map(type, uses)}):
         return []
-    own = {id(param) for param in matrices.values()}
-    todo = [node for x, node in leaves.items() if x not in own]
-    runs = dict.fromkeys(todo)  # autograd runs a node only on its way to what is asked for
-    for node in todo:  # which grows
-        for use in uses[node]:
-            if use is not None and use[0] not in runs:
-                runs[use[0]] = None
-                todo.append(use[0])
     out: list[Weight] = []
-    for number, param in matrices.items():
-        if id(param) not in leaves or param._backward_hooks:
+    for number, param in enumerate(params):
+        if id(param) not in leaves or not param.numel() or param.ndim != 2 or param.is_complex():
             continue
         transposed, cast, of = False, False, uses[leaves[id(param)]]
         while len(of) == 1 and of[0] is not None:
@@ -78,9 +53,7 @@ def _weights_of(
             name = type(node).__name__
             if name not in (_T, _VIEW) and (name != _CAST or cast):  # of two casts each would round
                 if products.is_product(node, place) and not is_hooked(node):
-                    ends = all(k == place or other is None for k, (other, _) in enumerate(node.next_functions))
-                    if ends or node in runs:
-                        out.append(Weight(number, node, place, ends, transposed, param.dtype))
+                    out.append(Weight(number, node, products.product_of(node, place, transposed, param.dtype)))
                 break
             transposed, cast, of = transposed is not (name == _T), cast or name == _CAST, uses[node]
     return out
@@ -117,41 +90,22 @@ def pull_first(
     """The first half of a pullback: the cotangents of the params, of which products wait, and of the inputs."""
     live = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     ends = [o for o, _ in live]
-    weights = _weights_of(ends, params, inputs)
+    weights = _weights_of(ends, params)
     found: list[Grad] = [None] * len(params)
     others = sorted({*range(len(params))} - {weight.number for weight in weights})
+    asked = [*inputs, *[params[i] for i in others]]
+    wanted: Any = [*asked, *[GradientEdge(weight.node, 0) for weight in weights]]
+    if not (ends and wanted):
+        return found, [None] * len(inputs)
+    with without_compiled_autograd():
+        given = [c for _, c in live]
+        pulled = torch.autograd.grad(ends, wanted, given, retain_graph=retain_graph, allow_unused=True)
     own = {storage_of(x) for x in params}  # which may not be there any more
-
-    def take(weight: Weight, grad: torch.Tensor | None) -> None:
+    for weight, grad in zip(weights, pulled[len(asked) :], strict=True):
         if grad is not None:
             product = weight.product(grad)
             is_own = not own.isdisjoint(map(storage_of, product[:2]))
             found[weight.number] = product.value() if is_own else Later(product)
-
-    def before(grads: Sequence[torch.Tensor | None], weight: Weight) -> None:
-        if run.number == running():
-            take(weight, grads[0])
-
-    asked = [*inputs, *[params[i] for i in others]]
-    if not ends or not (asked or weights):
-        return found, [None] * len(inputs)
-    run = Pass(dict.fromkeys(o.grad_fn for o in ends if o.grad_fn is not None) if weights else ())
-    for weight in weights:
-        if not weight.ends:
-            hook = functools.partial(before, weight=weight)
-            run.handles.append(register(weight.node.register_prehook, hook))
-    last = [weight for weight in weights if weight.ends]  # which autograd would not come by otherwise
-    wanted: Any = [*asked, *[GradientEdge(weight.node, 0) for weight in last]]
-    try:
-        with without_compiled_autograd():
-            pulled = torch.autograd.grad(
-                ends, wanted, [c for _, c in live], retain_graph=retain_graph, allow_unused=True
-            )
-    finally:
-        for handle in run.handles:
-            handle.remove()
-    for weight, grad in zip(last, pulled[len(asked) :], strict=True):
-        take(weight, grad)
     for i, grad in zip(others, pulled[len(inputs) : len(asked)], strict=True):
         found[i] = grad
     return found, pulled[: len(inputs)]

@@ -335,11 +335,12 @@ def _pulled_plainly(
     params = ends.params()
     leaves = [*params, *ends.primals.values(), *ends.inputs]
     with without_compiled_autograd():
-        found = gradients(ends.outputs, leaves, cotangents, retain_graph, create_graph)
+        found = [*gradients(ends.outputs, leaves, cotangents, retain_graph, create_graph)]
     refusals.need_no_strays("step: the function", leaves)
     grads = dict(zip(ends.primals, found[len(params) :], strict=False))
     wanted = _filled(found[len(params) + len(grads) :], ends.inputs)
-    return {**grads, **_delivered(traversal, ends.leaves, found[: len(params)])}, wanted
+    del found[len(params) :]
+    return {**grads, **_delivered(traversal, ends.leaves, found)}, wanted
 
 
 def _filled(found: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -347,12 +348,13 @@ def _filled(found: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) 
 
 
 def _delivered(
-    traversal: Traversal, leaves: Mapping[Key, Sequence[torch.Tensor]], found: Sequence[torch.Tensor | None]
+    traversal: Traversal, leaves: Mapping[Key, Sequence[torch.Tensor]], found: list[torch.Tensor | None]
 ) -> dict[Key, torch.Tensor | None]:
-    """The cotangents of groups, of those of the leaves that a graph begins with; None of those that are delivered."""
-    out, rest = dict[Key, torch.Tensor | None](), list(found)
+    """The cotangents of groups, None of those that are delivered, by a list of those of their leaves; it is emptied."""
+    out = dict[Key, torch.Tensor | None]()
     for key, own in leaves.items():
-        grads, rest = rest[: len(own)], rest[len(own) :]
+        grads = found[: len(own)]
+        del found[: len(own)]
         if any(x is not None for x in grads):
             out[key] = traversal.pulled(key, grads)
     return out
@@ -387,13 +389,10 @@ def run_of(
     own = functools.partial(
         Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask, halves
     )
-    leads_on = torch.is_grad_enabled() and any(map(_leads_on, pytree.leaves(tuple(inputs))))
-    if step.graphs is None or leads_on:
+    if step.graphs is None:
+        return own()
+    tensors = [x for x in pytree.leaves(tuple(inputs)) if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):  # another graph goes on through this one
         return own()
     given = {"argnums": argnums, "seed": seed, "scale": scale, "unreduced": unreduced, "alone": alone}
     return step.graphs.run(step, state, inputs, own, again=own, partial=partial, mask=mask, **given)  # type: ignore[no-any-return]
-
-
-def _leads_on(x: object) -> bool:
-    """Tells whether another graph leads to an input, and goes on through this one."""
-    return isinstance(x, torch.Tensor) and x.requires_grad

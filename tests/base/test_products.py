@@ -47,9 +47,9 @@ def test_what_a_node_hands_on(name: str, dtype: torch.dtype) -> None:
     places = [k for k in range(len(seen)) if products.is_product(node, k)]
     assert len(places) == 2
     for k in places:
-        product = products.product_of(node, k, grad, False, dtype)
+        product = products.product_of(node, k, False, dtype)(grad)
         assert_trees_equal(product.value(), seen[k])
-        assert_trees_equal(products.product_of(node, k, grad, True, dtype).value(), seen[k].t())
+        assert_trees_equal(products.product_of(node, k, True, dtype)(grad).value(), seen[k].t())
         assert_trees_equal(Later(product).now().value(), seen[k])
 
 
@@ -58,7 +58,7 @@ def test_what_waits_must_stay_as_it_was_and_leads_to_no_graph() -> None:
     grad, node = torch.ones(3, 2), (hidden @ draw(4, 2)).grad_fn
     assert node is not None
     for written in (hidden.detach(), grad):
-        later = Later(products.product_of(node, 1, grad, False, torch.float32))
+        later = Later(products.product_of(node, 1, False, torch.float32)(grad))
         assert all(x.grad_fn is None and x._base is None and not x.requires_grad for x in later.product[:2])
         written.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
