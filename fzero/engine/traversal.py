@@ -85,7 +85,7 @@ class Traversal:
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function
-        # group -> its leaves, in full, where a graph begins with them, as a pullback may come in halves
+        # group -> its leaves, in full, where a graph begins with them, so that a pullback may come in halves
         self.begins: dict[Key, list[torch.Tensor]] | None = None
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
