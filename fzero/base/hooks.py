@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,42 +12,7 @@ from torch.autograd import graph
 from torch.utils.hooks import RemovableHandle
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
-_lock = threading.Lock()
 _PASSING = "fzero.", "torch.autograd.graph", "torch.utils.checkpoint"  # whose hooks change no value
-
-
-_registered = 0  # of our own
-
-
-def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Callable[..., object]) -> RemovableHandle:
-    """A hook of our own on a node: `register(node.register_prehook, hook)`."""
-    global _registered
-    with _lock:
-        _registered += 1
-        return begin(hook)
-
-
-running: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-
-
-class Pass:
-    """A pass of autograd that hooks of our own are for: a backward within it may begin others, over the same nodes.
-
-    Args:
-        roots: the nodes that it begins with, none of whose hooks of our own have been registered yet.
-
-    Attributes:
-        number: of the pass, once it has begun: in a hook, whether that is `running()` tells which pass has called it.
-        handles: to remove at its end.
-    """
-
-    def __init__(self, roots: Iterable[graph.Node]) -> None:
-        self.number: int | None = None
-        self.handles = [register(root.register_prehook, self._begin) for root in roots]
-
-    def _begin(self, _: object) -> None:
-        if self.number is None:
-            self.number = running()
 
 
 def is_users(kind: type) -> bool:
@@ -84,16 +48,11 @@ class Registrations:
     """
 
     def __init__(self) -> None:
-        self._count = _others()
+        self._count = RemovableHandle.next_id
 
     def any(self) -> bool:
         """Tells whether there was one; on another thread counts, too."""
-        return _others() != self._count
-
-
-def _others() -> int:
-    with _lock:
-        return RemovableHandle.next_id - _registered
+        return RemovableHandle.next_id != self._count
 
 
 _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a unit."

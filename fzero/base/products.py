@@ -1,4 +1,4 @@
-"""Products of two matrices: what nodes of torch's graph hand on, now or later, and how it is added to a sum.
+"""Products of two matrices: what nodes of torch's graph hand on, now or later.
 
 The names of nodes and of what they saved are private parts of torch, which `tests/base/test_products.py` holds against
 torch's own pullbacks, bit for bit.
@@ -6,6 +6,7 @@ torch's own pullbacks, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,31 +30,10 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
     def value(self) -> torch.Tensor:
-        out = self._unrounded().to(self.dtype)
-        return out.t() if self.transposed else out
-
-    def _unrounded(self) -> torch.Tensor:
         out = self.left.mm(self.right)
-        return out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
-
-    def add_to(self, total: torch.Tensor, first: bool) -> None:
-        """Adds it to a sum of its shape, with the bits that it has if its value is added.
-
-        Args:
-            first: whether the sum begins with it, and what is there does not count.
-        """
-        own, dtype = total.t() if self.transposed else total, self.dtype
-        is_dense = self.left.layout == self.right.layout == torch.strided
-        if first and is_dense and self.left.dtype == dtype == total.dtype:
-            torch.mm(self.left, self.right, out=own)
-            return
-        value = self._unrounded()
-        if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
-            value = value.to(total.device, dtype)
-        if first:
-            own.copy_(value)
-        else:
-            own.add_(value)
+        out = out.real if out.is_complex() and not self.dtype.is_complex else out  # of a real leaf that was cast
+        out = out.to(self.dtype)
+        return out.t() if self.transposed else out
 
 
 class Later:
@@ -90,8 +70,8 @@ def is_product(node: Node, place: int) -> bool:
     return (type(node).__name__, place) in _OPERANDS and getattr(node, "_saved_alpha", 1) == 1
 
 
-def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dtype: torch.dtype) -> Product:
-    """What a node hands on along such an edge of its own cotangent, by torch's own formulas.
+def product_of(node: Node, place: int, transposed: bool, dtype: torch.dtype) -> Callable[[torch.Tensor], Product]:
+    """What a node hands on along such an edge, by its own cotangent, by torch's own formulas: also once it has run.
 
     Args:
         transposed: whether its transpose is meant.
@@ -100,9 +80,13 @@ def product_of(node: Node, place: int, grad: torch.Tensor, transposed: bool, dty
     mine, other = _OPERANDS[type(node).__name__, place]
     saved: torch.Tensor = getattr(node, f"_saved_{other}")
     sizes, strides = getattr(node, f"_saved_{mine}_sym_sizes"), getattr(node, f"_saved_{mine}_sym_strides")
-    by_columns = strides[0] == 1 and strides[1] == sizes[0] and grad.layout == saved.layout == torch.strided
-    if mine == "mat2":
-        left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
-    else:
-        left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
-    return Product(left, right, by_columns is not transposed, dtype)
+
+    def product(grad: torch.Tensor) -> Product:
+        by_columns = strides[0] == 1 and strides[1] == sizes[0] and grad.layout == saved.layout == torch.strided
+        if mine == "mat2":
+            left, right = (grad.t(), saved.conj()) if by_columns else (saved.t().conj(), grad)
+        else:
+            left, right = (saved.conj(), grad.t()) if by_columns else (grad, saved.t().conj())
+        return Product(left, right, by_columns is not transposed, dtype)
+
+    return product

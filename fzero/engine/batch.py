@@ -15,10 +15,8 @@ from fzero.comm.linear import meaned
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.carry import Carry
 from fzero.engine.function import sums_whole
-from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
-from fzero.engine.plain import PlainRun, run_of
-from fzero.engine.run import Run
+from fzero.engine.run import Run, run_of
 from fzero.engine.used import first_use, need_used
 from fzero.engine.weighing import counted
 from fzero.state.beyond import here
@@ -129,20 +127,19 @@ class Batch:
         self._used = None if self.followed else first_use(self._axis)
         self._carry = Carry(step, state)
 
-    def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
+    def __iter__(self) -> Iterator[tuple[Run, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
         several, cotangent = micro.count > 1, self._cotangent
         pieces: Sequence[object] = ()
         parts, self.counts = counted(micro, state, self._inputs)
         counts = self.counts
-        leaves = None if self._fused or step.graphs is not None else Leaves.of(step, state, several)
         for i, part in enumerate(parts):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
             unreduced = several and not last and not self.followed
             given = self._carry.given(part)
             run = run_of(
-                *(leaves, step, state, given, (), seed, scale),
+                *(step, state, given, (), seed, scale),
                 unreduced=unreduced,
                 fused=last,
                 partial=several,
@@ -166,8 +163,6 @@ class Batch:
             for name, own in run.collected.items():
                 self._collected.setdefault(name, []).extend(own)
             del outputs, given
-            if i == micro.count - 1:
-                leaves = None
             if self._used is not None:
                 run.note_use(self._used)
             yield run, pieces[i]
@@ -223,16 +218,16 @@ class Pullback:
         several, scale = self._micro.count > 1, scale_of(step, state)
         self._runs, self._auxes, self._carry, self._has_aux = list[Any](), [], Carry(step, state), step.has_aux
         parts, self._counts = counted(self._micro, state, inputs)
-        leaves = None if step.graphs is not None else Leaves.of(step, state, False)
         for i, part in enumerate(parts):
             given, own = self._carry.given(part), self._carry.argnums(argnums, part)
             seed, mask = seed_of(state, rng, i), self._counts.mask(i)
             run = run_of(
-                *(leaves, step, state, given, own, seed, scale),
+                *(step, state, given, own, seed, scale),
                 unreduced=False,
                 alone=not several,
                 partial=several,
                 mask=mask,
+                halves=True,
             )
             self._auxes.append(self._carry.taken(run.aux))
             run.aux = None

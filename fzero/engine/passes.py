@@ -17,10 +17,8 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.hidden import in_a_level
-from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import split_result
-from fzero.engine.plain import PlainRun, run_of
-from fzero.engine.run import Run
+from fzero.engine.run import Run, run_of
 from fzero.state.checks import can_follow_here
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -78,10 +76,9 @@ class Passes:
         self._step, self._state, self._rng, self.count, self.counts = step, state, rng, count, Counts()
         self._at_once, self._unreduced = at_once, at_once and count > 1 and not is_transformed()
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
-        self._runs: dict[int, Run | PlainRun] = {}
-        self._leaves, self._forwards = Leaves.of(step, state, self._unreduced), 0
+        self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
-        self._half: dict[int, Run | PlainRun] = {}  # of microbatches whose first half is done
+        self._half: dict[int, Run] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
         self._total: Sums | None = None
         self._next = 0
@@ -104,7 +101,6 @@ class Passes:
         seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
         chosen = frozenset(wanted)
         run = run_of(
-            self._leaves,
             self._step,
             self._state,
             inputs,
@@ -115,10 +111,8 @@ class Passes:
             alone=False,  # other runs wait for their pullbacks meanwhile
             partial=several,
             mask=self.counts.mask(microbatch),
+            halves=True,
         )
-        self._forwards += 1
-        if self._forwards == self.count:
-            self._leaves = None  # which are no one's but the runs' now
         self._scalars += scalars_in(run.outputs)
         self._runs[microbatch], self._specs[microbatch] = run, pytree.flatten(tuple(inputs))[1]
         outputs, aux = run.outputs, run.aux
@@ -137,7 +131,7 @@ class Passes:
     def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
         """`backward` in two: the inputs' cotangents, and what goes on from there, in the order of microbatches."""
         run = self._runs[microbatch]
-        if not isinstance(run, PlainRun):
+        if not run.waits():
             return self.backward(microbatch, cotangent), lambda: None
         return self.inputs(microbatch, cotangent), functools.partial(self.params, microbatch)
 
@@ -149,7 +143,7 @@ class Passes:
         self._half[microbatch] = run
         return by_input(self._specs[microbatch], flat)
 
-    def _pulled(self, microbatch: int, run: Run | PlainRun) -> None:
+    def _pulled(self, microbatch: int, run: Run) -> None:
         """Forgets a run that cannot be pulled back again; after an error, such as of a wrong cotangent, it can."""
         if run.is_used_up():
             del self._runs[microbatch]

@@ -85,7 +85,8 @@ class Traversal:
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function
-        self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
+        # group -> its leaves, in full, where a graph begins with them, so that a pullback may come in halves
+        self.begins: dict[Key, list[torch.Tensor]] | None = None
         # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
         self.named: list[set[str] | None] = []
         self.collected: dict[str, list[torch.Tensor]] = {}  # what the function has collected, at its own level
@@ -98,9 +99,6 @@ class Traversal:
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
-        if self.given is not None:
-            self.origins.update((id(leaf), index) for index, leaf in enumerate(self.given))
-            return list(self.given)
         out: dict[int, torch.Tensor] = {}
         for key, primal in primals.items():
             group = self.layout.groups[key]
@@ -116,7 +114,12 @@ class Traversal:
                     views = tuple(group.views(self.uses[key].apply(primal)).values())
                 else:
                     self.schedule.note_use((key,))
-                    views = _full(self, key, primal)
+                    if self.begins is not None and primal.requires_grad:
+                        full = group.cut(self.uses[key].value()).values()
+                        self.begins[key] = [x.detach().requires_grad_() for x in full]
+                        views = tuple(map(torch.ops.aten.alias, self.begins[key]))  # as an operation's outputs are
+                    else:
+                        views = _full(self, key, primal)
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
@@ -145,6 +148,14 @@ class Traversal:
             return True
         node = self.tokens[key].grad_fn
         return node is None or private.will_run(node)
+
+    def pulled(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The cotangent of a group's stored buffer, from those of its leaves in full; None where it is delivered."""
+        if first_order():
+            return self.collect(key, cotangents)
+        self.schedule.note_use((key,))
+        use = self.uses[key]
+        return use.collect(self.layout.groups[key].joined(cotangents, use.compute, use.device))
 
     def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
@@ -257,11 +268,8 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         traversal, key = ctx.traversal, ctx.key
-        if first_order():
-            return None, None, traversal.collect(key, cotangents) if traversal.wants(key) else None
-        traversal.schedule.note_use((key,))
-        use = traversal.uses[key]
-        return None, None, use.collect(traversal.layout.groups[key].joined(cotangents, use.compute, use.device))
+        wanted = not first_order() or traversal.wants(key)
+        return None, None, traversal.pulled(key, cotangents) if wanted else None
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]

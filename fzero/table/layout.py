@@ -105,20 +105,13 @@ class Group:
             return private.flattened(parts)
         return self.join_into(pages.empty(self.numel, dtype, device), leaves)
 
-    def join_into(
-        self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None], there: Sequence[bool] = ()
-    ) -> torch.Tensor:
-        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer.
-
-        Args:
-            there: for each leaf whether it is in its place already.
-        """
+    def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
         parts = list(self.cut(full).values())
-        if self.numel < _SMALL and not any(there):  # filling all of it costs less than finding the gaps
+        if self.numel < _SMALL:  # filling all of it costs less than finding the gaps
             full.zero_()
         else:
-            there = there or (False,) * len(parts)
-            missing = [part for part, x, own in zip(parts, leaves, there, strict=True) if x is None and not own]
+            missing = [part for part, x in zip(parts, leaves, strict=True) if x is None]
             for part in (*[full.narrow(0, *gap) for gap in self._gaps], *missing):
                 part.zero_()
         targets, given = [], []

@@ -17,7 +17,6 @@ from fzero.base.arguments import as_float64
 from fzero.base.follow import is_transformed
 from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
-from fzero.engine.plain import PlainRun
 from fzero.engine.run import Run
 from fzero.optim.base import values
 from fzero.state.gather import squares_in
@@ -104,7 +103,6 @@ def _fused(
             earlier = sum_of(earlier, grads)
             del grads
         run, ct = next(forwards)
-        assert not isinstance(run, PlainRun)
         loss, earlier = batch.loss(), earlier or {}
         batch.need_used(run=run)
         run.unreduced = {key: tensor_of(earlier.pop(key)) for key in list(earlier) if sums_whole(state.params, key)}

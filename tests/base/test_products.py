@@ -1,4 +1,4 @@
-"""Products that are added to a sum have the bits of a product that is computed first, and those of torch's graphs."""
+"""Products have the bits of those of torch's graphs."""
 
 from __future__ import annotations
 
@@ -8,67 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fzero.base import products
 from fzero.base.hooks import is_hooked
-from fzero.base.products import Later, Product
+from fzero.base.products import Later
 from fzero.testing import assert_trees_equal
-
-DTYPES = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-1}
-
-
-@given(
-    st.integers(1, 40),
-    st.sampled_from([1, 2, 3, 128, 385]),
-    st.integers(1, 40),
-    st.sampled_from(list(DTYPES)),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 3),
-)
-def test_the_bits_of_a_product_that_is_added(
-    rows: int,
-    inner: int,
-    columns: int,
-    dtype: torch.dtype,
-    wide: torch.dtype,
-    transposed: bool,
-    first: bool,
-    offset: int,
-) -> None:
-    generator = torch.Generator().manual_seed(rows * 1000 + inner)
-    left, right = (torch.randn(shape, generator=generator).to(dtype) for shape in ((inner, rows), (inner, columns)))
-    product = Product(left.t(), right, transposed, wide)
-    value = product.value()
-    exact = left.double().t() @ right.double()
-    torch.testing.assert_close(value.double(), exact.t() if transposed else exact, rtol=1e-2, atol=DTYPES[dtype] * 50)
-    memory = torch.randn(offset + value.numel(), generator=generator).to(wide)
-    total, before = memory[offset:].view(value.shape), memory[:offset].clone()
-    want = value.to(wide) if first else total + value.to(wide)
-    product.add_to(total, first)
-    assert torch.equal(total, want)
-    assert torch.equal(memory[:offset], before)
-
-
-@given(st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
-def test_it_is_rounded_as_a_cotangent_is(dtype: torch.dtype, first: bool) -> None:
-    left, right = torch.randn(6, 3), torch.randn(3, 5)
-    total = torch.randn(6, 5)
-    value = (left @ right).to(dtype)
-    want = value.float() if first else total + value.float()
-    Product(left, right, False, dtype).add_to(total, first)
-    assert torch.equal(total, want)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(RuntimeError):
-        Product(torch.ones(2, 3), torch.ones(3, 4), False, torch.float32).add_to(torch.ones(4, 2), False)
-
-
-# ---- of a graph
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -103,9 +47,9 @@ def test_what_a_node_hands_on(name: str, dtype: torch.dtype) -> None:
     places = [k for k in range(len(seen)) if products.is_product(node, k)]
     assert len(places) == 2
     for k in places:
-        product = products.product_of(node, k, grad, False, dtype)
+        product = products.product_of(node, k, False, dtype)(grad)
         assert_trees_equal(product.value(), seen[k])
-        assert_trees_equal(products.product_of(node, k, grad, True, dtype).value(), seen[k].t())
+        assert_trees_equal(products.product_of(node, k, True, dtype)(grad).value(), seen[k].t())
         assert_trees_equal(Later(product).now().value(), seen[k])
 
 
@@ -119,7 +63,7 @@ def test_what_waits_must_stay_as_it_was_and_leads_to_no_graph() -> None:
     grad, node = torch.ones(3, 2), (hidden @ draw(4, 2)).grad_fn
     assert node is not None
     for written in (hidden.detach(), grad):
-        later = Later(products.product_of(node, 1, grad, False, torch.float32))
+        later = Later(products.product_of(node, 1, False, torch.float32)(grad))
         assert all(x.grad_fn is None and x._base is None and not x.requires_grad for x in later.product[:2])
         written.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

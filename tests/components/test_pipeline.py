@@ -161,20 +161,20 @@ def test_pullbacks_that_live_at_once(name: str, monkeypatch: pytest.MonkeyPatch)
     """As many as fz.schedules.check says, which is what memory is planned by."""
     schedule = getattr(fz.schedules, name)(3, 6)
     pipe, _, params, x = chain(schedule)
-    from fzero.engine.plain import PlainRun
+    from fzero.engine.run import Run
 
     made: dict[int, list[Any]] = {}
     most: dict[int, int] = {}
-    begin = PlainRun.__init__
+    begin = Run.__init__
 
-    def init(self: PlainRun, step: Any, *arguments: Any, **more: Any) -> None:
+    def init(self: Run, step: Any, *arguments: Any, **more: Any) -> None:
         begin(self, step, *arguments, **more)
         stage = next(i for i, own in enumerate(state) if own is arguments[0])
         own = made.setdefault(stage, [])
         own.append(weakref.ref(self))
         most[stage] = max(most.get(stage, 0), sum(run() is not None and run().state is not None for run in own))
 
-    monkeypatch.setattr(PlainRun, "__init__", init)
+    monkeypatch.setattr(Run, "__init__", init)
     state = pipe.init(params)
     pipe(state, torch.cat([x, x[:4]]))
     own = tuple(most[stage] for stage in range(3))

@@ -36,14 +36,14 @@ def pipe_of(fns: Any, schedule: Any) -> Any:
 
 
 def order(rank: int, name: str) -> list[str]:
-    """What the second place does in a step: messages that leave it, and products that are added."""
+    """What the second place does in a step: messages that leave it, and products that are computed."""
     schedule = {"1F1B": fz.schedules.one_f_one_b, "GPipe": fz.schedules.gpipe}[name](2, 3)
     pipe, state = pipe_of((hidden, last), schedule)
     done: list[str] = []
-    send, add = Messages.send, Product.add_to
+    send, compute = Messages.send, Product.value
     noted = lambda word, fn: lambda *a, **k: (done.append(word), fn(*a, **k))[1]
     sends = mock.patch.object(Messages, "send", noted("send", send))
-    with sends, mock.patch.object(Product, "add_to", noted("add", add)):
+    with sends, mock.patch.object(Product, "value", noted("compute", compute)):
         pipe(state, torch.ones(6, 8, dtype=torch.float64))
     return done
 
@@ -51,6 +51,6 @@ def order(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 def test_cotangents_leave_first(name: str) -> None:
     first, second = run_ranks(functools.partial(order, name=name), 2, backend="processes")
-    both = ["add", "add"]
+    both = ["compute", "compute"]
     assert second[:9] == ["send", "send", *both, "send", *both, *both], second  # one microbatch's wait behind
-    assert "add" not in (*first, *second[9:])
+    assert "compute" not in (*first, *second[9:])

