@@ -187,7 +187,6 @@ def _parted(
     pulled = ancestors(ends, stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
-    cheap: dict[Node, bool] = {}
 
     def again(node: Node) -> bool:
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
@@ -198,17 +197,10 @@ def _parted(
         if recompute is not None:
             came = bool(recompute) and is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
             return not came and node not in kept
-        if node not in cheap:
-            source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-            of_param = node.target in of_torch.CASTS and source is not None and root(source) in stored
-            cheap[node] = is_view(node) or of_param
-        return cheap[node] or (node in fused and node not in least)
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        of_param = node.target in of_torch.CASTS and source is not None and root(source) in stored
+        return is_view(node) or of_param or (fuses and is_pointwise(node) and node not in outs)
 
-    fused = {n for n in forward if fuses and is_pointwise(n)}
-    least: Collection[Node] = ()
-    if fused and recompute is None:
-        given = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
-        least = _cut([n for n in given.union(ends) if n in first], again, {*forward}, fused, stored)
     if recompute is not None:
         drawing = any(draws(n) for n in pulled)
         sends = not recompute  # else what has come is kept, as it is without a graph
@@ -239,43 +231,3 @@ def _parted(
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
 
-
-def _cut(
-    ends: Sequence[Node],
-    again: Callable[[Node], bool],
-    forward: Collection[Node],
-    fused: Collection[Node],
-    stored: Collection[Node],
-) -> set[Node]:
-    """What a pullback is given so that the least memory is written and read: a minimal cut of the forward.
-
-    Args:
-        ends: what it needs of the forward.
-        again: whether it can compute a value anew.
-        fused: what the forward writes to memory only if somebody else than these needs it.
-        stored: what costs nothing.
-    """
-    import networkx
-
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(("begin", "end"))
-    todo, seen = list(ends), set(ends)
-    for node in ends:
-        graph.add_edge((node, 1), "end")
-    for node in todo:  # which grows
-        if not again(node):
-            graph.add_edge("begin", (node, 0))
-        value = node.meta.get("val")
-        if is_view(node):
-            graph.add_edge((node, 0), (node, 1))
-        else:
-            alone = node in fused and all(user in fused or user not in forward for user in node.users)
-            size = 0 if node in stored or not isinstance(value, torch.Tensor) else value.numel() * value.itemsize
-            graph.add_edge((node, 0), (node, 1), capacity=size * (2 if alone else 1))
-        for x in node.all_input_nodes if again(node) else ():
-            graph.add_edge((x, 1), (node, 0))
-            if x not in seen:
-                seen.add(x)
-                todo.append(x)
-    _, (first, _) = networkx.minimum_cut(graph, "begin", "end")
-    return {node for node in todo if (node, 0) in first and (node, 1) not in first}
