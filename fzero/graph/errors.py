@@ -29,7 +29,7 @@ _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "Guard
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Around a trace: what is no part of a graph is refused, and what cannot be traced is named."""
     try:
         with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,10 @@ from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed, no_first_half
 from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
-from fzero.graph import of_torch, operators, program
+from fzero.graph import of_torch, program
 from fzero.graph.nodes import result_of
-from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
-from fzero.graph.regions import Inline
-from fzero.graph.trace import Traced
+from fzero.graph.program import compiled, compiling, in_pieces, joined, scheduled
+from fzero.graph.regions import traced as regions_of
 from fzero.graph.unit_regions import UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -34,6 +32,9 @@ from fzero.table.spec import Spec
 class Program:
     """A step's function, traced and compiled for one signature.
 
+    Args:
+        wanted: the places of the inputs that are differentiated; None for a forward alone.
+
     Attributes:
         traced: its graphs; `regions`, those of each unit's call.
         returned: the forms of its outputs and aux; `collected`, how many values it collects, by name.
@@ -44,18 +45,26 @@ class Program:
 
     def __init__(
         self,
-        regions: UnitRegions,
         step: Spec,
-        structure: pytree.Spec,
+        state: TrainState,
         inputs: Sequence[object],
-        wanted: Sequence[int],
+        wanted: Sequence[int] | None,
         backend: str,
     ) -> None:
-        self.traced, self.returned, self.collected = regions.trace(step, structure, inputs, wanted)
+        traversal = traversal_of(step, state, (), derived=wanted is not None, runs=False)[0]
+        table, axis = of_torch.decompositions(backend), state.params.axis
+
+        def traced_here(inline: bool) -> UnitRegions:
+            regions = UnitRegions(traversal, axis, table, inline, wanted is not None)
+            own = regions.trace(step, state.params.structure, inputs, wanted or ())
+            self.traced, self.returned, self.collected = own
+            return regions
+
+        regions = regions_of(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
-        groups: list[int | None] = [*[None] * len(wanted), *[group for group, _ in regions.fulls]]
-        own = compiled_regions(dict(enumerate(regions.traced)), backend, regions.seeds)
+        groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]
+        own = compiling(regions.traced, backend, regions.seeds)
         self.forward_graph = scheduled(self.traced.forward)
         self.pullback_graph = scheduled(self.traced.pullback, groups)
         if backend == "inductor":
@@ -87,55 +96,6 @@ class Program:
     def joined(self) -> torch.fx.GraphModule:
         """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
         return joined(self.forward_graph, self.pullback_graph, self.traced)
-
-
-def compiled_regions(
-    regions: Mapping[int, Traced], backend: str, seeds: Sequence[int] | None = None
-) -> dict[int, Region]:
-    """The programs of regions; those of one trace share them.
-
-    Args:
-        seeds: of each the number of its seed, where a run has any.
-    """
-    compile_one = by_inductor if backend == "inductor" else compiled
-    pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-    out: dict[int, Region] = {}
-    for number, traced in regions.items():
-        if traced not in pairs:
-            pairs[traced] = compile_one(traced.forward), compile_one(traced.pullback)
-        out[number] = Region(pairs[traced], [seeds[number] if seeds and draws else None for draws in traced.draws])
-    return out
-
-
-def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
-    """The program of a forward that calls regions."""
-    nodes = traced.forward.graph.nodes
-    called = dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL))
-    own = compiled_regions({number: regions[number] for number in called}, backend)
-    graph = in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, own)
-
-
-def made(
-    step: Spec,
-    state: TrainState,
-    inputs: Sequence[object],
-    wanted: Sequence[int] | None,
-    seed: tuple[int, ...],
-    backend: str,
-) -> Program:
-    """Traces a step's function, and compiles it.
-
-    Args:
-        wanted: the places of the inputs that are differentiated; None for a forward alone.
-    """
-    traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
-    table, axis = of_torch.decompositions(backend), state.params.axis
-    for inline in (False, True):
-        regions = UnitRegions(traversal, axis, table, inline, wanted is not None)
-        with contextlib.suppress(Inline):
-            return Program(regions, step, state.params.structure, inputs, wanted or (), backend)
-    raise AssertionError
 
 
 class Calls:

@@ -230,4 +230,3 @@ def _parted(
         reached=tuple(isinstance(x, Node) for x in grads),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
-
