@@ -96,10 +96,10 @@ class Function(Programs[Made]):
     def _add(self, key: Key, given: Flat) -> Made:
         results: list[Flat] = []
 
-        def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
             args, kwargs = given.made(tensors, values=False)
             results[:] = [Flat(self.fn(*args, **kwargs))]
-            return tuple(results[0].tensors)
+            return results[0].tensors, range(len(results[0].tensors)), ()
 
         def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
             with of_torch.fake_mode() as mode:

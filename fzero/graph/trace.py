@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ OWN_GENERATOR = (
 )
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
 Traceable = Callable[[Sequence[torch.Tensor]], Any]
+Tensors = Sequence[torch.Tensor]
+# outputs, places of those with cotangents, and `pull(outputs, cotangents by place)`
+Derived = tuple[Tensors, Sequence[int], Callable[..., Sequence[torch.Tensor | None]]]
 
 
 @dataclass(eq=False)
@@ -54,7 +57,6 @@ def trace(
     free: Collection[int] = (),
     stays: Collection[int] = (),
     level: bool = False,
-    still: Callable[[], Collection[int]] = tuple,
 ) -> Traced:
     """Traces a function and its pullback.
 
@@ -65,67 +67,65 @@ def trace(
         recompute: the names of values to save, where the pullback computes again what else it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
         stays: the groups whose buffers the pullback is given, and does not gather again.
-        level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
-        still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
+        level: whether it is differentiated by `torch.func.vjp`, and nothing but primals is.
     """
-    real: list[int] = []
+    real: list[int] = []  # the places of outputs that have cotangents
     kinds: list[type | None] = []  # of outputs that are numbers of Python
-    count = 0
 
-    def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal count
+    def run(given: Sequence[torch.Tensor]) -> tuple[Tensors, Sequence[int], Tensors]:
+        with Made(), Numbers():
+            outs, places, others = fn(given)
+        kinds[:] = map(number_of, outs)
+        return outs, places, others
+
+    def by_autograd(given: Tensors) -> Derived:
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            with Made(), Numbers():
-                outs, places, others = fn(own)
-            kinds[:] = map(number_of, outs)
-            outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
-            places = [i for i in places if not of_torch.is_constant(outs[i])]
-        real[:], count = places, len(outs)
-        ends = [outs[i] for i in places if outs[i].requires_grad]
-        tangents = [operators.tangent(outs[i].detach()) for i in places]
-        moving = [t for i, t in zip(places, tangents, strict=True) if outs[i].requires_grad]
+            outs, places, others = run(own)
         asked = [*[own[i] for i in wanted], *others]
-        found: Sequence[torch.Tensor | None] = [None] * len(asked)
-        if ends and asked:
-            found = torch.autograd.grad(ends, asked, moving, allow_unused=True)
-        return [*[x.detach() for x in outs], *tangents, *found]
 
-    def joint_at_a_level(*given: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal count
+        def pull(outs: Tensors, cotangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+            ends = [i for i in cotangents if outs[i].requires_grad]
+            if not ends or not asked:
+                return [None] * len(asked)
+            given = [cotangents[i] for i in ends]
+            return torch.autograd.grad([outs[i] for i in ends], asked, given, allow_unused=True)
+
+        return outs, places, pull
+
+    def by_func(given: Tensors) -> Derived:
         floats = [i for i, x in enumerate(given) if is_real(x)]
-        reals: list[bool] = []
+        moved: list[int] = []
 
         def moving(*own: torch.Tensor) -> Any:
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            with Made(), Numbers():
-                outs = fn(every)
-            kinds[:] = map(number_of, outs)
-            reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
-            kept = [x for x, own in zip(outs, reals, strict=True) if own]
-            others = [x for x, own in zip(outs, reals, strict=True) if not own]
-            return tuple(kept) or (torch.zeros((), device="cpu"),), others
+            outs, places, _ = run(every)
+            moved[:] = [i for i in places if is_real(outs[i])]
+            return tuple([outs[i] for i in moved] or [torch.zeros((), device="cpu")]), outs
 
         result: Any = torch.func.vjp(moving, *[given[i] for i in floats], has_aux=True)
-        kept, pull, others = result
-        count = len(reals)
-        parts = iter(kept), iter(others)
-        outs = [next(parts[not own]) for own in reals]
-        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
-        real[:] = [i for i, own in enumerate(reals) if own and wanted and not of_torch.is_constant(outs[i])]
-        tangents = [operators.tangent(outs[i]) for i in real]
-        if not wanted:
-            return outs
-        own_of = dict(zip(real, tangents, strict=True))
-        moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(reals) if own]
-        moved = moved or [torch.zeros_like(kept[0])]
-        grads = dict(zip(floats, pull(tuple(moved)), strict=True))
-        return [*outs, *tangents, *[grads[i] for i in wanted]]
+        _, pullback, outs = result
 
-    module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
-    graph = module.graph
+        def pull(outs: Tensors, cotangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+            if not wanted or not moved:
+                return [None] * len(wanted)
+            every = [cotangents[i] if i in cotangents else torch.zeros_like(outs[i]) for i in moved]
+            grads = dict(zip(floats, pullback(tuple(every)), strict=True))
+            return [grads[i] for i in wanted]
+
+        return outs, moved if wanted else (), pull
+
+    def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        outs, places, pull = (by_func if level else by_autograd)(given)
+        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
+        real[:] = [i for i in places if not of_torch.is_constant(outs[i])]
+        cotangents = {i: operators.tangent(outs[i].detach()) for i in real}
+        return [*[x.detach() for x in outs], *cotangents.values(), *pull(outs, cotangents)]
+
+    module = of_torch.traced(joint, primals, decompositions)
+    graph, count = module.graph, len(kinds)
     of_torch.draw_in_place(graph)
     for same in _SAME:  # another tensor of the same values, for autograd alone
         for node in graph.find_nodes(op="call_function", target=same):
