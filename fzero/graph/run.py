@@ -22,7 +22,7 @@ from fzero.graph import of_torch, program
 from fzero.graph.nodes import result_of
 from fzero.graph.program import compiled, compiling, in_pieces, joined, scheduled
 from fzero.graph.regions import traced as regions_of
-from fzero.graph.unit_regions import UnitRegions
+from fzero.graph.unit_regions import FunctionGraphs, UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -56,13 +56,11 @@ class Program:
         traversal = traversal_of(step, state, (), derived=wanted is not None, runs=False)[0]
         table, axis = of_torch.decompositions(backend), state.params.axis
 
-        def traced_here(inline: bool) -> UnitRegions:
-            regions = UnitRegions(traversal, axis, table, inline, wanted is not None)
-            own = regions.trace(step, state.params.structure, inputs, wanted or ())
-            self.traced, self.returned, self.collected = own
-            return regions
+        def traced_here(inline: bool) -> tuple[UnitRegions, FunctionGraphs]:
+            own = UnitRegions(traversal, axis, table, inline, wanted is not None)
+            return own, own.trace(step, state.params.structure, inputs, wanted or ())
 
-        regions = regions_of(traced_here)
+        regions, (self.traced, self.returned, self.collected) = regions_of(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
         groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]

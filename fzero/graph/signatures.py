@@ -50,14 +50,10 @@ def form_of(value: object) -> Hashable:
     if type(value) in (set, frozenset):
         return type(value), frozenset(map(form_of, value))  # type: ignore[call-overload]
     module = getattr(value, "module", None)
-    if isinstance(value, functools.partial):
-        if isinstance(module, nn.Module):  # a module's call as a unit
-            return "unit", _of_module(module)
-        return "partial", form_of(value.func), form_of(value.args), form_of(value.keywords)
-    if isinstance(value, types.FunctionType):
-        cells = [Identity(x) if isinstance(x, types.FunctionType) else form_of(x) for x in _contents(value)]
-        others = form_of(value.__defaults__), form_of(value.__kwdefaults__), Identity(value.__globals__)
-        return "function", value.__code__, *cells, *others
+    if isinstance(value, functools.partial) and isinstance(module, nn.Module):  # a module's call as a unit
+        return "unit", _of_module(module)
+    if isinstance(value, types.FunctionType) and not value.__defaults__ and not value.__kwdefaults__:
+        return "function", value.__code__, closed_over(value), Identity(value.__globals__)
     return Identity(value)
 
 
