@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fzero.base.refusals import place_of
 from fzero.graph import of_torch, operators
 from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
 from fzero.graph.numbers import Made, Numbers, marked, number_of
@@ -16,6 +17,10 @@ from fzero.graph.numbers import Made, Numbers, marked, number_of
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
     "torch's default one, or give the numbers as an input."
+)
+READS_MADE = (
+    "jit: a unit or step{} reads a tensor that the function around it made or was given, as from a closure, a default "
+    "argument, a list or an attribute. Pass it as an argument of the unit or step."
 )
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
 Traceable = Callable[[Sequence[torch.Tensor]], Any]
@@ -138,6 +143,8 @@ def trace(
             value = getattr(module, str(node.target))
             if isinstance(value, torch.Generator):
                 raise ValueError(OWN_GENERATOR)
+            if isinstance(value, torch.Tensor) and of_torch.is_fake(value):
+                raise ValueError(READS_MADE.format(place_of()))
             node.meta.setdefault("val", value)
         if node.target in operators.EFFECTS:
             node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]

@@ -202,3 +202,21 @@ def test_steps_refused_in_a_function(name: str) -> None:
     state = step.init({"w": torch.ones(3)})
     with pytest.raises((ValueError, TypeError), match=said):
         fz.jit(lambda state: step(state, X)[0], backend="graph")(state)
+
+
+@pytest.mark.parametrize("kind", ["closure", "default", "list"])
+def test_a_unit_that_reads_what_the_function_made_is_refused(kind: str) -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        held = [mask]
+        made: dict[str, Any] = {
+            "closure": lambda p, x: x * p["w"] * mask,
+            "default": lambda p, x, mask=mask: x * p["w"] * mask,
+            "list": lambda p, x: x * p["w"] * held[0],
+        }
+        return fz.unit(made[kind])(params["blocks"][0], x).square().sum()  # type: ignore[no-any-return]
+
+    step = fz.jit(fz.train_step(loss, fz.sgd(0.1)), backend="graph")
+    state = step.init({"blocks": [{"w": torch.ones(3)}]})
+    with pytest.raises(ValueError, match=r"'loss', test_jit_refused.py, line .* Pass it as an argument of the unit"):
+        step(state, X)
