@@ -12,6 +12,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.graph.numbers import number_of
+from fzero.graph.signatures import Identity, order_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.transforms.loss_scale import ScaleState
@@ -35,7 +36,7 @@ class Flat:
     """
 
     def __init__(self, tree: object) -> None:
-        leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
+        leaves, self.spec = pytree.ordered(tree, is_leaf=is_state)
         self.axes, self.updates = list[Axis](), list[int]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
             scaled = isinstance(node, Sharded) and node.scale != 1.0
@@ -63,7 +64,7 @@ class Flat:
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
                 nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
                 others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
-                forms.append((spec, leaf.seed, leaf.signature, place, *others))
+                forms.append((spec, order_of(Identity(leaf.params.structure)), leaf.seed, leaf.signature, place, *others))
             elif isinstance(leaf, torch.Tensor):
                 self.tensors.append(leaf)
                 self._makers.append(lambda rest, _: next(rest))

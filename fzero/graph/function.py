@@ -61,7 +61,7 @@ class Function(Programs[Made]):
         if made is None:
             return out
         if out is not None:
-            own = pytree.flatten(out, is_leaf=is_state)[0]
+            own = pytree.ordered(out, is_leaf=is_state)[0]
             kinds = made.result.leaves
             if len(own) != len(kinds) or not all(map(_is, own, kinds)):
                 raise ValueError(

@@ -15,7 +15,7 @@ from fzero.graph.flatten import value_of
 from fzero.graph.numbers import written_out
 from fzero.graph.programs import Programs, place
 from fzero.graph.run import Asked, GraphRun, Program, forward_only
-from fzero.graph.signatures import ambient_of, closed_over, meta_of
+from fzero.graph.signatures import Identity, ambient_of, closed_over, meta_of, order_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
@@ -102,11 +102,11 @@ class Jit(Programs[Program]):
     def _key(
         self, verb: str, step: Spec, state: TrainState, inputs: Inputs, wanted: Sequence[int]
     ) -> tuple[object, ...]:
-        flat, spec = pytree.flatten(tuple(inputs))
+        flat, spec = pytree.ordered(tuple(inputs))
         forms = tuple(meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat)
         own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
         rows = step.rules, step.has_aux, step.carries, step.microbatches.means
-        return verb, step.fn, state.layout, rows, spec, *own
+        return verb, step.fn, state.layout, rows, spec, *own, order_of(Identity(state.params.structure))
 
     def _program(
         self, key: object, step: Spec, state: TrainState, inputs: Inputs, wanted: Sequence[int] | None

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
+from fzero.base import pytree
 from fzero.graph.numbers import number_of
 
 _NUMBERS = int, float, complex, bool
@@ -37,6 +38,13 @@ class Identity:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and other.value is self.value
+
+
+@functools.lru_cache(64)
+def order_of(structure: Identity) -> pytree.Spec:
+    """A structure in the order of its dicts' entries, which equal ones may have in another."""
+    spec: pytree.Spec = structure.value  # type: ignore[assignment]
+    return pytree.ordered(pytree.unflatten(spec, range(spec.num_leaves)))[1]
 
 
 def form_of(value: object) -> Hashable:

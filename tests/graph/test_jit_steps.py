@@ -290,3 +290,22 @@ def test_alike_units_are_traced_once() -> None:
     step = jit(fz.train_step(through(fz.unit(body)), fz.sgd(0.1)))
     step.lower(step.init(PARAMS), drawn(3, 4))
     assert next(entered) == 2  # the first one's input has no gradient
+
+
+def test_the_order_of_entries_is_part_of_the_signature() -> None:
+    x, y = torch.arange(3.0), -torch.arange(3.0) - 1
+    first, other = {"a": x, "b": y}, {"b": x, "a": y}
+    unit = fz.unit(lambda p, d, **named: torch.cat([*p.values(), *d.values(), *named.values()]) * torch.arange(18.0))
+
+    def loss(params: Any, d: Any) -> torch.Tensor:
+        outer = torch.cat([*params["o"].values(), *d.values()]) * torch.arange(12.0)
+        blocks = params["blocks"]
+        return unit(blocks[0], d, **d).sum() + unit(blocks[1], {"b": x, "a": y}, b=x, a=y).sum() + outer.sum()
+
+    step = fz.jit(fz.train_step(loss, fz.sgd(0.0)), backend="graph")
+    through = fz.jit(lambda state, d: step.forward(state, d), backend="graph")
+    for params in ({"blocks": [first, other], "o": first}, {"blocks": [other, first], "o": other}):
+        state = step.init(params)
+        for d in (first, first, other, other):
+            want = loss(params, d)
+            assert torch.equal(step(state, d)[1]["loss"], want) and torch.equal(through(state, d), want)
