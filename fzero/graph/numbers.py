@@ -102,8 +102,10 @@ class Numbers(TorchDispatchMode):
 
         if not others:
             return _of_numbers(name, flat, kinds, call)
-        if name == "div" and len(args) == 2 and not kwargs and 0 in kinds:  # as x.__rtruediv__(number) is
-            return self.__torch_dispatch__(_aten.mul.Tensor, types, (_aten.reciprocal.default(args[1]), args[0]))
+        if name in ("mul", "div") and len(args) == 2 and not kwargs and 0 in kinds:
+            # as x.__rmul__(number) and x.__rtruediv__(number): a first operand would be rounded to the dtype
+            first = args[1] if name == "mul" else _aten.reciprocal.default(args[1])
+            return self.__torch_dispatch__(_aten.mul.Tensor, types, (first, args[0]))
         return _of_both(name, flat, kinds, others, call)
 
 
