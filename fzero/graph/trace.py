@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fzero.base.refusals import place_of
 from fzero.graph import of_torch, operators
-from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
+from fzero.graph.nodes import ancestors, checks, draws, extracted, is_item, is_pointwise, is_view, root
 from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
@@ -182,7 +182,7 @@ def _parted(
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
-    effects = {n: None for n in nodes if draws(n) or n.target in operators.EFFECTS}
+    effects = {n: None for n in nodes if draws(n) or checks(n) or n.target in operators.EFFECTS}
     after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n in effects]}  # the pullback's own
     for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):

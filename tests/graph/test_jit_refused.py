@@ -220,3 +220,24 @@ def test_a_unit_that_reads_what_the_function_made_is_refused(kind: str) -> None:
     state = step.init({"blocks": [{"w": torch.ones(3)}]})
     with pytest.raises(ValueError, match=r"'loss', test_jit_refused.py, line .* Pass it as an argument of the unit"):
         step(state, X)
+
+
+CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cholesky": torch.linalg.cholesky,
+    "inverse": lambda x: torch.linalg.inv(x.clamp(min=0)),
+    "asserted": lambda x: (torch._assert_async(x[0, 0] > 0), x * 2)[1],  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_checks_of_torch_raise_as_without_a_graph(name: str, backend: str) -> None:
+    unit = fz.unit(lambda p, x: CHECKED[name](x * p["w"]))
+    step = fz.jit(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), backend=backend)
+    state = step.init({"blocks": [{"w": torch.ones(3)}]})
+    through = fz.jit(CHECKED[name], backend=backend)
+    for call in (through, lambda x: step(state, x)):
+        call(torch.eye(3))
+        call(torch.eye(3))
+        with pytest.raises(RuntimeError, match=r"linalg\.(cholesky|inv)|Expected Tensor with single nonzero"):
+            call(-torch.eye(3))
