@@ -90,6 +90,8 @@ REFUSED = {
     "min": lambda n: X * min(n, 3),
     "branch": lambda n: X if n > 1 else 2 * X,
     "power": lambda n: X * 2**n,
+    "text": lambda n: X * len(f"{n}"),
+    "repr": lambda n: X * len(str([n])),
     "power of integers": lambda n: TENSORS["i"] ** n,
 }
 
