@@ -241,3 +241,9 @@ def test_checks_of_torch_raise_as_without_a_graph(name: str, backend: str) -> No
         call(torch.eye(3))
         with pytest.raises(RuntimeError, match=r"linalg\.(cholesky|inv)|Expected Tensor with single nonzero"):
             call(-torch.eye(3))
+
+
+def test_a_step_that_donates_is_refused_in_a_function() -> None:
+    step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"that fz\.jit transforms, .* Leave fz\.donate out"):
+        fz.jit(lambda state: step(state, X)[0], backend="graph").lower(step.init({"w": torch.ones(3)}))
