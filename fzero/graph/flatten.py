@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
 from fzero.graph.numbers import number_of
-from fzero.graph.signatures import Identity, order_of
+from fzero.graph.signatures import Identity, exact, order_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.transforms.loss_scale import ScaleState
@@ -120,7 +120,7 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, (float, complex)) else x
+    return exact(x)
 
 
 def _as_count(x: Count) -> torch.Tensor:

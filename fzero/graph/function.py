@@ -94,11 +94,12 @@ class Function(Programs[Made]):
         return given, (metas, (given.form, place()), ambient_of("cpu"), closed_over(self.fn))
 
     def _add(self, key: Key, given: Flat) -> Made:
-        results: list[Flat] = []
+        results, grad = list[Flat](), torch.is_grad_enabled()
 
         def run(tensors: Sequence[torch.Tensor]) -> Any:
             args, kwargs = given.made(tensors, values=False)
-            results[:] = [Flat(self.fn(*args, **kwargs))]
+            with torch.set_grad_enabled(grad):
+                results[:] = [Flat(self.fn(*args, **kwargs))]
             return results[0].tensors, range(len(results[0].tensors)), ()
 
         def traced_here(inline: bool) -> tuple[Traced, StepRegions]:

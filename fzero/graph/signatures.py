@@ -24,7 +24,13 @@ def meta_of(x: torch.Tensor) -> tuple[object, ...]:
 
 def ambient_of(device: str) -> tuple[object, ...]:
     """What a trace depends on of what is set around it."""
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+    casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return *casts, torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def exact(value: object) -> tuple[type, object]:
+    """A value and its type, by which 1 is not True, and 0.0 is not -0.0."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 class Identity:
@@ -50,7 +56,7 @@ def order_of(structure: Identity) -> pytree.Spec:
 def form_of(value: object) -> Hashable:
     """What a function, or what it closes over, is; equal forms are traced alike."""
     if isinstance(value, _VALUES):
-        return type(value), value
+        return exact(value)
     if type(value) in (tuple, list):
         return type(value), *map(form_of, value)  # type: ignore[call-overload]
     if type(value) is dict:
@@ -102,7 +108,7 @@ def closed_over(fn: object, depth: int = 3) -> Hashable:
     out: list[Hashable] = []
     for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
         if isinstance(value, _VALUES):
-            out.append((type(value), repr(value) if isinstance(value, float) else value))
+            out.append(exact(value))
         else:
             out.append((Identity(value), closed_over(value, depth - 1) if depth else ()))
     return tuple(out)

@@ -78,6 +78,7 @@ class UnitRegions(Traversal, Regions):
             known = noted(self.tensor, first_runs(self.axis.records, step.fn, self.derived, about), about, None)
             with (
                 autocast(self.device, self.table.outside),
+                torch.set_grad_enabled(self.derived),
                 self.running(),
                 during(proves, False),
                 during(notes, known),

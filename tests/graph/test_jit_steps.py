@@ -309,3 +309,19 @@ def test_the_order_of_entries_is_part_of_the_signature() -> None:
         for d in (first, first, other, other):
             want = loss(params, d)
             assert torch.equal(step(state, d)[1]["loss"], want) and torch.equal(through(state, d), want)
+
+
+def test_grad_mode_is_part_of_the_signature() -> None:
+    by_mode = lambda x: x * (2 if torch.is_grad_enabled() else 4)
+    fast, x = jit(by_mode), drawn(3)
+    for enabled in (False, False, True, True, False):
+        with torch.set_grad_enabled(enabled):
+            assert torch.equal(fast(x), by_mode(x))
+    step = jit(fz.train_step(lambda p, x: by_mode(unit(p["blocks"][0], x) * p["s"]).sum(), fz.sgd(0.1)))
+    state, x = step.init(PARAMS), drawn(3, 4)
+    assert step.forward(state, x) == step.forward(state, x) == step(state, x)[1]["loss"] * 2
+
+
+def test_a_unit_tells_zeros_apart_by_their_signs() -> None:
+    signed = fz.unit(lambda p, x, zero: (x @ p["w"]) * (torch.ones(4) / zero).clamp(-1, 1))
+    compare(lambda p, x: (signed(p["blocks"][0], x, 0.0) - signed(p["blocks"][1], x, -0.0)).square().sum() + p["s"].sum())
