@@ -100,15 +100,18 @@ def _is_hooks(name: str) -> bool:
     return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
-def closed_over(fn: object, depth: int = 3) -> Hashable:
-    """What a function closes over now: another value, or another tensor, is traced anew."""
+def closed_over(fn: object, seen: set[int] | None = None) -> Hashable:
+    """What a function, and functions that it closes over, close over now: another value or tensor is traced anew."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = getattr(fn, "__func__", fn)
+    seen = set() if seen is None else seen  # once each, as functions may call themselves
     out: list[Hashable] = []
     for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
         if isinstance(value, _VALUES):
             out.append(exact(value))
         else:
-            out.append((Identity(value), closed_over(value, depth - 1) if depth else ()))
+            again = id(value) in seen
+            seen.add(id(value))
+            out.append((Identity(value), () if again else closed_over(value, seen)))
     return tuple(out)
