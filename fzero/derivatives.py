@@ -27,7 +27,7 @@ from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.sliced import whole_of
 from fzero.state.train_state import TrainState
-from fzero.table.counting import Counts, Mask, Number
+from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
 from fzero.table.placements import FirstRun, has_run, noted, notes
 from fzero.table.spec import Spec
@@ -159,7 +159,7 @@ def _product(
     v: Sharded,
     inputs: Sequence[object],
     seed: tuple[int, ...],
-    factor: Number,
+    factor: float,
     mask: Mask | None,
 ) -> dict[Key, torch.Tensor]:
     """The product with the Hessian of one microbatch's loss times `factor`."""

@@ -12,11 +12,10 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from fzero.base.arguments import wrong
-from fzero.base.pytree import Spec
+from fzero.base.pytree import UNITS, Spec
 from fzero.base.refusals import noted
 
 T = TypeVar("T")
-_NAMESPACE = "fzero"
 _changing: set[type] = set()  # types whose content a unit may change
 # leaves that are no tensors; of a Size torch makes a tuple, once its compiler is imported
 VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -55,14 +54,14 @@ def register_carrier(
     for name, fn in (("flatten", flatten), ("unflatten", unflatten)):
         if not callable(fn):
             raise wrong("register_carrier", name, fn, "a function")
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    optree.register_pytree_node(cls, flatten, unflatten, namespace=UNITS)  # type: ignore[arg-type]
     _changing.add(cls)
     _known.add(cls)
 
 
 def flatten(tree: object) -> tuple[list[Any], Spec]:
     """Leaves and structure of what a unit is given or returns; `None` is a leaf."""
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=UNITS)  # type: ignore[arg-type]
 
 
 def flatten_first(tree: object) -> tuple[list[Any], Spec]:
@@ -79,7 +78,7 @@ def changing(tree: object) -> list[object]:
     """The objects among a tree whose content a unit may change."""
     if not _changing:
         return []
-    found: list[object] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    found: list[object] = optree.tree_leaves(tree, is_leaf=_changes, none_is_leaf=True, namespace=UNITS)  # type: ignore[arg-type]
     found = [x for x in found if _changes(x)]
     if len({*map(id, found)}) < len(found):
         kind = type(found[0]).__name__
@@ -99,7 +98,7 @@ def map_changing(fn: Callable[[object], object], tree: object) -> object:
         tree,  # type: ignore[arg-type]
         is_leaf=_changes,
         none_is_leaf=True,
-        namespace=_NAMESPACE,
+        namespace=UNITS,
     )
 
 
@@ -124,7 +123,7 @@ def _adopted(kind: type) -> bool:
         made = lambda names, values: _made(kind, zip(names, values, strict=True))
     else:
         return False
-    optree.register_pytree_node(kind, taken, made, namespace=_NAMESPACE)  # type: ignore[arg-type]
+    optree.register_pytree_node(kind, taken, made, namespace=UNITS)  # type: ignore[arg-type]
     if is_cache:
         _changing.add(kind)
     return True

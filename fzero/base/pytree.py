@@ -16,11 +16,21 @@ Test = Callable[[object], bool]
 Node = TypeVar("Node")
 Dict = TypeVar("Dict", bound=dict[Any, Any])
 _GLOBAL = optree.registry.__GLOBAL_NAMESPACE  # type: ignore[attr-defined]
+# namespaces in which dicts keep the order of their entries, which structures then compare, too
+UNITS, _ORDERED = "fzero", "fzero.ordered"
+_kept = [optree.dict_insertion_ordered(True, namespace=name) for name in (UNITS, _ORDERED)]
+for _each in _kept:  # for as long as this module is there
+    _each.__enter__()
 
 
 def flatten(tree: Any, is_leaf: Test | None = None) -> tuple[list[Any], Spec]:
     """Leaves and structure; `None` is a leaf, so that it keeps its place."""
     return optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True)
+
+
+def ordered(tree: Any, is_leaf: Test | None = None) -> tuple[list[Any], Spec]:
+    """The same, each dict in the order of its entries: of trees in another order, structures are not equal."""
+    return optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=_ORDERED)
 
 
 def unflatten(spec: Spec, leaves: Iterable[object]) -> Any:
@@ -152,11 +162,11 @@ def register_dict(
     `make(known(node), items)` makes one again; what is known takes no part in comparisons of structures.
     """
 
-    def sorted_items(node: Any) -> tuple[list[object], object, tuple[object, ...]]:
-        keys = tuple(sorted(node, key=str))
+    def items(order: Callable[[Any], Iterable[Any]], node: Any) -> tuple[list[object], object, tuple[object, ...]]:
+        keys = tuple(order(node))
         return [node[key] for key in keys], (keys, Unseen((dict(known(node)), tuple(node)))), keys
 
-    def of_sorted(metadata: Any, children: Iterable[object]) -> Dict:
+    def of_items(metadata: Any, children: Iterable[object]) -> Dict:
         keys, unseen = metadata
         carried, order = unseen.value
         values = dict(zip(keys, children, strict=True))
@@ -165,7 +175,9 @@ def register_dict(
     def context(node: Dict) -> tuple[list[object], Unseen]:
         return list(node), Unseen(dict(known(node)))
 
-    optree.register_pytree_node(cls, sorted_items, of_sorted, path_entry_type=optree.MappingEntry, namespace=_GLOBAL)
+    for name, order in ((_GLOBAL, partial(sorted, key=str)), (UNITS, tuple), (_ORDERED, tuple)):
+        own = partial(items, order)
+        optree.register_pytree_node(cls, own, of_items, path_entry_type=optree.MappingEntry, namespace=name)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(node.values()), context(node)),

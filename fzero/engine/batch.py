@@ -25,7 +25,7 @@ from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import put_again
-from fzero.table.counting import Counts, Number
+from fzero.table.counting import Counts
 from fzero.table.layout import Key, Layout
 from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
@@ -75,7 +75,7 @@ def scale_of(step: Spec, state: TrainState) -> float:
     return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 
-def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, Buffer], times: Number = 1.0) -> Sharded:
+def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, Buffer], times: float = 1.0) -> Sharded:
     """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
     params, scale = state.params, scale_of(step, state) * times
     if isinstance(scale, torch.Tensor):
@@ -89,14 +89,6 @@ def unscaled(buffers: Mapping[Key, Buffer], scale: torch.Tensor) -> dict[Key, Bu
     return {key: (x.float() if x.itemsize < 4 else x) / scale.to(x.device) for key, x in values.items()}
 
 
-def _is_one(times: Number) -> bool:
-    return not isinstance(times, torch.Tensor) and times == 1.0
-
-
-def _over(x: torch.Tensor, times: Number) -> torch.Tensor:
-    return x / (times.to(x) if isinstance(times, torch.Tensor) else times)
-
-
 class Batch:
     """The microbatches of one call, each of which is pulled back before the next one runs.
 
@@ -108,7 +100,7 @@ class Batch:
             no rank keeps a slice of them; so do all of a step that is not fused.
 
     Attributes:
-        times: by what to divide the sum of the gradients; a 0-d tensor in a function's graph.
+        times: by what to divide the sum of the gradients.
         followed: whether a transform may go on through this call: each microbatch's cotangents are reduced then.
         counts: what microbatches count, once the first of them runs.
     """
@@ -122,7 +114,7 @@ class Batch:
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
         self._collected: dict[str, list[torch.Tensor]] = {}
-        self.times: Number = 1.0
+        self.times: float = 1.0
         self.followed, self.counts = is_transformed(), Counts()
         self._used = None if self.followed else first_use(self._axis)
         self._carry = Carry(step, state)
@@ -236,7 +228,7 @@ class Pullback:
         self._inputs = inputs if several else ()
         self._spec = pytree.flatten(tuple(inputs))[1]
         self._scalars = scalars_in([run.outputs for run in self._runs])
-        self._times: Number | None = None  # of a first half: by what to divide what the second will bring
+        self._times: float | None = None  # of a first half: by what to divide what the second will bring
         self._scale = scale
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
@@ -339,7 +331,7 @@ class Pullback:
             total = sum_of(total, run.pull_params())
         return self._grads(total, times)
 
-    def _pieces(self, cotangent: object) -> tuple[list[object], Number]:
+    def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
         cotangent = here(cotangent)
         if self._micro.count > 1 or self._counts.factors:
@@ -354,13 +346,13 @@ class Pullback:
         scalars, self._scalars = self._scalars, []
         need_alike(self._like.axis, scalars, "pullback")
 
-    def _flat(self, pulled: Sequence[Sequence[torch.Tensor | None]], times: Number) -> list[torch.Tensor | None]:
+    def _flat(self, pulled: Sequence[Sequence[torch.Tensor | None]], times: float) -> list[torch.Tensor | None]:
         flat = self._micro.merge_inputs(self._inputs, pulled)
-        return flat if _is_one(times) else [None if x is None else _over(x, times) for x in flat]
+        return flat if times == 1.0 else [None if x is None else x / times for x in flat]
 
-    def _grads(self, total: Sums | None, times: Number) -> Sharded:
+    def _grads(self, total: Sums | None, times: float) -> Sharded:
         assert total is not None
-        if not _is_one(times):
-            total = {key: put_again(x, _over(tensor_of(x), times)) for key, x in total.items()}
+        if times != 1.0:
+            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
         found = as_grads(self._like.layout, total)
         return self._like.with_buffers(unscaled(found, self._scale) if isinstance(self._scale, torch.Tensor) else found)

@@ -8,29 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import jitting
 from fzero.base.follow import follows, nothing_of
 from fzero.base.rebound import rebound
 from fzero.comm.linear import passed
-from fzero.table.counting import Flag, Mask
+from fzero.table.counting import Mask
 
 Back = Callable[[torch.Tensor], torch.Tensor]
 
 
 def kept(mask: Mask, cotangent: torch.Tensor) -> torch.Tensor:
     """A cotangent, or zeros where a run adds nothing, whatever it is."""
-    masked = mask.masked
-    if isinstance(masked, torch.Tensor):
-        return torch.where(masked.to(cotangent.device), nothing_of(cotangent), cotangent)
-    return nothing_of(cotangent) if masked else cotangent
+    return nothing_of(cotangent) if mask.masked else cotangent
 
 
-def is_given(cotangents: Iterable[torch.Tensor]) -> Flag:
-    """Tells whether cotangents of a run's outputs are not zero, as that of a loss of weight 0 is: a 0-d tensor in a
-    function's graph."""
+def is_given(cotangents: Iterable[torch.Tensor]) -> bool:
+    """Tells whether cotangents of a run's outputs are not zero, as that of a loss of weight 0 is."""
     with private.below_transforms():
-        every = [(private.unwrapped(x) != 0).any() for x in cotangents]
-        return torch.stack(every).any() if jitting.get() is not None else any(map(bool, every))
+        return any([bool((private.unwrapped(x) != 0).any()) for x in cotangents])
 
 
 def masked_call(mask: Mask, fn: Callable[..., object], tree: object, inputs: Sequence[object]) -> object:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ from fzero.base.context import jitting
 from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
 from fzero.table.counting import Counts
-from fzero.table.microbatch import Microbatches, need_weight
+from fzero.table.microbatch import Microbatches
 
 Parts = Sequence[Sequence[object]]
 
@@ -31,8 +29,13 @@ def counted(micro: Microbatches, state: TrainState | None, inputs: Sequence[obje
         TypeError, ValueError: inputs do not split; a weight on some rank is none. On every rank, where there are
             weights.
     """
+    if micro.weights is not None and jitting.get() is not None:
+        raise ValueError(
+            "jit: a step that the function calls weighs its microbatches (weights=), which decides by values, and the "
+            "graph of a function has none. Take fz.jit(step), or leave weights= out and weigh in the loss."
+        )
     counts, error = Counts(), None
-    own: list[Any] = [math.nan] * micro.count
+    own = [math.nan] * micro.count
     parts: Parts = ()
     try:
         parts = micro.split(inputs)
@@ -40,33 +43,13 @@ def counted(micro: Microbatches, state: TrainState | None, inputs: Sequence[obje
             counts.split(micro.examples(inputs))
         own = own if micro.weights is None else own_weights(micro, parts)
     except Exception as caught:  # of which the others are told
-        if micro.weights is None or state is None or state.params.axis.ranks == 1 or jitting.get() is not None:
+        if micro.weights is None or state is None or state.params.axis.ranks == 1:
             raise
         error = caught
     if micro.weights is not None:
         assert state is not None
-        axis, device = state.params.axis, state.params.device
-        if (graph := jitting.get()) is None:
-            share(counts, axis, device, own, error)
-        else:  # each run of which weighs anew
-            with private.below_transforms():
-                given = torch.stack(own)
-                likes = [given, given, given.bool()]
-                found = graph.effects.over(axis, functools.partial(_of_run, device=device), [given], likes)
-                counts.factors, counts.of_rank, counts.anywhere = [x.unbind() for x in found]
+        share(counts, state.params.axis, state.params.device, own, error)
     return parts, counts
-
-
-def _of_run(axis: Axis, given: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """What microbatches of these weights count in a run of a graph."""
-    own, counts, error = given[0].tolist(), Counts(), None
-    try:
-        own = [need_weight(weight, i) for i, weight in enumerate(own)]
-    except ValueError as caught:
-        own, error = [math.nan] * len(own), caught
-    share(counts, axis, device, own, error)
-    factors = [given[0].new_tensor(x) for x in (counts.factors, counts.of_rank)]
-    return [*factors, torch.tensor(counts.anywhere, device=given[0].device)]
 
 
 def share(
@@ -95,12 +78,12 @@ def _told(axis: Axis, error: Exception | None) -> Exception:
     return (TypeError if text.startswith("TypeError") else ValueError)(f"on data rank {rank}: {text}")
 
 
-def own_weights(micro: Microbatches, parts: Parts) -> list[Any]:
+def own_weights(micro: Microbatches, parts: Parts) -> list[float]:
     """The weights of this rank's microbatches, outside of any derivative, or inside of one through which they are seen
-    to be no constants. Numbers; in a trace, which is not the first run, 0-d tensors."""
+    to be no constants."""
     leaves = [x for x in pytree.leaves(parts) if isinstance(x, torch.Tensor)]
     with contextlib.ExitStack() as outside:
-        if jitting.get() is not None or all(private.transform_of(x) is None for x in leaves):
+        if all(private.transform_of(x) is None for x in leaves):
             outside.enter_context(private.below_transforms())
             outside.enter_context(torch.no_grad())
         return micro.weights_at([[pytree.map_leaves(_plain, x) for x in part] for part in parts])
@@ -114,5 +97,4 @@ def _plain(x: object) -> object:
             f"weights: got {named(private.unwrapped(x))} that torch.func.vmap maps over, expected inputs that all of "
             "the map have alike: each would have weights of its own. Map over the state alone, or leave weights= out."
         )
-    constant = jitting.get() is not None or private.transform_of(x) is None
-    return private.unwrapped(x).detach() if constant else x
+    return private.unwrapped(x).detach() if private.transform_of(x) is None else x

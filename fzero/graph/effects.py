@@ -134,16 +134,15 @@ class OverAxes(Effects):
             rows: its leading dim; None where it has the shape of `x`.
         """
         assert private.in_function() or not private.is_differentiated(x), "a message without its derivative"
-        run = lambda own, xs: [getattr(own, verb)(xs[0], tag, *dtype).contiguous()]
+        place, whole = self.place_of(axis), axis.group is None
+
+        def run(xs: Tensors) -> Tensors:
+            own = _axes.get()[place].uncut if whole else _axes.get()[place]
+            return [getattr(own, verb)(xs[0], tag, *dtype).contiguous()]
+
         with of_torch.untraced():
             out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(*dtype, x.dtype)[0])
-        return self.over(axis, run, [x], [out])[0]
-
-    def over(self, axis: Axis, run: Callable[[Axis, Tensors], Tensors], xs: Tensors, likes: Tensors) -> Tensors:
-        """What `run(axis, xs)` makes of tensors, in the forms of others: messages over the axis of a run."""
-        place, whole = self.place_of(axis), axis.group is None
-        here = lambda: _axes.get()[place].uncut if whole else _axes.get()[place]
-        return self.host(lambda own: run(here(), own), xs, likes)
+        return self.host(run, [x], [out])[0]
 
     def of_count(
         self, run: Callable[[int, Tensors], Tensors], count: torch.Tensor, xs: Tensors, likes: Tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -29,7 +30,7 @@ _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "Guard
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Around a trace: what is no part of a graph is refused, and what cannot be traced is named."""
     try:
         with (
@@ -41,6 +42,12 @@ def tracing() -> Iterator[None]:
             yield
     except Exception as error:
         name = type(error).__name__
+        if name in _VALUES and (own := _own_module(error)):
+            raise ValueError(
+                f"jit: a step that the function calls{place_of(error)} decides by a value that changes from update to "
+                f"update, such as a count ({own}), and the graph of a function has none. Take fz.jit(step), or another "
+                "optimizer or transform."
+            ) from error
         if name in _VALUES:
             operator = getattr(error, "func", "an operator")
             what = (
@@ -69,6 +76,14 @@ def tracing() -> Iterator[None]:
             "have no values and no memory. Leave that line to torch's operators, or out of the function; a number of "
             "Python that it takes is a static argument (static_argnums=)."
         ) from error
+
+
+def _own_module(error: BaseException) -> str:
+    """The module of fzero that asked for a value; nothing where a function of the user's did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(frame.f_globals.get("__name__")) for frame in frames]
+    last = next((name for name in reversed(names) if not name.startswith(("torch", "fzero.graph", "fzero.base"))), "")
+    return last if last.startswith("fzero.") else ""
 
 
 def need_plain(nodes: Iterable[Node]) -> None:

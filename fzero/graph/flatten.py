@@ -11,7 +11,8 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.comm.axis import Axis
-from fzero.graph.numbers import NUMBERS, number_of
+from fzero.graph.numbers import number_of
+from fzero.graph.signatures import Identity, exact, order_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.transforms.loss_scale import ScaleState
@@ -28,14 +29,14 @@ class Flat:
 
     Attributes:
         tensors: all of them.
-        leaves: of each a number's type, "tensor", or None of states and values.
+        leaves: of each a number's type, a tensor's dtype, or None of states and values.
         counts: the places of the counts among the tensors.
         axes: those of its states and trees, one of each component; `updates`, how many its state has had.
         form: what two trees of one signature have in common.
     """
 
     def __init__(self, tree: object) -> None:
-        leaves, self.spec = pytree.flatten(tree, is_leaf=is_state)
+        leaves, self.spec = pytree.ordered(tree, is_leaf=is_state)
         self.axes, self.updates = list[Axis](), list[int]()
         for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
             scaled = isinstance(node, Sharded) and node.scale != 1.0
@@ -63,29 +64,27 @@ class Flat:
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
                 nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
                 others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
-                forms.append((spec, leaf.seed, leaf.signature, place, *others))
+                forms.append((spec, order_of(Identity(leaf.params.structure)), leaf.seed, leaf.signature, place, *others))
             elif isinstance(leaf, torch.Tensor):
                 self.tensors.append(leaf)
                 self._makers.append(lambda rest, _: next(rest))
-                forms.append(number_of(leaf) or "tensor")
+                forms.append(number_of(leaf) or leaf.dtype)
             else:
                 self._makers.append(lambda _, __, leaf=leaf: leaf)
                 forms.append(value_of(leaf))
-        self.leaves = tuple([form if form in ("tensor", *NUMBERS) else None for form in forms])
+        self.leaves = [None if isinstance(form, tuple) else form for form in forms]
         self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
 
-    def made(self, tensors: Sequence[torch.Tensor], values: bool, kinds: Sequence[object] = ()) -> Any:
+    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
         """The tree again, with other tensors.
 
         Args:
-            values: whether counts become numbers.
-            kinds: the types of the leaves, of which numbers of Python are some.
+            values: whether counts, and what is known for a number, become numbers.
         """
         rest = iter(tensors)
         leaves = [maker(rest, values) for maker in self._makers]
-        for i, kind in enumerate(kinds):
-            if kind in NUMBERS and isinstance(x := leaves[i], torch.Tensor):
-                leaves[i] = kind(x)
+        if values:
+            leaves = [kind(x) if callable(kind) else x for kind, x in zip(self.leaves, leaves, strict=True)]
         return pytree.unflatten(self.spec, leaves)
 
 
@@ -93,11 +92,6 @@ def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], value
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
     every = [next(rest) for _ in range(counts)]
     return _with_counts(state, every, values)
-
-
-def kinds_of(tree: object) -> list[type]:
-    """The types of a result's leaves."""
-    return [type(leaf) for leaf in pytree.flatten(tree, is_leaf=is_state)[0]]
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
@@ -126,7 +120,7 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, (float, complex)) else x
+    return exact(x)
 
 
 def _as_count(x: Count) -> torch.Tensor:

@@ -13,12 +13,11 @@ from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.effects import OverAxes
-from fzero.graph.errors import need_plain, need_streams, tracing
-from fzero.graph.flatten import Flat, is_state, kinds_of, over_axes
-from fzero.graph.numbers import NUMBERS, as_tensor, marked, number_of
+from fzero.graph.errors import need_plain, need_streams
+from fzero.graph.flatten import Flat, is_state, over_axes
+from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.programs import Programs, place
-from fzero.graph.regions import Inline
-from fzero.graph.run import compiled_call
+from fzero.graph.regions import traced as regions_of
 from fzero.graph.signatures import ambient_of, closed_over, meta_of
 from fzero.graph.step_regions import StepRegions
 from fzero.graph.trace import Traced, trace
@@ -56,28 +55,23 @@ class Function(Programs[Made]):
         here = place()
         first = key[1:] if here is None else (here, given.form[-1])
         make = lambda: self._programs.get(key) or self._add(key, given)
-        others = here is not None and bool(self.traces)
-        out, made = self.called(name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, others)
+        out, made = self.called(
+            name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, here is not None and bool(self.traces)
+        )
         if made is None:
             return out
-        known, leaves = self._begun.setdefault(first, {}), made.result.leaves
-        if out is None and here is None and leaves not in known:  # of other shapes, which return something else
-            out = self.fn(*args, **kwargs)
         if out is not None:
-            kinds = kinds_of(out)
-            pairs = zip(leaves, kinds, strict=False)
-            same = [kind in NUMBERS or issubclass(kind, torch.Tensor) == bool(own) for own, kind in pairs]
-            if len(leaves) != len(kinds) or not all(same):
+            own = pytree.ordered(out, is_leaf=is_state)[0]
+            kinds = made.result.leaves
+            if len(own) != len(kinds) or not all(map(_is, own, kinds)):
                 raise ValueError(
                     f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
-                    "arguments decide what it returns."
+                    "arguments decide what it returns, and return a state in the place of a count of it."
                 )
-            known[leaves] = kinds
             return out
         axes = made.effects.axes_of_run(given.axes)
         with torch.no_grad(), made.effects.running(axes, given.updates):
-            out = made.run([x.detach() for x in given.tensors])
-        out = made.result.made(out, values=True, kinds=known.get(leaves, leaves))
+            out = made.result.made(made.run([x.detach() for x in given.tensors]), values=True)
         return over_axes(out, {old.identity: axis for old, axis in zip(made.effects.axes, axes, strict=True)})
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
@@ -100,25 +94,25 @@ class Function(Programs[Made]):
         return given, (metas, (given.form, place()), ambient_of("cpu"), closed_over(self.fn))
 
     def _add(self, key: Key, given: Flat) -> Made:
-        results: list[Flat] = []
+        results, grad = list[Flat](), torch.is_grad_enabled()
 
-        def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
             args, kwargs = given.made(tensors, values=False)
-            results[:] = [Flat(self.fn(*args, **kwargs))]
-            return tuple(results[0].tensors)
+            with torch.set_grad_enabled(grad):
+                results[:] = [Flat(self.fn(*args, **kwargs))]
+            return results[0].tensors, range(len(results[0].tensors)), ()
 
-        table = of_torch.decompositions(self.backend)
-        for inline in (False, True):
-            with tracing(), during(pieces.heard, self._heard), (mode := of_torch.fake_mode()):
+        def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
+            with of_torch.fake_mode() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 regions = StepRegions(mode, table, inline, effects := OverAxes(given.axes))
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
-                    try:
-                        traced = trace(run, own, (), table, level=True)
-                    except Inline:
-                        continue
-            break
+                    return trace(run, own, (), table, level=True), regions
+
+        table = of_torch.decompositions(self.backend)
+        with self.tracing():
+            traced, regions = regions_of(traced_here)
         passes.of_use(traced.forward, regions.traced, regions.silent)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
         nodes = [node for module in every for node in module.graph.nodes]
@@ -130,7 +124,8 @@ class Function(Programs[Made]):
                 "jit: the function closes over a tensor that plain autograd differentiates, whose gradient a graph "
                 "would not give. Give it as an input, or detach() it."
             )
-        program_of = compiled_call(traced, regions.traced, self.backend)
+        graph = program.in_pieces(traced.forward) if self.backend == "inductor" else traced.forward
+        program_of = program.compiled(graph, program.compiling(regions.traced, self.backend))
 
         def changed() -> str:
             shapes = f"tensors of shapes {[tuple(x.shape) for x in given.tensors]}"
@@ -139,4 +134,9 @@ class Function(Programs[Made]):
             other = [part for part, old, new in zip(parts, last, key, strict=True) if old != new]
             return f"other {' and '.join(other)} of {name_of(self.fn)}"
 
-        return self.add(key, Made(program_of, results[0], traced, effects), changed)
+        return self.add(key, Made(program_of, results[0], traced, regions.effects), changed)
+
+
+def _is(x: object, kind: object) -> bool:
+    """Tells whether a leaf is one of `Flat.leaves`."""
+    return x.dtype == kind if isinstance(x, torch.Tensor) else kind is None or type(x) is kind

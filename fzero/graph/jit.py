@@ -8,23 +8,21 @@ from typing import Any, Unpack
 import torch
 
 from fzero.base import pytree
-from fzero.base.context import during
-from fzero.comm import pieces
-from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
-from fzero.graph.errors import tracing
 from fzero.graph.flatten import value_of
 from fzero.graph.numbers import written_out
 from fzero.graph.programs import Programs, place
-from fzero.graph.run import Asked, GraphRun, Program, forward_only, made
-from fzero.graph.signatures import ambient_of, closed_over, meta_of
+from fzero.graph.run import Asked, GraphRun, Program, forward_only
+from fzero.graph.signatures import Identity, ambient_of, closed_over, meta_of, order_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of
 from fzero.table.counting import Mask
 from fzero.table.spec import Spec
+
+Inputs = Sequence[object]
 
 
 class Jit(Programs[Program]):
@@ -42,25 +40,11 @@ class Jit(Programs[Program]):
     def __repr__(self) -> str:
         return self.backend
 
-    def _key(
-        self, verb: str, step: Spec, state: TrainState, inputs: Sequence[Any], wanted: Sequence[int]
-    ) -> tuple[object, ...]:
-        flat, spec = pytree.flatten(tuple(inputs))
-        forms = tuple(meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat)
-        own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
-        rows = step.rules, step.has_aux, step.carries, step.microbatches.means
-        return verb, step.fn, state.layout, rows, spec, *own
-
-    def _given(self, step: Spec, inputs: Sequence[object]) -> tuple[object, ...]:
-        """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
-        first = int(step.carries)
-        return *[pytree.map_leaves(written_out, x) for x in inputs[:first]], *self.taken(inputs[first:])
-
     def run(
         self,
         step: Spec,
         state: TrainState,
-        inputs: Sequence[object],
+        inputs: Inputs,
         own: Callable[[], Any],
         *,
         argnums: Collection[int] | None,
@@ -68,85 +52,85 @@ class Jit(Programs[Program]):
     ) -> Any:
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         wanted = wanted_of(inputs, argnums)
-        go = lambda program, given: GraphRun(program, step, state, given, wanted, **asked)
-        return self._called("vjp", step, state, inputs, wanted, asked["seed"], own, go)
+        out, program, given = self._called("vjp", step, state, inputs, wanted, own)
+        if program is None:
+            return out
+        if out is None:
+            return GraphRun(program, step, state, given, wanted, **asked)
+        program.need_dtypes(out.meta)
+        return out
 
     def forward(
         self,
         step: Spec,
         state: TrainState,
-        inputs: Sequence[object],
+        inputs: Inputs,
         own: Callable[[], Any],
         *,
         seed: tuple[int, ...],
         mask: Mask | None,
-    ) -> tuple[object, object]:
+    ) -> Any:
         """Outputs and aux."""
-        go = lambda program, given: forward_only(program, step, state, given, seed, mask)
-        out: tuple[object, object] = self._called("forward", step, state, inputs, None, seed, own, go)
-        return out
+        out, program, given = self._called("forward", step, state, inputs, None, own)
+        return out if program is None or out is not None else forward_only(program, step, state, given, seed, mask)
 
     def _called(
         self,
         verb: str,
         step: Spec,
         state: TrainState,
-        inputs: Sequence[object],
+        inputs: Inputs,
         wanted: Sequence[int] | None,
-        seed: tuple[int, ...],
         own: Callable[[], Any],
-        go: Callable[[Program, Sequence[object]], Any],
-    ) -> Any:
-        """What a run without a graph returns, if this is one, or `go(program, inputs)`."""
+    ) -> tuple[Any, Program | None, Inputs]:
+        """What a run without a graph returns, if this is one; the program, if there is one, and what it is given."""
         if self.is_plain():
-            return own()
+            return own(), None, ()
         given = self._given(step, inputs)
         key = self._key(verb, step, state, given, wanted or ())
         first = key if place() is None else (*key[:4], state.params.axis.identity, place())
         if first not in self._begun:
             need_traceable(step, state)
-        make = lambda: self._program(key, step, state, given, wanted, seed)
-        out, program = self.called(step.name, first, own, make)
-        if verb == "vjp" and out is not None and program is not None:
-            program.need_dtypes(out.meta)
-        return go(program, given) if out is None and program is not None else out
+        make = lambda: self._program(key, step, state, given, wanted)
+        return *self.called(step.name, first, own, make), given
+
+    def _given(self, step: Spec, inputs: Inputs) -> Inputs:
+        """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
+        first = int(step.carries)
+        return *[pytree.map_leaves(written_out, x) for x in inputs[:first]], *self.taken(inputs[first:])
+
+    def _key(
+        self, verb: str, step: Spec, state: TrainState, inputs: Inputs, wanted: Sequence[int]
+    ) -> tuple[object, ...]:
+        flat, spec = pytree.ordered(tuple(inputs))
+        forms = tuple(meta_of(x) if isinstance(x, torch.Tensor) else value_of(x) for x in flat)
+        own = forms, tuple(wanted), ambient_of(state.params.device.type), state.params.axis.ranks, closed_over(step.fn)
+        rows = step.rules, step.has_aux, step.carries, step.microbatches.means
+        return verb, step.fn, state.layout, rows, spec, *own, order_of(Identity(state.params.structure))
 
     def _program(
-        self,
-        key: object,
-        step: Spec,
-        state: TrainState,
-        inputs: Sequence[object],
-        wanted: Sequence[int] | None,
-        seed: tuple[int, ...],
+        self, key: object, step: Spec, state: TrainState, inputs: Inputs, wanted: Sequence[int] | None
     ) -> Program:
-        if (known := self._known(key)) is not None:
-            return known
-        with tracing(), during(pieces.heard, self._heard):
-            if (known := self._known(key)) is not None:  # another rank's thread was first
-                return known
-            program = made(step, state, inputs, wanted, seed, self.backend)
-            shapes = lambda: [tuple(x.shape) for x in pytree.tensors_in(*inputs)]
-            own = (key, place()) if program.sends else key
-            return self.add(own, program, lambda: f"inputs of shapes {shapes()}")
-
-    def _known(self, key: object) -> Program | None:
-        return self._programs.get(key) or self._programs.get((key, place()))
+        known = lambda: self._programs.get(key) or self._programs.get((key, place()))
+        if (program := known()) is not None:
+            return program
+        with self.tracing():
+            if (program := known()) is None:  # else another rank's thread was first
+                program = Program(step, state, inputs, wanted, self.backend)
+                shapes = lambda: f"inputs of shapes {[tuple(x.shape) for x in pytree.tensors_in(*inputs)]}"
+                self.add((key, place()) if program.sends else key, program, shapes)
+            return program
 
     def graph(self, step: Spec, state: TrainState, *inputs: object) -> torch.fx.GraphModule:
         """The graph of `step.vjp(state, *inputs)` by the params, for one microbatch."""
-        return self._ahead(step, state, inputs).joined()
-
-    def lower(self, step: Spec, state: TrainState, *inputs: object) -> None:
-        """Traces and compiles a call of the step, and runs nothing."""
-        self._ahead(step, state, inputs)
-
-    def _ahead(self, step: Spec, state: TrainState, inputs: Sequence[object]) -> Program:
         need_traceable(step, state)
         parts, _ = counted(step.microbatches, state, here(tuple(inputs)))
         given = self._given(step, Carry(step, state).given(next(iter(parts))))
-        key = self._key("vjp", step, state, given, ())
-        return self._program(key, step, state, given, [], seed_of(state, 0, 0))
+        return self._program(self._key("vjp", step, state, given, ()), step, state, given, []).joined()
+
+    def lower(self, step: Spec, state: TrainState, *inputs: object) -> None:
+        """Traces and compiles a call of the step, and runs nothing."""
+        self.graph(step, state, *inputs)
 
 
 def need_traceable(step: Spec, state: TrainState) -> None:

@@ -23,6 +23,12 @@ def draws(node: Node) -> bool:
     return bool(given != 0.0)
 
 
+def checks(node: Node) -> bool:
+    """Tells whether an operator makes nothing and may raise, as after a factorization: torch's own checks."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
 def is_item(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 

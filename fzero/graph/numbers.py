@@ -19,6 +19,7 @@ NUMBERS = bool, int, float, complex
 _WIDE = dict(zip(NUMBERS, (torch.bool, torch.int64, torch.float64, torch.complex128), strict=True))
 _SAME = _aten.detach.default, _aten.alias.default
 _MADE = torch.tensor, torch.as_tensor, torch.asarray
+_TEXTS = torch.Tensor.__format__, torch.Tensor.__repr__
 _OF_BOOLS = ("bitwise_", "__and", "__or", "__xor", "logical_")  # which Python has for bools, too
 
 
@@ -75,6 +76,11 @@ class Made(TorchFunctionMode):
             func = torch.as_tensor
         elif func is torch.Tensor.__rtruediv__ and number_of(args[0]) and type(args[1]) in NUMBERS:
             args, func = (_constant(args[1], float), args[0]), torch.div  # torch would multiply by the reciprocal
+        elif func in _TEXTS and number_of(args[0]):
+            raise ValueError(
+                f"jit: the function{place_of()} makes text of a number among its inputs, which has no value in a trace. "
+                "Make it static (static_argnums=)."
+            )
         elif func is torch.where and any(isinstance(x, torch.Tensor) and number_of(x) for x in args[1:]):
             args = args[0], *[_constant(x, type(x)) if type(x) in NUMBERS else x for x in args[1:]]
         return func(*args, **kwargs)
@@ -102,8 +108,10 @@ class Numbers(TorchDispatchMode):
 
         if not others:
             return _of_numbers(name, flat, kinds, call)
-        if name == "div" and len(args) == 2 and not kwargs and 0 in kinds:  # as x.__rtruediv__(number) is
-            return self.__torch_dispatch__(_aten.mul.Tensor, types, (_aten.reciprocal.default(args[1]), args[0]))
+        if name in ("mul", "div") and len(args) == 2 and not kwargs and 0 in kinds:
+            # as x.__rmul__(number) and x.__rtruediv__(number): a first operand would be rounded to the dtype
+            first = args[1] if name == "mul" else _aten.reciprocal.default(args[1])
+            return self.__torch_dispatch__(_aten.mul.Tensor, types, (first, args[0]))
         return _of_both(name, flat, kinds, others, call)
 
 

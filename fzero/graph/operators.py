@@ -71,5 +71,5 @@ SENT = {SEND, ARRIVED}
 EFFECTS = {*SENT, HOST}  # other ranks wait for them, whether or not their values are used here
 OWN = {GATHER, REDUCE, REGION, PULL, *EFFECTS}
 NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
-for _each in (*EFFECTS, NAMED):
+for _each in (*EFFECTS, NAMED, torch.ops.aten._assert_async.default):  # of torch's own checks it would drop this one
     has_side_effect(_each)

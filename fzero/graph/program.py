@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,11 +17,26 @@ from fzero.graph.trace import Traced
 Run = Callable[..., list[Any]]
 
 
-class Region(NamedTuple):
-    """The programs of a region and of its pullback, and the numbers of the seeds that each draws by, if it does."""
+# `run_of(region, pulls) -> (program, seed)`: of a region or of its pullback, and the number of the seed it draws by
+RunOf = Callable[[int, bool], tuple[Run, int | None]]
 
-    runs: tuple[Run, Run]
-    seeds: Sequence[int | None]
+
+def compiling(regions: Sequence[Traced], backend: str, seeds: Sequence[int] | None = None) -> RunOf:
+    """The programs of one trace's regions, each of which is compiled when it is asked for first.
+
+    Args:
+        seeds: of each region's call the number of its seed, where a run has any.
+    """
+    known: dict[GraphModule, Run] = {}
+
+    def run_of(number: int, pulls: bool) -> tuple[Run, int | None]:
+        region = regions[number]
+        module = region.pullback if pulls else region.forward
+        if module not in known:
+            known[module] = by_inductor(module) if backend == "inductor" else compiled(module)
+        return known[module], seeds[number] if seeds and region.draws[pulls] else None
+
+    return run_of
 
 
 def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphModule:
@@ -45,17 +60,13 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
     return module
 
 
-def compiled(
-    module: GraphModule,
-    regions: Mapping[int, Region] | None = None,
-    keeps: GraphModule | None = None,
-) -> Run:
+def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModule | None = None) -> Run:
     """`run(xs, calls=None) -> outputs`, which empties the list of inputs.
 
     It is torch.fx's code of a graph in which the graph's own operators are what they stand for.
 
     Args:
-        regions: by number.
+        run_of: the programs of its regions.
         keeps: the graph of the pullback.
     """
     nodes = list(module.graph.nodes)
@@ -97,8 +108,8 @@ def compiled(
             case operators.REDUCE:
                 new = graph.call_method("reduce", (calls, *args))
             case operators.REGION | operators.PULL as target:
-                region, second = (regions or {})[args[1]], target is operators.PULL
-                run, seed = region.runs[second], region.seeds[second]
+                assert run_of is not None
+                run, seed = run_of(args[1], target is operators.PULL)
                 new = own(run, first) if seed is None else own(_drawing(run, seed), first, calls)
             case operators.SEND | operators.HOST:
                 new = own(node.meta["effect"].start, *args[:-1])

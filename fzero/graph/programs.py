@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated
 from fzero.comm import backend, pieces
+from fzero.graph.errors import refusing
 from fzero.graph.numbers import as_tensor
 
 P = TypeVar("P")
@@ -33,7 +35,7 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
-        self._begun: dict[object, dict[object, list[type]]] = {}  # what had its first run; results there, of functions
+        self._begun: dict[object, None] = {}  # what had its first run
         self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
@@ -52,7 +54,7 @@ class Programs(Generic[P]):
         if first not in self._begun:
             with during(pieces.heard, self._heard):
                 out = own()
-            self._begun[first] = {}
+            self._begun[first] = None
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
         try:
@@ -63,6 +65,11 @@ class Programs(Generic[P]):
             self._plain = True
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
             return own() if out is None else out, None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        with refusing(), during(pieces.heard, self._heard):
+            yield
 
     def taken(self, inputs: Sequence[object], is_leaf: pytree.Test | None = None) -> list[object]:
         """Inputs with numbers of Python as tensors, but for those that are static."""

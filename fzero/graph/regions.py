@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,9 +14,19 @@ from fzero.graph.nodes import result_of
 from fzero.graph.operators import like
 from fzero.graph.trace import Traced
 
+T = TypeVar("T")
+
 
 class Inline(Exception):
     """The function differentiates a region itself: its operators are to be part of the function's own graph."""
+
+
+def traced(run: Callable[[bool], T]) -> T:
+    """`run(inline)`, which says whether what would be regions is part of the function's own graph."""
+    try:
+        return run(False)
+    except Inline:
+        return run(True)
 
 
 class Regions:

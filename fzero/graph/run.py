@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.random import Seeds, seeded
 from fzero.comm.divergence import failing
-from fzero.engine.delivery import Delivery
 from fzero.engine.function import traversal_of
-from fzero.engine.outcome import Outcome, is_transformed, no_first_half
-from fzero.engine.run import Run, delivery_of, guarded, need_unwritten
+from fzero.engine.outcome import Outcome, is_transformed
+from fzero.engine.run import Run, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
-from fzero.graph import of_torch, operators, program
+from fzero.graph import of_torch, program
 from fzero.graph.nodes import result_of
-from fzero.graph.program import Region, by_inductor, compiled, in_pieces, joined, scheduled
-from fzero.graph.regions import Inline
-from fzero.graph.trace import Traced
-from fzero.graph.unit_regions import UnitRegions
+from fzero.graph.program import compiled, compiling, in_pieces, joined, scheduled
+from fzero.graph.regions import traced as regions_of
+from fzero.graph.unit_regions import FunctionGraphs, UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -34,28 +33,38 @@ from fzero.table.spec import Spec
 class Program:
     """A step's function, traced and compiled for one signature.
 
+    Args:
+        wanted: the places of the inputs that are differentiated; None for a forward alone.
+
     Attributes:
         traced: its graphs; `regions`, those of each unit's call.
         returned: the forms of its outputs and aux; `collected`, how many values it collects, by name.
         keys: the groups, by their numbers in the graph.
         seeds: how many a run draws.
+        uses: how often each group's gradient is added to.
         sends: whether it has messages of its own.
     """
 
     def __init__(
         self,
-        regions: UnitRegions,
         step: Spec,
-        structure: pytree.Spec,
+        state: TrainState,
         inputs: Sequence[object],
-        wanted: Sequence[int],
+        wanted: Sequence[int] | None,
         backend: str,
     ) -> None:
-        self.traced, self.returned, self.collected = regions.trace(step, structure, inputs, wanted)
+        traversal = traversal_of(step, state, (), derived=wanted is not None, runs=False)[0]
+        table, axis = of_torch.decompositions(backend), state.params.axis
+
+        def traced_here(inline: bool) -> tuple[UnitRegions, FunctionGraphs]:
+            own = UnitRegions(traversal, axis, table, inline, wanted is not None)
+            return own, own.trace(step, state.params.structure, inputs, wanted or ())
+
+        regions, (self.traced, self.returned, self.collected) = regions_of(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
-        groups: list[int | None] = [*[None] * len(wanted), *[group for group, _ in regions.fulls]]
-        own = compiled_regions(dict(enumerate(regions.traced)), backend, regions.seeds)
+        groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]
+        own = compiling(regions.traced, backend, regions.seeds)
         self.forward_graph = scheduled(self.traced.forward)
         self.pullback_graph = scheduled(self.traced.pullback, groups)
         if backend == "inductor":
@@ -63,7 +72,8 @@ class Program:
             self.pullback_graph = in_pieces(self.pullback_graph)
         self.forward = compiled(self.forward_graph, own, keeps=self.pullback_graph)
         self.pullback = compiled(self.pullback_graph, own)
-        self.uses = [g for g, reached in zip(groups, self.traced.reached, strict=True) if g is not None and reached]
+        uses = [g for g, reached in zip(groups, self.traced.reached, strict=True) if g is not None and reached]
+        self.uses = collections.Counter([self.keys[group] for group in uses])
 
     def split(self, out: Sequence[torch.Tensor]) -> tuple[object, object, dict[str, list[torch.Tensor]]]:
         """The outputs, the aux, and what is collected by name."""
@@ -89,84 +99,31 @@ class Program:
         return joined(self.forward_graph, self.pullback_graph, self.traced)
 
 
-def compiled_regions(
-    regions: Mapping[int, Traced], backend: str, seeds: Sequence[int] | None = None
-) -> dict[int, Region]:
-    """The programs of regions; those of one trace share them.
-
-    Args:
-        seeds: of each the number of its seed, where a run has any.
-    """
-    compile_one = by_inductor if backend == "inductor" else compiled
-    pairs: dict[Traced, tuple[program.Run, program.Run]] = {}
-    out: dict[int, Region] = {}
-    for number, traced in regions.items():
-        if traced not in pairs:
-            pairs[traced] = compile_one(traced.forward), compile_one(traced.pullback)
-        out[number] = Region(pairs[traced], [seeds[number] if seeds and draws else None for draws in traced.draws])
-    return out
-
-
-def compiled_call(traced: Traced, regions: Sequence[Traced], backend: str) -> program.Run:
-    """The program of a forward that calls regions."""
-    nodes = traced.forward.graph.nodes
-    called = dict.fromkeys(n.args[1] for n in nodes if n.target in (operators.REGION, operators.PULL))
-    own = compiled_regions({number: regions[number] for number in called}, backend)
-    graph = in_pieces(traced.forward) if backend == "inductor" else traced.forward
-    return compiled(graph, own)
-
-
-def made(
-    step: Spec,
-    state: TrainState,
-    inputs: Sequence[object],
-    wanted: Sequence[int] | None,
-    seed: tuple[int, ...],
-    backend: str,
-) -> Program:
-    """Traces a step's function, and compiles it.
-
-    Args:
-        wanted: the places of the inputs that are differentiated; None for a forward alone.
-    """
-    traversal = traversal_of(step, state, seed, derived=wanted is not None, runs=False)[0]
-    table, axis = of_torch.decompositions(backend), state.params.axis
-    for inline in (False, True):
-        regions = UnitRegions(traversal, axis, table, inline, wanted is not None)
-        with contextlib.suppress(Inline):
-            return Program(regions, step, state.params.structure, inputs, wanted or (), backend)
-    raise AssertionError
-
-
 class Calls:
     """What a program's operators of the graph are, in one run of a step. A program of torch's operators needs none."""
 
     def __init__(self, traversal: Traversal, keys: Sequence[Key], seeds: Sequence[int]) -> None:
-        self._schedule, self._keys, self.seeds = traversal.schedule, keys, seeds
-        self.delivery: Delivery | None = None
-        self.masked = False
-        self._traversal = traversal
+        self.traversal, self._schedule, self.keys, self.seeds = traversal, traversal.schedule, keys, seeds
 
     def take(self, group: int) -> torch.Tensor:
         """The full buffer of a group."""
-        return self._schedule.take(self._keys[group])[0]
+        return self._schedule.take(self.keys[group])[0]
 
     def ahead(self, groups: Sequence[int]) -> None:
-        self._schedule.gather_ahead(tuple([self._keys[group] for group in groups]))
+        self._schedule.gather_ahead(tuple([self.keys[group] for group in groups]))
 
     def keep(self, group: int, full: torch.Tensor) -> None:
         """Holds on to one that the pullback begins with."""
-        key = self._keys[group]
-        if self._schedule.keeps and self._traversal.uses[key].transient:
+        key = self.keys[group]
+        if self._schedule.keeps and self.traversal.uses[key].transient:
             self._schedule.keep(key, full)
 
     def reduce(self, x: torch.Tensor, group: int) -> None:
-        key = self._keys[group]
-        use = self._traversal.uses[key]
+        key, traversal = self.keys[group], self.traversal
         self._schedule.make_room(key)
-        x = x.to(use.wire)
-        assert self.delivery is not None
-        self.delivery.add(key, x.zero_() if self.masked else x)
+        x = x.to(traversal.uses[key].wire)
+        assert traversal.delivery is not None
+        traversal.delivery.add(key, x.zero_() if traversal.mask.masked else x)
 
     def drawn(self, run: program.Run, xs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
         """What a program that draws random numbers makes of tensors, by the number of its seed."""
@@ -186,8 +143,8 @@ class Asked(TypedDict):
     again: Callable[[], Run]
 
 
-class GraphRun(Outcome):
-    """A forward by a program. `outputs`, `aux`, and the pullbacks of `Run`.
+class GraphRun(Run):
+    """A run whose forward and pullback are programs.
 
     Args:
         wanted: the places of the flat inputs that are differentiated.
@@ -202,102 +159,72 @@ class GraphRun(Outcome):
         wanted: list[int],
         **asked: Unpack[Asked],
     ) -> None:
-        mask, seed = asked["mask"], asked["seed"]
-        super().__init__(state, inputs, (), asked["scale"], mask)
+        Outcome.__init__(self, state, inputs, (), asked["scale"], asked["mask"])
         self.wanted = wanted
-        self._program, self._partial, self._again = program, asked["partial"], asked["again"]
-        self.unreduced: dict[Key, torch.Tensor] = {}  # as of `Run`
-        self._pulling = threading.RLock()
+        self.partial, self._again = asked["partial"], asked["again"]
+        self.unreduced, self._pulling = {}, threading.RLock()
+        self._ends = self._rest = self._used = None
+        self.outer = self._leads_on = False
+        self._overwrites = True  # no function of the user's runs in the pullback
         flat, _ = pytree.flatten(tuple(inputs))
-        traced = program.traced
-        traversal, *_ = traversal_of(step, state, seed, asked["unreduced"], mask=mask)
+        traversal, *_ = traversal_of(step, state, asked["seed"], asked["unreduced"], mask=self.mask)
         traversal.schedule.keeps = asked["alone"]
-        self._traversal: Traversal | None = traversal
+        self.traversal = traversal
         own = [x.detach() for x in flat if isinstance(x, torch.Tensor)]
-        calls, out = _forward(program, traversal, seed, own)
-        self._calls: Calls | None = calls
-        self._held: list[torch.Tensor] | None = [out[i] if i >= 0 else own[-1 - i] for i in traced.saved]
+        calls, out = _forward(program, traversal, asked["seed"], own)
+        traversal.schedule.used.update(program.uses)
+        held = [out[i] if i >= 0 else own[-1 - i] for i in program.traced.saved]
+        metas = [(flat[place].shape, flat[place].dtype, flat[place].device) for place in wanted]
+        self._pull = functools.partial(_pulled, program, calls, held, metas)
         self.returned = program.returned[0]
         self.outputs, self.aux, self.collected = program.split(out)
-        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in (out[i] for i in traced.real)]
-        self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *[out[i] for i in traced.real]])
-        self._rest: dict[Key, Buffer] | None = None  # of a first half: the second
-        self._metas = [(flat[place].shape, flat[place].dtype, flat[place].device) for place in wanted]
+        real = [out[i] for i in program.traced.real]
+        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+        self._guarded = guarded([*[x for x in flat if isinstance(x, torch.Tensor)], *real])
 
     def pull(
-        self,
-        cotangent: object,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-        receive: Callable[[Key, torch.Tensor], object] | None = None,
-        before: Callable[[Sequence[Key]], object] | None = None,
-        into: Mapping[Key, Buffer] | None = None,
+        self, cotangent: object, retain_graph: bool = False, create_graph: bool = False, *args: Any, **kwargs: Any
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        """As of `Run`."""
+        """As of `Run`; what is differentiated again runs without a graph."""
+        if not create_graph and not is_transformed(cotangent):
+            return super().pull(cotangent, retain_graph, False, *args, **kwargs)
         with self._pulling:
             self.need_graph()
             need_unwritten(self._guarded)
-            self._rest = None
-            if create_graph or is_transformed(cotangent):
-                pulled = self._again().pull(cotangent, retain_graph, create_graph)
-                if not retain_graph:
-                    self.drop()
-                return pulled
-            assert self.state is not None and self._held is not None and self._traversal is not None
-            assert self._calls is not None
-            traversal, traced, params = self._traversal, self._program.traced, self.state.params
-            found: dict[Key, Buffer] = {}
-
-            cotangents = [c.contiguous() for c in self.scaled(cotangent)]
-            traversal.schedule.used.update(dict.fromkeys(traversal.uses, 0))
-            for group in self._program.uses:
-                traversal.schedule.note_use((self._program.keys[group],))
-            own = delivery_of(traversal, params, found, receive, self.unreduced, self._partial)
-            self._calls.delivery, self._calls.masked = own, bool(self.mask.masked)
-            held = [*self._held, *cotangents]
-            if not retain_graph:
-                self._held = None
-            drawing = seeded(self._calls.seeds[0] if traced.draws[1] else None)
-            with failing("a pullback"), torch.no_grad(), private.without_autocast():
-                with traversal.schedule.pullback(before), drawing:
-                    out = self._program.pullback(held, self._calls)
-                    own.finish({})
-            wanted = [
-                torch.zeros(shape, dtype=dtype, device=device) if x is None else x
-                for x, (shape, dtype, device) in zip(out, self._metas, strict=False)
-            ]
-            placed = self._placed(wanted)
+            pulled = self._again().pull(cotangent, retain_graph, create_graph)
             if not retain_graph:
                 self.drop()
-            return found, placed
-
-    def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
-        """The first half of `pull`: a graph is pulled back as a whole, and the grads are kept."""
-        grads, wanted = self.pull(cotangent, retain_graph)
-        self._rest = grads
-        return wanted
-
-    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
-        """The second half of `pull`, once after the first."""
-        rest, self._rest = self._rest, None
-        if rest is None:
-            raise RuntimeError(no_first_half("this forward"))
-        return rest
+            return pulled
 
     def note_use(self, used: set[int]) -> None:
-        assert self._traversal is not None
-        used.update(range(len(self._traversal.layout.rows)))
+        assert self.traversal is not None
+        used.update(range(len(self.traversal.layout.rows)))
 
     def note_reached(self, used: set[int]) -> None:
         self.note_use(used)
 
-    def is_used_up(self) -> bool:
-        return self._held is None
-
     def drop(self) -> None:
-        """Forgets what the forward saved, and the state."""
-        self._held = self.state = self._traversal = self._calls = None
-        self._guarded, self._again = [], _gone
+        super().drop()
+        self._again = _gone
+
+
+def _pulled(
+    program: Program,
+    calls: Calls,
+    held: list[torch.Tensor],
+    metas: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+    cotangents: Sequence[torch.Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor]]:
+    """No cotangents of params, which are delivered as they come, and those of inputs."""
+    given = [*held, *[c.contiguous() for c in cotangents]]
+    if not retain_graph:
+        held.clear()
+    with private.without_autocast(), seeded(calls.seeds[0] if program.traced.draws[1] else None):
+        found = program.pullback(given, calls)
+    made = zip(found, metas, strict=False)
+    return {}, [torch.zeros(own[0], dtype=own[1], device=own[2]) if x is None else x for x, own in made]
 
 
 def _gone() -> Run:

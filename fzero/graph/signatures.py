@@ -9,6 +9,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
+from fzero.base import pytree
 from fzero.graph.numbers import number_of
 
 _NUMBERS = int, float, complex, bool
@@ -23,7 +24,13 @@ def meta_of(x: torch.Tensor) -> tuple[object, ...]:
 
 def ambient_of(device: str) -> tuple[object, ...]:
     """What a trace depends on of what is set around it."""
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()
+    casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return *casts, torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def exact(value: object) -> tuple[type, object]:
+    """A value and its type, by which 1 is not True, and 0.0 is not -0.0."""
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 class Identity:
@@ -39,10 +46,17 @@ class Identity:
         return isinstance(other, Identity) and other.value is self.value
 
 
+@functools.lru_cache(64)
+def order_of(structure: Identity) -> pytree.Spec:
+    """A structure in the order of its dicts' entries, which equal ones may have in another."""
+    spec: pytree.Spec = structure.value  # type: ignore[assignment]
+    return pytree.ordered(pytree.unflatten(spec, range(spec.num_leaves)))[1]
+
+
 def form_of(value: object) -> Hashable:
     """What a function, or what it closes over, is; equal forms are traced alike."""
     if isinstance(value, _VALUES):
-        return type(value), value
+        return exact(value)
     if type(value) in (tuple, list):
         return type(value), *map(form_of, value)  # type: ignore[call-overload]
     if type(value) is dict:
@@ -50,14 +64,10 @@ def form_of(value: object) -> Hashable:
     if type(value) in (set, frozenset):
         return type(value), frozenset(map(form_of, value))  # type: ignore[call-overload]
     module = getattr(value, "module", None)
-    if isinstance(value, functools.partial):
-        if isinstance(module, nn.Module):  # a module's call as a unit
-            return "unit", _of_module(module)
-        return "partial", form_of(value.func), form_of(value.args), form_of(value.keywords)
-    if isinstance(value, types.FunctionType):
-        cells = [Identity(x) if isinstance(x, types.FunctionType) else form_of(x) for x in _contents(value)]
-        others = form_of(value.__defaults__), form_of(value.__kwdefaults__), Identity(value.__globals__)
-        return "function", value.__code__, *cells, *others
+    if isinstance(value, functools.partial) and isinstance(module, nn.Module):  # a module's call as a unit
+        return "unit", _of_module(module)
+    if isinstance(value, types.FunctionType) and not value.__defaults__ and not value.__kwdefaults__:
+        return "function", value.__code__, closed_over(value), Identity(value.__globals__)
     return Identity(value)
 
 
@@ -90,15 +100,18 @@ def _is_hooks(name: str) -> bool:
     return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
-def closed_over(fn: object, depth: int = 3) -> Hashable:
-    """What a function closes over now: another value, or another tensor, is traced anew."""
+def closed_over(fn: object, seen: set[int] | None = None) -> Hashable:
+    """What a function, and functions that it closes over, close over now: another value or tensor is traced anew."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = getattr(fn, "__func__", fn)
+    seen = set() if seen is None else seen  # once each, as functions may call themselves
     out: list[Hashable] = []
     for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
         if isinstance(value, _VALUES):
-            out.append((type(value), repr(value) if isinstance(value, float) else value))
+            out.append(exact(value))
         else:
-            out.append((Identity(value), closed_over(value, depth - 1) if depth else ()))
+            again = id(value) in seen
+            seen.add(id(value))
+            out.append((Identity(value), () if again else closed_over(value, seen)))
     return tuple(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,8 @@ from fzero.graph.flatten import Flat
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, closed_over, meta_of
-from fzero.graph.trace import is_real, trace
+from fzero.graph.trace import Traceable, is_real, trace
 from fzero.state.train_state import TrainState
-from fzero.table.spec import Spec
-
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class StepRegions(Regions):
@@ -37,7 +34,7 @@ class StepRegions(Regions):
         self.effects = effects
         self.sent, self.begun = effects.sent, effects.begun
         self._known: dict[object, tuple[int, Flat]] = {}
-        self._runs: list[Run] = []
+        self._runs: list[Traceable] = []
         self._maps: dict[object, tuple[int, Sequence[int | None]]] = {}
 
     def takes(self) -> bool:
@@ -55,49 +52,34 @@ class StepRegions(Regions):
         flat = Flat((state, given))
         operands = [*flat.tensors, *held.values()]
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
-        wanted = [i for i, own in enumerate(moving) if own and i not in flat.counts]
+        wanted = [i for i, moves in enumerate(moving) if moves and i not in flat.counts]
         metas = tuple(map(meta_of, operands))
         places = tuple(map(self.effects.place_of, flat.axes))
         now = closed_over(step.fn), ambient_of("cpu")
         of = Identity(step), Identity(verb), flat.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._traced(step, verb, flat, list(held), operands, wanted)
-        number, result = known
+        if key not in self._known:
+            results: list[Flat] = []
+            count = len(flat.tensors)
+
+            def run(tensors: Sequence[torch.Tensor]) -> Any:
+                new = dict(zip(held, tensors[count:], strict=True))
+                optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
+                made = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras) if held else step
+                state, given = flat.made(tensors[:count], values=False)
+                results[:] = [Flat(verb(made, state, *given))]
+                outs, counts = results[0].tensors, results[0].counts
+                return outs, [i for i in range(len(outs)) if i not in counts], ()
+
+            self._known[key] = self._add(run, operands, wanted), results[0]
+        number, result = self._known[key]
         return result.made(self.call_region(number, wanted, operands), values=False)
 
-    def _traced(
-        self,
-        step: Spec,
-        verb: Callable[..., Any],
-        flat: Flat,
-        held: Sequence[int],
-        operands: Sequence[torch.Tensor],
-        wanted: Sequence[int],
-    ) -> tuple[int, Flat]:
-        results: list[Flat] = []
-        count = len(flat.tensors)
-
-        def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            new = dict(zip(held, tensors[count:], strict=True))
-            own = step.optimizer, step.fn, step.extras
-            optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
-            made = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras) if held else step
-            state, given = flat.made(tensors[:count], values=False)
-            results[:] = [Flat(verb(made, state, *given))]
-            return results[0].tensors
-
-        number = self._add(run, operands, wanted, still=lambda: results[0].counts)
-        return number, results[0]
-
-    def _add(
-        self, run: Run, operands: Sequence[torch.Tensor], wanted: Sequence[int], still: Callable[[], Collection[int]]
-    ) -> int:
+    def _add(self, run: Traceable, operands: Sequence[torch.Tensor], wanted: Sequence[int]) -> int:
         inner = StepRegions(self.mode, self.decompositions, True, self.effects)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(x if private.is_mapped(x) else private.unwrapped(x)) for x in operands]
-            traced = trace(run, given, wanted, self.decompositions, level=True, still=still)
+            traced = trace(run, given, wanted, self.decompositions, level=True)
         self.traced.append(traced)
         self._runs.append(run)
         return len(self.traced) - 1
@@ -121,21 +103,20 @@ class StepRegions(Regions):
             out_dims: list[int | None] = []
             real, count = self.traced[number].real, self.traced[number].outputs
 
-            def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            def run(tensors: Sequence[torch.Tensor]) -> Any:
                 alike: dict[int, torch.Tensor] = {}
 
                 def member(*own: torch.Tensor) -> Sequence[torch.Tensor]:
-                    outs = [*self._runs[number](own)]
+                    outs, *_ = self._runs[number](own)
                     here = private.level()
                     alike.update((i, x) for i, x in enumerate(outs) if private.level_of(x) != here)
                     return tuple([x for i, x in enumerate(outs) if i not in alike])
 
                 every = iter(torch.vmap(member, tuple(dims), randomness=randomness)(*tensors))
                 out_dims[:] = [None if i in alike else 0 for i in range(count)]
-                return [alike[i] if i in alike else next(every) for i in range(count)]
+                return [alike[i] if i in alike else next(every) for i in range(count)], real, ()
 
-            still = [i for i in range(count) if i not in real]
-            known = self._maps[key] = self._add(run, operands, wanted, lambda: still), out_dims
+            known = self._maps[key] = self._add(run, operands, wanted), out_dims
         return known
 
 

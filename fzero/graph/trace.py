@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fzero.base.refusals import place_of
 from fzero.graph import of_torch, operators
-from fzero.graph.nodes import ancestors, draws, extracted, is_item, is_pointwise, is_view, root
+from fzero.graph.nodes import ancestors, checks, draws, extracted, is_item, is_pointwise, is_view, root
 from fzero.graph.numbers import Made, Numbers, marked, number_of
 
 OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
     "torch's default one, or give the numbers as an input."
 )
+READS_MADE = (
+    "jit: a unit or step{} reads a tensor that the function around it made or was given, as from a closure, a default "
+    "argument, a list or an attribute. Pass it as an argument of the unit or step."
+)
 # of a function of tensors: outputs, places of those with cotangents, what else is differentiated
 Traceable = Callable[[Sequence[torch.Tensor]], Any]
+Tensors = Sequence[torch.Tensor]
+# outputs, places of those with cotangents, and `pull(outputs, cotangents by place)`
+Derived = tuple[Tensors, Sequence[int], Callable[..., Sequence[torch.Tensor | None]]]
 
 
 @dataclass(eq=False)
@@ -54,7 +62,6 @@ def trace(
     free: Collection[int] = (),
     stays: Collection[int] = (),
     level: bool = False,
-    still: Callable[[], Collection[int]] = tuple,
 ) -> Traced:
     """Traces a function and its pullback.
 
@@ -65,67 +72,65 @@ def trace(
         recompute: the names of values to save, where the pullback computes again what else it needs of the forward.
         free: the places of the primals that the pullback can be given again, so that casts of them are not saved.
         stays: the groups whose buffers the pullback is given, and does not gather again.
-        level: whether it is differentiated by `torch.func.vjp`; `fn(primals)` returns outputs alone.
-        still: the places of those outputs that have no derivative, at a level; asked once `fn` has run.
+        level: whether it is differentiated by `torch.func.vjp`, and nothing but primals is.
     """
-    real: list[int] = []
+    real: list[int] = []  # the places of outputs that have cotangents
     kinds: list[type | None] = []  # of outputs that are numbers of Python
-    count = 0
 
-    def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal count
+    def run(given: Sequence[torch.Tensor]) -> tuple[Tensors, Sequence[int], Tensors]:
+        with Made(), Numbers():
+            outs, places, others = fn(given)
+        kinds[:] = map(number_of, outs)
+        return outs, places, others
+
+    def by_autograd(given: Tensors) -> Derived:
         own = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(given)]
         with torch.enable_grad():
-            with Made(), Numbers():
-                outs, places, others = fn(own)
-            kinds[:] = map(number_of, outs)
-            outs = [x if of_torch.is_fake(x) else x.clone() for x in outs]
-            places = [i for i in places if not of_torch.is_constant(outs[i])]
-        real[:], count = places, len(outs)
-        ends = [outs[i] for i in places if outs[i].requires_grad]
-        tangents = [operators.tangent(outs[i].detach()) for i in places]
-        moving = [t for i, t in zip(places, tangents, strict=True) if outs[i].requires_grad]
+            outs, places, others = run(own)
         asked = [*[own[i] for i in wanted], *others]
-        found: Sequence[torch.Tensor | None] = [None] * len(asked)
-        if ends and asked:
-            found = torch.autograd.grad(ends, asked, moving, allow_unused=True)
-        return [*[x.detach() for x in outs], *tangents, *found]
 
-    def joint_at_a_level(*given: torch.Tensor) -> list[torch.Tensor | None]:
-        nonlocal count
+        def pull(outs: Tensors, cotangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+            ends = [i for i in cotangents if outs[i].requires_grad]
+            if not ends or not asked:
+                return [None] * len(asked)
+            given = [cotangents[i] for i in ends]
+            return torch.autograd.grad([outs[i] for i in ends], asked, given, allow_unused=True)
+
+        return outs, places, pull
+
+    def by_func(given: Tensors) -> Derived:
         floats = [i for i, x in enumerate(given) if is_real(x)]
-        reals: list[bool] = []
+        moved: list[int] = []
 
         def moving(*own: torch.Tensor) -> Any:
             every = list(given)
             for i, x in zip(floats, own, strict=True):
                 every[i] = x
-            with Made(), Numbers():
-                outs = fn(every)
-            kinds[:] = map(number_of, outs)
-            reals[:] = [is_real(x) and i not in still() for i, x in enumerate(outs)]
-            kept = [x for x, own in zip(outs, reals, strict=True) if own]
-            others = [x for x, own in zip(outs, reals, strict=True) if not own]
-            return tuple(kept) or (torch.zeros((), device="cpu"),), others
+            outs, places, _ = run(every)
+            moved[:] = [i for i in places if is_real(outs[i])]
+            return tuple([outs[i] for i in moved] or [torch.zeros((), device="cpu")]), outs
 
         result: Any = torch.func.vjp(moving, *[given[i] for i in floats], has_aux=True)
-        kept, pull, others = result
-        count = len(reals)
-        parts = iter(kept), iter(others)
-        outs = [next(parts[not own]) for own in reals]
-        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
-        real[:] = [i for i, own in enumerate(reals) if own and wanted and not of_torch.is_constant(outs[i])]
-        tangents = [operators.tangent(outs[i]) for i in real]
-        if not wanted:
-            return outs
-        own_of = dict(zip(real, tangents, strict=True))
-        moved = [own_of[i] if i in own_of else torch.zeros_like(outs[i]) for i, own in enumerate(reals) if own]
-        moved = moved or [torch.zeros_like(kept[0])]
-        grads = dict(zip(floats, pull(tuple(moved)), strict=True))
-        return [*outs, *tangents, *[grads[i] for i in wanted]]
+        _, pullback, outs = result
 
-    module = of_torch.traced(joint_at_a_level if level else joint, primals, decompositions)
-    graph = module.graph
+        def pull(outs: Tensors, cotangents: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+            if not wanted or not moved:
+                return [None] * len(wanted)
+            every = [cotangents[i] if i in cotangents else torch.zeros_like(outs[i]) for i in moved]
+            grads = dict(zip(floats, pullback(tuple(every)), strict=True))
+            return [grads[i] for i in wanted]
+
+        return outs, moved if wanted else (), pull
+
+    def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        outs, places, pull = (by_func if level else by_autograd)(given)
+        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
+        real[:] = [i for i in places if not of_torch.is_constant(outs[i])]
+        cotangents = {i: operators.tangent(outs[i].detach()) for i in real}
+        return [*[x.detach() for x in outs], *cotangents.values(), *pull(outs, cotangents)]
+
+    module = of_torch.traced(joint, primals, decompositions)
+    graph, count = module.graph, len(kinds)
     of_torch.draw_in_place(graph)
     for same in _SAME:  # another tensor of the same values, for autograd alone
         for node in graph.find_nodes(op="call_function", target=same):
@@ -138,6 +143,8 @@ def trace(
             value = getattr(module, str(node.target))
             if isinstance(value, torch.Generator):
                 raise ValueError(OWN_GENERATOR)
+            if isinstance(value, torch.Tensor) and of_torch.is_fake(value):
+                raise ValueError(READS_MADE.format(place_of()))
             node.meta.setdefault("val", value)
         if node.target in operators.EFFECTS:
             node.meta["effect"] = operators.tracing.get().effects[node.args[-1]]
@@ -175,7 +182,7 @@ def _parted(
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     begin = nodes.index(tangents[0]) if tangents else len(nodes)
-    effects = {n: None for n in nodes if draws(n) or n.target in operators.EFFECTS}
+    effects = {n: None for n in nodes if draws(n) or checks(n) or n.target in operators.EFFECTS}
     after: set[Node] = {*tangents, *[n for n in nodes[begin:] if n in effects]}  # the pullback's own
     for node in nodes:  # and what depends on it
         if node.op == "call_function" and any(x in after for x in node.all_input_nodes):
@@ -187,7 +194,6 @@ def _parted(
     pulled = ancestors(ends, stop=set(tangents))
     stored = {placeholders[i] for i in free} | {n for n in nodes if n.target is operators.GATHER}
     first = set(forward) | set(placeholders)
-    cheap: dict[Node, bool] = {}
 
     def again(node: Node) -> bool:
         """Whether the pullback makes a value of the forward anew: a look at another, a cast of a param, or all."""
@@ -198,17 +204,10 @@ def _parted(
         if recompute is not None:
             came = bool(recompute) and is_item(node) and node.args[0].target is operators.ARRIVED  # type: ignore[union-attr]
             return not came and node not in kept
-        if node not in cheap:
-            source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-            of_param = node.target in of_torch.CASTS and source is not None and root(source) in stored
-            cheap[node] = is_view(node) or of_param
-        return cheap[node] or (node in fused and node not in least)
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        of_param = node.target in of_torch.CASTS and source is not None and root(source) in stored
+        return is_view(node) or of_param or (fuses and is_pointwise(node) and node not in outs)
 
-    fused = {n for n in forward if fuses and is_pointwise(n)}
-    least: Collection[Node] = ()
-    if fused and recompute is None:
-        given = {x for n in nodes if n in pulled and n not in first for x in n.all_input_nodes}
-        least = _cut([n for n in given.union(ends) if n in first], again, {*forward}, fused, stored)
     if recompute is not None:
         drawing = any(draws(n) for n in pulled)
         sends = not recompute  # else what has come is kept, as it is without a graph
@@ -238,44 +237,3 @@ def _parted(
         reached=tuple(isinstance(x, Node) for x in grads),
         draws=(any(map(draws, forward)), any(draws(n) for n in own)),
     )
-
-
-def _cut(
-    ends: Sequence[Node],
-    again: Callable[[Node], bool],
-    forward: Collection[Node],
-    fused: Collection[Node],
-    stored: Collection[Node],
-) -> set[Node]:
-    """What a pullback is given so that the least memory is written and read: a minimal cut of the forward.
-
-    Args:
-        ends: what it needs of the forward.
-        again: whether it can compute a value anew.
-        fused: what the forward writes to memory only if somebody else than these needs it.
-        stored: what costs nothing.
-    """
-    import networkx
-
-    graph = networkx.DiGraph()
-    graph.add_nodes_from(("begin", "end"))
-    todo, seen = list(ends), set(ends)
-    for node in ends:
-        graph.add_edge((node, 1), "end")
-    for node in todo:  # which grows
-        if not again(node):
-            graph.add_edge("begin", (node, 0))
-        value = node.meta.get("val")
-        if is_view(node):
-            graph.add_edge((node, 0), (node, 1))
-        else:
-            alone = node in fused and all(user in fused or user not in forward for user in node.users)
-            size = 0 if node in stored or not isinstance(value, torch.Tensor) else value.numel() * value.itemsize
-            graph.add_edge((node, 0), (node, 1), capacity=size * (2 if alone else 1))
-        for x in node.all_input_nodes if again(node) else ():
-            graph.add_edge((x, 1), (node, 0))
-            if x not in seen:
-                seen.add(x)
-                todo.append(x)
-    _, (first, _) = networkx.minimum_cut(graph, "begin", "end")
-    return {node for node in todo if (node, 0) in first and (node, 1) not in first}

@@ -13,7 +13,7 @@ from fzero.base.context import during, proves
 from fzero.base.replay import naming
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.engine.called import CalledOp, put_together
+from fzero.engine.called import CalledOp
 from fzero.engine.dispatch import autocast_to
 from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Dressed, Same
@@ -32,7 +32,8 @@ from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
 
-Splits = tuple[pytree.Split, pytree.Split]
+# the graphs of a step's function, the forms of its outputs and aux, and how many values it collects, by name
+FunctionGraphs = tuple[Traced, tuple[pytree.Split, pytree.Split], dict[str, int]]
 
 
 class UnitRegions(Traversal, Regions):
@@ -56,16 +57,12 @@ class UnitRegions(Traversal, Regions):
 
     def trace(
         self, step: Spec, structure: pytree.Spec, inputs: Sequence[object], wanted: Sequence[int]
-    ) -> tuple[Traced, Splits, dict[str, int]]:
-        """Traces the step's function.
+    ) -> FunctionGraphs:
+        """Traces the step's function. What it collects are the last of its outputs.
 
         Args:
             structure: of the params.
             wanted: the places of the flat inputs that are differentiated.
-
-        Returns:
-            The graphs, the forms of outputs and aux, and how many values the function collects, by name. They are the
-            last of the outputs.
         """
         flat, spec = pytree.flatten(tuple(inputs))
         places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
@@ -81,6 +78,7 @@ class UnitRegions(Traversal, Regions):
             known = noted(self.tensor, first_runs(self.axis.records, step.fn, self.derived, about), about, None)
             with (
                 autocast(self.device, self.table.outside),
+                torch.set_grad_enabled(self.derived),
                 self.running(),
                 during(proves, False),
                 during(notes, known),
@@ -182,11 +180,8 @@ class UnitRegions(Traversal, Regions):
             if self.inline or private.level() or any(map(private.is_wrapped, tensors)):
                 self.inlined = True
                 out = op._called(fn, self._views(signature.keys, fulls), tensors)
-                result = pytree.unflatten(op._spec_out, out)
-                if signature.collects:
-                    result, taken = result
-                    collecting.put(taken)
-                return put_together(result, carriers) if carriers else result
+                op._recipes = range(len(out))
+                return op._outside(out, carriers)  # type: ignore[arg-type]
             operands = [*fulls, *tensors]
             wanted = [i for i, x in enumerate(operands) if x.requires_grad and signature.grad]
             traced = self._known(op, operands, wanted, len(fulls))
@@ -222,29 +217,25 @@ class UnitRegions(Traversal, Regions):
         key = which, *rest
         known = self._alike.get(key)
         if known is not None:
-            traced, op._spec_out, takes, recipes, signature.collects = known
-            op._takes, op._recipes = takes, recipes
+            traced, op._spec_out, op._takes, op._recipes, signature.collects = known
             return traced
-        traced = self._region(op, operands, wanted, count)
-        given = (Dressed, torch.Tensor)  # what is this call's own
-        if not any(isinstance(x.value if isinstance(x, Same) else x, given) for x in op._recipes):
-            if not signature.carriers:
-                self._alike[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
-        return traced
-
-    def _region(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
-        keys, recompute = op.signature.keys, op.signature.names.save if op.signature.remat else None
+        recompute = signature.names.save if signature.remat else None
 
         def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
-            leaves = self._views(keys, given[:count])
-            with torch.set_grad_enabled(op.signature.grad):
+            leaves = self._views(signature.keys, given[:count])
+            with torch.set_grad_enabled(signature.grad):
                 out = op._called(op._eager, leaves, given[count:])
             put = op._let_out(out, leaves, given[count:], given[:count])
             return put, [i for i, x in enumerate(put) if is_real(x)], ()
 
         with self.mode, of_torch.untraced():
             given = [like(x) for x in operands]
-            return trace(run, given, wanted, self.decompositions, recompute, range(count))
+            traced = trace(run, given, wanted, self.decompositions, recompute, range(count))
+        of_call = (Dressed, torch.Tensor)  # what is this call's own
+        recipes = [x.value if isinstance(x, Same) else x for x in op._recipes]
+        if not signature.carriers and not any(isinstance(x, of_call) for x in recipes):
+            self._alike[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
+        return traced
 
 
 def _given_out(x: object) -> object:

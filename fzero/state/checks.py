@@ -96,7 +96,8 @@ def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: obje
     """Refuses a step that has none, where a transform goes on through some arguments."""
     if why := _without_derivative(step, rows):
         taking = (
-            f"{f'{argument} ({name})' if name else argument} that {transform} transforms"
+            f"{f'{argument} ({name})' if name else argument} that {transform if jitting.get() is None else 'fz.jit'} "
+            "transforms"
             for argument, tree in arguments.items()
             for name, tensor in _named_tensors(tree)
             if (transform := transform_of(tensor)) is not None
@@ -104,7 +105,7 @@ def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: obje
         got = next(taking, "what a transform goes on through")
         raise TypeError(
             f"{who}: got {got}, and {why[0]}, which has no derivative and cannot be mapped; expected a step without it "
-            f"under torch.func. {why[1]}"
+            f"under torch.func or in a function of fz.jit. {why[1]}"
         )
 
 

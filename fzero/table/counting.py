@@ -6,19 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-Flag = bool | torch.Tensor
-Number = float | torch.Tensor
-
 
 class Mask:
     """Whether a run adds anything to gradients: one whose weight is 0 does not, be its own not finite.
 
     Where the function exchanges values between ranks of other data, what it adds belongs to their losses, too; and so
     does what it is given a cotangent of, where its outputs go on to others.
-
-    All are bools, and 0-d tensors in a function's graph.
 
     Args:
         counts: whether its weight on this rank is above 0.
@@ -28,9 +21,9 @@ class Mask:
         given: whether the cotangents of its outputs are not zero, as that of its own loss is.
     """
 
-    def __init__(self, counts: Flag = True, anywhere: Flag = True) -> None:
+    def __init__(self, counts: bool = True, anywhere: bool = True) -> None:
         self.counts, self._anywhere, self._exchanged = counts, anywhere, False
-        self.given: Flag = False
+        self.given: bool = False
 
     def exchanges(self) -> None:
         """Notes that the function exchanges values between the ranks that its step takes means over."""
@@ -39,12 +32,11 @@ class Mask:
     @property
     def partial(self) -> bool:
         """Whether it may be masked."""
-        return self.counts is not True
+        return not self.counts
 
     @property
-    def masked(self) -> Flag:
-        some = self.counts | self.given | (self._anywhere if self._exchanged else False)
-        return not some if isinstance(some, bool) else ~some
+    def masked(self) -> bool:
+        return not (self.counts or self.given or (self._exchanged and self._anywhere))
 
 
 @dataclass
@@ -60,9 +52,9 @@ class Counts:
     """
 
     sizes: Sequence[int] | None = None
-    factors: Sequence[Number] | None = None
-    of_rank: Sequence[Number] | None = None
-    anywhere: Sequence[Flag] = ()
+    factors: Sequence[float] | None = None
+    of_rank: Sequence[float] | None = None
+    anywhere: Sequence[bool] = ()
 
     def split(self, sizes: Sequence[int] | None) -> None:
         """They have so many examples, and count by them, where ranks count the same."""

@@ -13,11 +13,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named, wrong
-from fzero.base.context import jitting
 from fzero.base.follow import nothing_of
 from fzero.base.ragged import places_in
 from fzero.base.rebound import tensors_inside
-from fzero.table.counting import Number
 
 LARGEST = 1e300  # weight, of which sums are finite
 
@@ -103,8 +101,8 @@ class Microbatches:
         each, more = divmod(total, self.count)
         return [each + (i < more) for i in range(self.count)]
 
-    def weights_at(self, parts: Sequence[Sequence[object]]) -> list[Number]:
-        """The weights of microbatches, of their inputs: numbers, or 0-d tensors where they are traced."""
+    def weights_at(self, parts: Sequence[Sequence[object]]) -> list[float]:
+        """The weights of microbatches, of their inputs."""
         assert self.weights is not None
         return [_weight(self.weights(*part), i) for i, part in enumerate(parts)]
 
@@ -120,7 +118,7 @@ class Microbatches:
             )
         return rows.split(sizes)
 
-    def merge(self, outputs: Sequence[object], what: str = "outputs", factors: Sequence[Number] | None = None) -> Any:
+    def merge(self, outputs: Sequence[object], what: str = "outputs", factors: Sequence[float] | None = None) -> Any:
         """The outputs of all microbatches as one.
 
         Tensors with dims are concatenated along dim 0. 0-d floating ones and Python floats are averaged, in float32 or
@@ -162,8 +160,8 @@ class Microbatches:
         return [[part._replace(length=rows(part.length, size)) for part in parts] for size in sizes]
 
     def split_cotangent(
-        self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[Number] | None = None
-    ) -> tuple[list[object], Number]:
+        self, cotangent: object, parts: Sequence[Sequence[Part]], factors: Sequence[float] | None = None
+    ) -> tuple[list[object], float]:
         """The transpose of `merge` by `parts_of` every microbatch, and by what to divide what it is pulled back to.
 
         A loss's share is 1 / count, which 16 bits do not hold for every count: then it is a power of two, and what is
@@ -172,11 +170,7 @@ class Microbatches:
         if self.count == 1 and factors is None:
             return [cotangent], 1.0
         if factors is not None:
-            by, first = factors, factors[0]
-            if isinstance(first, torch.Tensor):
-                times = torch.where(first.isnan(), first, torch.ones_like(first))
-            else:
-                times = math.nan if math.isnan(first) else 1.0
+            by, times = factors, math.nan if math.isnan(factors[0]) else 1.0
         else:
             real = [(part.length, part.dtype.itemsize) for part in parts[0] if part.dtype]
             apart = all(length is None for length, _ in real) and any(size == 2 for _, size in real)
@@ -242,7 +236,7 @@ def parts_of(outputs: object) -> list[Part]:
     ]
 
 
-def mean_of(parts: Sequence[object], factors: Sequence[Number] | None = None) -> torch.Tensor:
+def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> torch.Tensor:
     """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is.
 
     Args:
@@ -256,10 +250,8 @@ def mean_of(parts: Sequence[object], factors: Sequence[Number] | None = None) ->
     return torch.stack([_times(x, factor, factor) for x, factor in zip(wide, factors, strict=True)]).sum(0)
 
 
-def _times(x: torch.Tensor, factor: Number, otherwise: Number) -> torch.Tensor:
+def _times(x: torch.Tensor, factor: float, otherwise: float) -> torch.Tensor:
     """The product with a factor above 0, else another value: what does not count may be not finite."""
-    if isinstance(factor, torch.Tensor):  # of a graph
-        return torch.where(factor.to(x.device) > 0, x * factor.to(x), nothing_of(x, otherwise))
     return x * factor if factor > 0 else nothing_of(x, otherwise)
 
 
@@ -275,8 +267,8 @@ def _is_real(x: object) -> bool:
     return not isinstance(x, numbers.Integral)
 
 
-def _weight(value: object, microbatch: int) -> Number:
-    """A weight as a number; in a graph as a tensor, whose value each run checks."""
+def _weight(value: object, microbatch: int) -> float:
+    """A weight as a number."""
     is_scalar = isinstance(value, torch.Tensor) and not value.ndim and not value.is_complex()
     if not is_scalar and not isinstance(value, numbers.Real):
         got = named(value)
@@ -289,13 +281,7 @@ def _weight(value: object, microbatch: int) -> Number:
                 "function."
             )
         value = private.unwrapped(value)
-    if jitting.get() is not None:
-        return torch.as_tensor(value, device=None if isinstance(value, torch.Tensor) else "cpu").double()
-    return need_weight(float(value), microbatch)  # type: ignore[arg-type]
-
-
-def need_weight(weight: float, microbatch: int) -> float:
-    """Refuses what is no weight."""
+    weight = float(value)  # type: ignore[arg-type]
     if not 0.0 <= weight <= LARGEST:
         raise ValueError(
             f"weights: got {weight} for microbatch {microbatch}, expected a finite number of at least 0, and at most "
@@ -304,7 +290,7 @@ def need_weight(weight: float, microbatch: int) -> float:
     return weight
 
 
-def _merged(name: str, parts: Sequence[object], factors: Sequence[Number] | None) -> object:
+def _merged(name: str, parts: Sequence[object], factors: Sequence[float] | None) -> object:
     """One leaf of all microbatches' outputs."""
     if len(parts) == 1 and (getattr(parts[0], "ndim", 0) or not _is_real(parts[0])):
         return parts[0]
@@ -338,7 +324,7 @@ def _refused(name: str, got: str, expected: str) -> ValueError:
     )
 
 
-def _split(name: str, leaf: object, parts: Sequence[Part], by: int | Sequence[Number]) -> Sequence[object]:
+def _split(name: str, leaf: object, parts: Sequence[Part], by: int | Sequence[float]) -> Sequence[object]:
     """The cotangents of every microbatch's part of one output leaf.
 
     Args:

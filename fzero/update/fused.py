@@ -25,7 +25,6 @@ from fzero.state.sharded import Sharded
 from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
-from fzero.table.counting import Number
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 from fzero.update.update import Decision, Update, apply_update, is_finite
@@ -34,7 +33,7 @@ from fzero.update.update import Decision, Update, apply_update, is_finite
 class _Grads:
     """The grads that the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: Number) -> None:
+    def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares_of: dict[Key, LeafSquares] = {}
 

@@ -90,6 +90,8 @@ REFUSED = {
     "min": lambda n: X * min(n, 3),
     "branch": lambda n: X if n > 1 else 2 * X,
     "power": lambda n: X * 2**n,
+    "text": lambda n: X * len(f"{n}"),
+    "repr": lambda n: X * len(str([n])),
     "power of integers": lambda n: TENSORS["i"] ** n,
 }
 
@@ -127,3 +129,11 @@ def test_numbers_of_a_step() -> None:
 def test_a_number_of_more_than_64_bits_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 64 bits"):
         fz.jit(lambda n: X * n, backend="graph")(2**70)
+
+
+@pytest.mark.parametrize("fn", [lambda n, x: n * x, lambda n, x: n * x.sum(), lambda n, x: (1 - n) * x + n * x.flip(0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_number_before_a_tensor_of_few_bits_is_not_rounded(fn: Any, dtype: torch.dtype) -> None:
+    fast, x = fz.jit(fn, backend="graph"), (X * 1e-4).to(dtype)
+    for n in (0.3, 0.1, 1e6):
+        assert torch.equal(fast(n, x), fn(n, x))

@@ -188,7 +188,9 @@ def test_refused_in_a_function(body: Body) -> None:
 
 FEW_BITS = fz.Policy(param=torch.bfloat16, compute=torch.float32, rounding="stochastic")
 STEPS: dict[str, tuple[Callable[[fz.Step], fz.Step], str]] = {
-    "weights": (lambda step: fz.accumulate(step, 2, weights=lambda x: x.abs().sum().item()), r"leave \.item\(\)"),
+    "weights": (lambda step: fz.accumulate(step, 2, weights=lambda x: x.abs().sum()), r"weights=.* fz\.jit\(step\)"),
+    "lookahead": (lambda step: fz.lookahead(step, 2), r"line \d+\) decides by a value .*fzero\.update"),
+    "adafactor": (lambda step: fz.train_step(step.fn, fz.adafactor(0.1)), r"decides by a value .*fzero\.optim"),
     "few bits": (lambda step: fz.train_step(step.fn, fz.sgd(0.1), policy=FEW_BITS), "are rounded stochastically"),
 }
 
@@ -200,3 +202,48 @@ def test_steps_refused_in_a_function(name: str) -> None:
     state = step.init({"w": torch.ones(3)})
     with pytest.raises((ValueError, TypeError), match=said):
         fz.jit(lambda state: step(state, X)[0], backend="graph")(state)
+
+
+@pytest.mark.parametrize("kind", ["closure", "default", "list"])
+def test_a_unit_that_reads_what_the_function_made_is_refused(kind: str) -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        held = [mask]
+        made: dict[str, Any] = {
+            "closure": lambda p, x: x * p["w"] * mask,
+            "default": lambda p, x, mask=mask: x * p["w"] * mask,
+            "list": lambda p, x: x * p["w"] * held[0],
+        }
+        return fz.unit(made[kind])(params["blocks"][0], x).square().sum()  # type: ignore[no-any-return]
+
+    step = fz.jit(fz.train_step(loss, fz.sgd(0.1)), backend="graph")
+    state = step.init({"blocks": [{"w": torch.ones(3)}]})
+    with pytest.raises(ValueError, match=r"'loss', test_jit_refused.py, line .* Pass it as an argument of the unit"):
+        step(state, X)
+
+
+CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cholesky": torch.linalg.cholesky,
+    "inverse": lambda x: torch.linalg.inv(x.clamp(min=0)),
+    "asserted": lambda x: (torch._assert_async(x[0, 0] > 0), x * 2)[1],  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_checks_of_torch_raise_as_without_a_graph(name: str, backend: str) -> None:
+    unit = fz.unit(lambda p, x: CHECKED[name](x * p["w"]))
+    step = fz.jit(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), backend=backend)
+    state = step.init({"blocks": [{"w": torch.ones(3)}]})
+    through = fz.jit(CHECKED[name], backend=backend)
+    for call in (through, lambda x: step(state, x)):
+        call(torch.eye(3))
+        call(torch.eye(3))
+        with pytest.raises(RuntimeError, match=r"linalg\.(cholesky|inv)|Expected Tensor with single nonzero"):
+            call(-torch.eye(3))
+
+
+def test_a_step_that_donates_is_refused_in_a_function() -> None:
+    step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"that fz\.jit transforms, .* Leave fz\.donate out"):
+        fz.jit(lambda state: step(state, X)[0], backend="graph").lower(step.init({"w": torch.ones(3)}))

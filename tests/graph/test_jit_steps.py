@@ -290,3 +290,58 @@ def test_alike_units_are_traced_once() -> None:
     step = jit(fz.train_step(through(fz.unit(body)), fz.sgd(0.1)))
     step.lower(step.init(PARAMS), drawn(3, 4))
     assert next(entered) == 2  # the first one's input has no gradient
+
+
+def test_the_order_of_entries_is_part_of_the_signature() -> None:
+    x, y = torch.arange(3.0), -torch.arange(3.0) - 1
+    first, other = {"a": x, "b": y}, {"b": x, "a": y}
+    unit = fz.unit(lambda p, d, **named: torch.cat([*p.values(), *d.values(), *named.values()]) * torch.arange(18.0))
+
+    def loss(params: Any, d: Any) -> torch.Tensor:
+        outer = torch.cat([*params["o"].values(), *d.values()]) * torch.arange(12.0)
+        blocks = params["blocks"]
+        return unit(blocks[0], d, **d).sum() + unit(blocks[1], {"b": x, "a": y}, b=x, a=y).sum() + outer.sum()
+
+    step = fz.jit(fz.train_step(loss, fz.sgd(0.0)), backend="graph")
+    through = fz.jit(lambda state, d: step.forward(state, d), backend="graph")
+    for params in ({"blocks": [first, other], "o": first}, {"blocks": [other, first], "o": other}):
+        state = step.init(params)
+        for d in (first, first, other, other):
+            want = loss(params, d)
+            assert torch.equal(step(state, d)[1]["loss"], want) and torch.equal(through(state, d), want)
+
+
+def test_grad_mode_is_part_of_the_signature() -> None:
+    by_mode = lambda x: x * (2 if torch.is_grad_enabled() else 4)
+    fast, x = jit(by_mode), drawn(3)
+    for enabled in (False, False, True, True, False):
+        with torch.set_grad_enabled(enabled):
+            assert torch.equal(fast(x), by_mode(x))
+    step = jit(fz.train_step(lambda p, x: by_mode(unit(p["blocks"][0], x) * p["s"]).sum(), fz.sgd(0.1)))
+    state, x = step.init(PARAMS), drawn(3, 4)
+    assert step.forward(state, x) == step.forward(state, x) == step(state, x)[1]["loss"] * 2
+
+
+def test_a_unit_tells_zeros_apart_by_their_signs() -> None:
+    signed = fz.unit(lambda p, x, zero: (x @ p["w"]) * (torch.ones(4) / zero).clamp(-1, 1))
+    compare(lambda p, x: (signed(p["blocks"][0], x, 0.0) - signed(p["blocks"][1], x, -0.0)).square().sum() + p["s"].sum())
+
+
+def test_a_unit_reads_the_callers_variable_through_helpers() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        def innermost(x: torch.Tensor) -> torch.Tensor:
+            return innermost(x[None])[0] if x.ndim < 3 else x * number
+
+        helper: Any = innermost
+        for _ in range(5):
+            helper = _within(helper)
+        own = fz.unit(lambda p, x: helper(torch.tanh(x @ p["w"])))
+        for number, q in enumerate(p["blocks"], 1):
+            x = own(q, x)
+        return (x * p["s"]).square().mean()
+
+    compare(fn)
+
+
+def _within(fn: Any) -> Any:
+    return lambda x: fn(x)
