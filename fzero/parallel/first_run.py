@@ -135,8 +135,9 @@ def _other(x: object, seed: int) -> object:
             most = x.abs().nan_to_num(0.0, 0.0, 0.0).max()
             drawn = torch.randn(x.shape, generator=generator, device="cpu") * torch.where(most > 0, most, 1.0)
             return x + drawn.to(x.dtype)
-        if x.dtype == torch.bool and seed > 1:
-            return torch.rand(x.shape, generator=generator, device="cpu") < 0.5
+        if x.dtype == torch.bool:
+            return torch.rand(x.shape, generator=generator, device="cpu") < 0.5 if seed > 1 else x
+        return x + 1 if x.numel() == 1 and seed > 2 and not x.is_complex() else x
     return x * 1.25 + 0.125 if isinstance(x, float) and seed > 2 else x
 
 

@@ -32,10 +32,16 @@ _FORMS = "_fzero_forms"  # of a tensor, as its type
 def form_of(tensor: torch.Tensor, axis: str) -> Form:
     """What a tensor is on an axis to other ranks' ones; what does not vary is the same on all of them."""
     own = type_of(tensor)
-    if axis not in own.varying:
-        return CONSTANT if own.constant else REPLICATED
-    forms, writes = vars(tensor).get(_FORMS, ({}, 0))
-    return forms.get(axis) if writes == own.writes else None
+    if axis not in own.varying and not own.constant:
+        return REPLICATED
+    forms, writes = vars(tensor).get(_FORMS, ({}, own.writes))
+    return forms.get(axis, None if axis in own.varying else CONSTANT) if writes == own.writes else None
+
+
+def _axes_of(tensor: torch.Tensor) -> Axes:
+    """The axes on which a tensor varies, or is a constant as large as a slice, so that its sum does."""
+    own = type_of(tensor)
+    return own.varying if not own.constant else frozenset(vars(tensor).get(_FORMS, ({}, 0))[0])
 
 
 def is_replicated(tensor: torch.Tensor, axis: str) -> bool:
@@ -106,8 +112,8 @@ class Forms(TorchFunctionMode):
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func, kwargs) if in_place else func
         operands = tensors_in((args, dict(kwargs)))
-        axes = frozenset[str]().union(*[type_of(x).varying for x in operands]) - self._ignored
-        if in_place and operands and axes - type_of(operands[0]).varying:
+        axes = frozenset[str]().union(*map(_axes_of, operands)) - self._ignored
+        if in_place and operands and axes - _axes_of(operands[0]):
             plain = None
         before = {axis: [form_of(x, axis) for x in operands] for axis in axes}
         out = func(*args, **kwargs)
@@ -118,6 +124,9 @@ class Forms(TorchFunctionMode):
             self._doubt(func, operands)
         elif axes and made and plain is not None:
             forms = {axis: self._made(plain, args, kwargs, operands, own, axis, out) for axis, own in before.items()}
+            alike = [axis for x in made if not type_of(x).constant for axis in axes - type_of(x).varying]
+            if any(forms[axis] not in (REPLICATED, NUMBERED) for axis in alike):  # but a slice's size is in it
+                self._doubt(func, operands)
             for tensor in made:
                 if in_place or not any(tensor is x for x in operands):
                     set_forms(tensor, forms)

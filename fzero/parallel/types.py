@@ -212,7 +212,7 @@ class Watch(dispatch.TorchDispatchMode):
         need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         operands = tensors_in((args, kwargs))
-        joined, error = self._as_large(name, operands) if _makes(name) else self._joined(name, operands)
+        joined, error = self._joined(name, [] if _makes(name) else operands)
         try:
             out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
@@ -232,12 +232,6 @@ class Watch(dispatch.TorchDispatchMode):
             for tensor in made:
                 set_type(tensor, memory.get(_memory(tensor)) or joined)
         return out
-
-    def _as_large(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, None]:
-        """The type of what has no cotangent and nothing of operands but a shape: a slice's varies, as its sum does."""
-        named = () if _plain(name).startswith("new_") else operands
-        varying = frozenset([axis for x in named for axis in type_of(x).varying if not self._alike(x, axis)])
-        return Type(varying, not varying, ""), None
 
     def _joined(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, AxisTypeError | None]:
         """The type of what an operator makes, and what is wrong if that has a derivative."""
