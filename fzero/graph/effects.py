@@ -144,12 +144,6 @@ class OverAxes(Effects):
             out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(*dtype, x.dtype)[0])
         return self.host(run, [x], [out])[0]
 
-    def of_count(
-        self, run: Callable[[int, Tensors], Tensors], count: torch.Tensor, xs: Tensors, likes: Tensors
-    ) -> Tensors:
-        """What `run(count, xs)` makes of a number that a run knows, and of tensors, in the forms of others."""
-        return self.host(lambda own: run(int(own[0]), own[1:]), [private.unwrapped(count), *xs], likes)
-
     def drawing(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """Around operators that draw random numbers by a seed."""
         counts = [private.unwrapped(x) for x in getattr(seed, "numbers", ()) if isinstance(x, torch.Tensor)][:1]
