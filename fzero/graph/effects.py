@@ -26,7 +26,17 @@ _axes: contextvars.ContextVar[Sequence[Axis]] = variable("axes_of_run", ())
 
 
 class Effects(list[Effect]):
-    """Those of one trace, by their numbers, which the operators have."""
+    """Those of one trace, by their numbers, which the operators have, and the axes that a function's are sent over.
+
+    Args:
+        given: the axes of the states that a function is given.
+    """
+
+    def __init__(self, given: Sequence[Axis] = ()) -> None:
+        super().__init__()
+        self.axes = [*given]
+        self._given = len(given)
+        self._origins: dict[int, Axis] = {}  # of components that begin in the function
 
     def host(self, run: Callable[[Tensors], object], xs: Tensors, likes: Tensors, streams: int = 0) -> Tensors:
         """What `run` makes of tensors, in the forms of others, as a node of the graph.
@@ -75,19 +85,7 @@ class Effects(list[Effect]):
         yield
         self.host(lambda _: streams.pop().__exit__(None, None, None), (), (), streams=-1)
 
-
-class OverAxes(Effects):
-    """Those of one function's graph, and the axes that messages are sent over.
-
-    Args:
-        given: the axes of the states that the function is given.
-    """
-
-    def __init__(self, given: Sequence[Axis]) -> None:
-        super().__init__()
-        self.axes = [*given]
-        self._given = len(given)
-        self._origins: dict[int, Axis] = {}  # of components that begin in the function
+    # ---- of a function's graph
 
     def begun(self, axis: Axis, origin: Axis) -> Axis:
         """The axis of a component that begins in the function: in each run it is another one."""

@@ -59,7 +59,7 @@ class Flat:
                 counts = [_as_count(x) for x in _counts_of(leaf)]
                 self.counts.update(range(begin := len(self.tensors) + len(own), begin + len(counts)))
                 self.tensors += [*own, *counts]
-                self._makers.append(functools.partial(_state, spec, len(own), len(counts)))
+                self._makers.append(functools.partial(_state, spec, len(own)))
                 place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
                 nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
                 others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
@@ -85,12 +85,6 @@ class Flat:
         if values:
             leaves = [kind(x) if callable(kind) else x for kind, x in zip(self.leaves, leaves, strict=True)]
         return pytree.unflatten(self.spec, leaves)
-
-
-def _state(spec: Any, own: int, counts: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
-    state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
-    every = [next(rest) for _ in range(counts)]
-    return _with_counts(state, every, values)
 
 
 def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
@@ -146,8 +140,9 @@ def _counts_of(state: TrainState) -> list[Count]:
     return out
 
 
-def _with_counts(state: TrainState, counts: Sequence[Count], values: bool) -> TrainState:
-    rest = iter(counts)
+def _state(spec: Any, own: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
+    """A state of its tensors, and of its counts behind them."""
+    state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
 
     def next_as(kind: type) -> Any:
         x: Any = next(rest)

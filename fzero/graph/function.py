@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.effects import OverAxes
+from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.flatten import Flat, is_state, over_axes
 from fzero.graph.jit import Programs, place
@@ -32,7 +32,7 @@ class Made(NamedTuple):
     run: program.Run
     result: Flat
     traced: Traced
-    effects: OverAxes
+    effects: Effects
 
 
 class Function(Programs[Made]):
@@ -76,16 +76,13 @@ class Function(Programs[Made]):
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
-        return self._ahead(args, kwargs).traced.forward
+        given, key = self._given(args, kwargs)
+        return (self._programs.get(key) or self._add(key, given)).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
-        self._ahead(args, kwargs)
+        self.graph(*args, **kwargs)
         return self
-
-    def _ahead(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Made:
-        given, key = self._given(args, kwargs)
-        return self._programs.get(key) or self._add(key, given)
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Flat, Key]:
         named = pytree.map_leaves(as_tensor, dict(kwargs), is_state)
@@ -104,7 +101,7 @@ class Function(Programs[Made]):
         def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
             with of_torch.fake_mode() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
-                regions = StepRegions(mode, table, inline, effects := OverAxes(given.axes))
+                regions = StepRegions(mode, table, inline, effects := Effects(given.axes))
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
                     return trace(run, own, (), table, level=True), regions

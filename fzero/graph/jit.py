@@ -228,14 +228,8 @@ def need_traceable(step: Spec, state: TrainState) -> None:
     """Refuses what no graph takes."""
     for row in step.table(state.layout).rows:
         memories = [memory for memory in (*row.memories, row.activations) if memory != DEVICE]
-        what = (
-            f"states or activations in {name_of(memories[0])} (fz.offload)"
-            if memories
-            else "names to put on the host (fz.remat(offload=...))"
-            if row.names.offload
-            else "fz.compile"
-            if row.compile
-            else ""
-        )
-        if what:
+        found = [f"states or activations in {name_of(memory)} (fz.offload)" for memory in memories]
+        found += ["names to put on the host (fz.remat(offload=...))"] if row.names.offload else []
+        found += ["fz.compile"] if row.compile else []
+        for what in found:
             raise ValueError(f"jit: got leaf {row.path!r} with {what}, which graphs do not take. Leave it or jit out.")

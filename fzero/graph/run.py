@@ -161,7 +161,8 @@ class GraphRun(Run):
     ) -> None:
         Outcome.__init__(self, state, inputs, (), asked["scale"], asked["mask"])
         self.wanted = wanted
-        self.partial, self._again = asked["partial"], asked["again"]
+        self.partial = asked["partial"]
+        self._again: Callable[[], Run] | None = asked["again"]
         self.unreduced, self._pulling = {}, threading.RLock()
         self._ends = self._rest = self._used = None
         self.outer = self._leads_on = False
@@ -191,6 +192,7 @@ class GraphRun(Run):
         with self._pulling:
             self.need_graph()
             need_unwritten(self._guarded)
+            assert self._again is not None
             pulled = self._again().pull(cotangent, retain_graph, create_graph)
             if not retain_graph:
                 self.drop()
@@ -205,7 +207,7 @@ class GraphRun(Run):
 
     def drop(self) -> None:
         super().drop()
-        self._again = _gone
+        self._again = None
 
 
 def _pulled(
@@ -225,10 +227,6 @@ def _pulled(
         found = program.pullback(given, calls)
     made = zip(found, metas, strict=False)
     return {}, [torch.zeros(own[0], dtype=own[1], device=own[2]) if x is None else x for x, own in made]
-
-
-def _gone() -> Run:
-    raise AssertionError("a run that was used up")
 
 
 def forward_only(

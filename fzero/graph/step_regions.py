@@ -13,7 +13,7 @@ from fzero.base.context import during, jitting
 from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
-from fzero.graph.effects import OverAxes
+from fzero.graph.effects import Effects
 from fzero.graph.flatten import Flat
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
@@ -29,7 +29,7 @@ class StepRegions(Regions):
         effects: what the graph calls besides torch's operators.
     """
 
-    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: OverAxes) -> None:
+    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: Effects) -> None:
         super().__init__(mode, decompositions, inline)
         self.effects = effects
         self.sent, self.begun = effects.sent, effects.begun
