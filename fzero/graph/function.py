@@ -64,6 +64,7 @@ class Function(Programs[Made]):
             own = pytree.flatten(out, is_leaf=is_state)[0]
             kinds = made.result.leaves
             if len(own) != len(kinds) or not all(map(_is, own, kinds)):
+                del self._begun[first]
                 raise ValueError(
                     f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
                     "arguments decide what it returns, and return a state in the place of a count of it."
