@@ -14,11 +14,10 @@ from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
 from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain, need_streams
-from fzero.graph.flatten import Flat, is_state, over_axes
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.regions import traced as regions_of
-from fzero.graph.signatures import ambient_of, closed_over, meta_of
+from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
 from fzero.graph.step_regions import StepRegions
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of

@@ -17,10 +17,9 @@ from fzero.engine.carry import Carry
 from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import refusing
-from fzero.graph.flatten import value_of
 from fzero.graph.numbers import as_tensor, written_out
 from fzero.graph.run import Asked, GraphRun, Program, forward_only
-from fzero.graph.signatures import ambient_of, closed_over, meta_of
+from fzero.graph.signatures import ambient_of, closed_over, meta_of, value_of
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
 from fzero.stores.put import DEVICE, name_of

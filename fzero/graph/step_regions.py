@@ -14,10 +14,9 @@ from fzero.base.follow import follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch
 from fzero.graph.effects import Effects
-from fzero.graph.flatten import Flat
 from fzero.graph.operators import like
 from fzero.graph.regions import Regions
-from fzero.graph.signatures import Identity, ambient_of, closed_over, meta_of
+from fzero.graph.signatures import Flat, Identity, ambient_of, closed_over, meta_of
 from fzero.graph.trace import Traceable, is_real, trace
 from fzero.state.train_state import TrainState
 
