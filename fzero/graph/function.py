@@ -12,13 +12,13 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
+from fzero.graph.operators import Effects
+from fzero.graph.regions import StepRegions
 from fzero.graph.regions import traced as regions_of
 from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
-from fzero.graph.step_regions import StepRegions
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
 

@@ -21,9 +21,8 @@ from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain
-from fzero.graph.operators import like
+from fzero.graph.operators import Effects, like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
 from fzero.graph.trace import Traced, is_real, trace
