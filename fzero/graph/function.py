@@ -16,8 +16,7 @@ from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
-from fzero.graph.regions import StepRegions
-from fzero.graph.regions import traced as regions_of
+from fzero.graph.regions import StepRegions, with_regions
 from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
@@ -108,7 +107,7 @@ class Function(Programs[Made]):
 
         table = of_torch.decompositions(self.backend)
         with self.tracing():
-            traced, regions = regions_of(traced_here)
+            traced, regions = with_regions(traced_here)
         passes.of_use(traced.forward, regions.traced, regions.silent)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
         nodes = [node for module in every for node in module.graph.nodes]

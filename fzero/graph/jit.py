@@ -18,6 +18,7 @@ from fzero.engine.outcome import wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import refusing
 from fzero.graph.numbers import as_tensor, written_out
+from fzero.graph.program import joined
 from fzero.graph.run import Asked, GraphRun, Program, forward_only
 from fzero.graph.signatures import ambient_of, closed_over, meta_of, value_of
 from fzero.state.beyond import here
@@ -216,7 +217,8 @@ class Jit(Programs[Program]):
         need_traceable(step, state)
         parts, _ = counted(step.microbatches, state, here(tuple(inputs)))
         given = self._given(step, Carry(step, state).given(next(iter(parts))))
-        return self._program(self._key("vjp", step, state, given, ()), step, state, given, []).joined()
+        program = self._program(self._key("vjp", step, state, given, ()), step, state, given, [])
+        return joined(program.forward_graph, program.pullback_graph, program.traced)
 
     def lower(self, step: Spec, state: TrainState, *inputs: object) -> None:
         """Traces and compiles a call of the step, and runs nothing."""

@@ -166,7 +166,8 @@ def by_inductor(module: GraphModule) -> Run:
     inputs = [n for op in ("placeholder", "get_attr") for n in module.graph.nodes if n.op == op]
     module = extracted(module, inputs, calls, result_of(module))
     given = [n.meta["val"] for n in inputs]
-    text = "\n".join([module.code, *map(_form, given), str(torch.get_num_threads())])
+    forms = [f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}" for x in given]
+    text = "\n".join([module.code, *forms, str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:
         run = _made[text] = of_torch.by_inductor(module, given)
@@ -178,10 +179,6 @@ def by_inductor(module: GraphModule) -> Run:
         return run(xs)
 
     return call
-
-
-def _form(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
 
 
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code

@@ -30,7 +30,7 @@ class Inline(Exception):
     """The function differentiates a region itself: its operators are to be part of the function's own graph."""
 
 
-def traced(run: Callable[[bool], T]) -> T:
+def with_regions(run: Callable[[bool], T]) -> T:
     """`run(inline)`, which says whether what would be regions is part of the function's own graph."""
     try:
         return run(False)

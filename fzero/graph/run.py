@@ -20,8 +20,8 @@ from fzero.engine.run import Run, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import of_torch, program
 from fzero.graph.nodes import result_of
-from fzero.graph.program import compiled, compiling, in_pieces, joined, scheduled
-from fzero.graph.regions import traced as regions_of
+from fzero.graph.program import compiled, compiling, in_pieces, scheduled
+from fzero.graph.regions import with_regions
 from fzero.graph.unit_regions import FunctionGraphs, UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -60,7 +60,7 @@ class Program:
             own = UnitRegions(traversal, axis, table, inline, wanted is not None)
             return own, own.trace(step, state.params.structure, inputs, wanted or ())
 
-        regions, (self.traced, self.returned, self.collected) = regions_of(traced_here)
+        regions, (self.traced, self.returned, self.collected) = with_regions(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
         groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]
@@ -93,10 +93,6 @@ class Program:
                     "is a 0-d tensor there: where the function asks for its type, make it a static argument "
                     "(static_argnums=)."
                 )
-
-    def joined(self) -> torch.fx.GraphModule:
-        """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
-        return joined(self.forward_graph, self.pullback_graph, self.traced)
 
 
 class Calls:
@@ -202,8 +198,7 @@ class GraphRun(Run):
         assert self.traversal is not None
         used.update(range(len(self.traversal.layout.rows)))
 
-    def note_reached(self, used: set[int]) -> None:
-        self.note_use(used)
+    note_reached = note_use
 
     def drop(self) -> None:
         super().drop()

@@ -83,7 +83,7 @@ class UnitRegions(Traversal, Regions):
                 collecting.run() as collected,
             ):
                 out = step.fn(tree, *own)
-                out = pytree.map_leaves(lambda x: self.read(x) if isinstance(x, Handle) else _given_out(x), out)
+                out = pytree.map_leaves(self._given_out, out)
             splits[:] = outputs, others = split_both(step, out)
             counts.update((name, len(xs)) for name, xs in collected.items())
             (real, rest), (aux,) = outputs.leaves, others.leaves
@@ -152,6 +152,9 @@ class UnitRegions(Traversal, Regions):
                     self.origins[id(view)] = slot.leaf
         return [out[index] for index in range(len(self.layout.rows))]
 
+    def _given_out(self, x: object) -> object:
+        return self.read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
+
     def read(self, handle: Handle) -> torch.Tensor:
         """A unit's leaf in full, outside of that unit."""
         return self.layout.groups[handle.key].views(self.full(handle.key))[handle.index].clone()
@@ -188,10 +191,8 @@ class UnitRegions(Traversal, Regions):
             return op._outside(self.call_region(len(self.traced) - 1, wanted, operands), carriers)
 
     def _views(self, keys: Sequence[Key], fulls: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        views: dict[int, torch.Tensor] = {}
-        for key, full in zip(keys, fulls, strict=True):
-            views.update(self.layout.groups[key].views(full))
-        return views
+        views = [self.layout.groups[key].views(full) for key, full in zip(keys, fulls, strict=True)]
+        return {index: view for own in views for index, view in own.items()}
 
     def _known(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
         """The region of a call, which may have been traced for another one that is alike."""
@@ -234,7 +235,3 @@ class UnitRegions(Traversal, Regions):
         if not signature.carriers and not any(isinstance(x, of_call) for x in recipes):
             self._alike[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
         return traced
-
-
-def _given_out(x: object) -> object:
-    return x.outside() if isinstance(x, StandIn) else x
