@@ -110,7 +110,8 @@ def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModul
             case operators.REGION | operators.PULL as target:
                 assert run_of is not None
                 run, seed = run_of(args[1], target is operators.PULL)
-                new = own(run, first) if seed is None else own(_drawing(run, seed), first, calls)
+                drawn: Run = lambda xs, calls, run=run, seed=seed: calls.drawn(run, xs, seed)
+                new = own(run, first) if seed is None else own(drawn, first, calls)
             case operators.SEND | operators.HOST:
                 new = own(node.meta["effect"].start, *args[:-1])
             case operators.ARRIVED:
@@ -120,10 +121,6 @@ def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModul
         made[node] = new
     code: Run = GraphModule(held, graph).forward
     return code
-
-
-def _drawing(run: Run, seed: int) -> Run:
-    return lambda xs, calls: calls.drawn(run, xs, seed)
 
 
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
