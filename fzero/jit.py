@@ -60,7 +60,7 @@ def jit(step: Any, backend: str | None = None, fallback: bool = False, static_ar
 
     Raises:
         ValueError: an unknown backend; in a call, what a graph does not take, with what to do: `fz.offload`, pipelines,
-            `fz.tape`; in a function random numbers that are drawn outside of steps.
+            `fz.tape`; in a function random numbers that are drawn outside of steps, and weights of microbatches.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1))

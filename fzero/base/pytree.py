@@ -162,7 +162,7 @@ def register_dict(
     `make(known(node), items)` makes one again; what is known takes no part in comparisons of structures.
     """
 
-    def items(order: Callable[[Any], Iterable[Any]], node: Any) -> tuple[list[object], object, tuple[object, ...]]:
+    def items(order: Callable[..., Iterable[object]], node: Any) -> tuple[list[object], object, tuple[object, ...]]:
         keys = tuple(order(node))
         return [node[key] for key in keys], (keys, Unseen((dict(known(node)), tuple(node)))), keys
 
@@ -175,7 +175,7 @@ def register_dict(
     def context(node: Dict) -> tuple[list[object], Unseen]:
         return list(node), Unseen(dict(known(node)))
 
-    for name, order in ((_GLOBAL, partial(sorted, key=str)), (UNITS, tuple), (_ORDERED, tuple)):
+    for name, order in ((_GLOBAL, lambda node: sorted(node, key=str)), (UNITS, tuple), (_ORDERED, tuple)):
         own = partial(items, order)
         optree.register_pytree_node(cls, own, of_items, path_entry_type=optree.MappingEntry, namespace=name)
     torch_pytree.register_pytree_node(

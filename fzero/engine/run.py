@@ -356,7 +356,7 @@ def _delivered(
         grads = found[: len(own)]
         del found[: len(own)]
         if any(x is not None for x in grads):
-            out[key] = traversal.pulled(key, grads)
+            out[key] = traversal.collected_of(key, grads)
     return out
 
 

@@ -149,7 +149,7 @@ class Traversal:
         node = self.tokens[key].grad_fn
         return node is None or private.will_run(node)
 
-    def pulled(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def collected_of(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The cotangent of a group's stored buffer, from those of its leaves in full; None where it is delivered."""
         if first_order():
             return self.collect(key, cotangents)
@@ -269,7 +269,7 @@ class _Full(torch.autograd.Function):
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         traversal, key = ctx.traversal, ctx.key
         wanted = not first_order() or traversal.wants(key)
-        return None, None, traversal.pulled(key, cotangents) if wanted else None
+        return None, None, traversal.collected_of(key, cotangents) if wanted else None
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]

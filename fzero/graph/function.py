@@ -12,14 +12,12 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.effects import OverAxes
 from fzero.graph.errors import need_plain, need_streams
-from fzero.graph.flatten import Flat, is_state, over_axes
+from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
-from fzero.graph.programs import Programs, place
-from fzero.graph.regions import traced as regions_of
-from fzero.graph.signatures import ambient_of, closed_over, meta_of
-from fzero.graph.step_regions import StepRegions
+from fzero.graph.operators import Effects
+from fzero.graph.regions import StepRegions, with_regions
+from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
 
@@ -32,7 +30,7 @@ class Made(NamedTuple):
     run: program.Run
     result: Flat
     traced: Traced
-    effects: OverAxes
+    effects: Effects
 
 
 class Function(Programs[Made]):
@@ -64,6 +62,7 @@ class Function(Programs[Made]):
             own = pytree.ordered(out, is_leaf=is_state)[0]
             kinds = made.result.leaves
             if len(own) != len(kinds) or not all(map(_is, own, kinds)):
+                del self._begun[first]
                 raise ValueError(
                     f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
                     "arguments decide what it returns, and return a state in the place of a count of it."
@@ -76,16 +75,13 @@ class Function(Programs[Made]):
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
-        return self._ahead(args, kwargs).traced.forward
+        given, key = self._given(args, kwargs)
+        return (self._programs.get(key) or self._add(key, given)).traced.forward
 
     def lower(self, *args: object, **kwargs: object) -> Function:
         """Traces and compiles a call with such arguments ahead of time, and runs nothing."""
-        self._ahead(args, kwargs)
+        self.graph(*args, **kwargs)
         return self
-
-    def _ahead(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Made:
-        given, key = self._given(args, kwargs)
-        return self._programs.get(key) or self._add(key, given)
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Flat, Key]:
         named = pytree.map_leaves(as_tensor, dict(kwargs), is_state)
@@ -105,14 +101,14 @@ class Function(Programs[Made]):
         def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
             with of_torch.fake_mode() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
-                regions = StepRegions(mode, table, inline, effects := OverAxes(given.axes))
+                regions = StepRegions(mode, table, inline, effects := Effects(given.axes))
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
                     return trace(run, own, (), table, level=True), regions
 
         table = of_torch.decompositions(self.backend)
         with self.tracing():
-            traced, regions = regions_of(traced_here)
+            traced, regions = with_regions(traced_here)
         passes.of_use(traced.forward, regions.traced, regions.silent)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
         nodes = [node for module in every for node in module.graph.nodes]

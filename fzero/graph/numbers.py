@@ -78,7 +78,7 @@ class Made(TorchFunctionMode):
             args, func = (_constant(args[1], float), args[0]), torch.div  # torch would multiply by the reciprocal
         elif func in _TEXTS and number_of(args[0]):
             raise ValueError(
-                f"jit: the function{place_of()} makes text of a number among its inputs, which has no value in a trace. "
+                f"jit: the function{place_of()} makes text of a number among its inputs, which has no value there. "
                 "Make it static (static_argnums=)."
             )
         elif func is torch.where and any(isinstance(x, torch.Tensor) and number_of(x) for x in args[1:]):
@@ -153,8 +153,8 @@ def _of_both(name: str, flat: Sequence[Value], kinds: Mapping[int, type], others
 def _need_one_type(base: Value, exponent: Value) -> None:
     """Refuses powers of integers whose type, or whether they are there, an exponent decides."""
     number = isinstance(exponent, torch.Tensor) and number_of(exponent) is int
-    whole = not base.dtype.is_floating_point and not base.is_complex() if isinstance(base, torch.Tensor) else None
-    if number and (type(base) is int if whole is None else whole):
+    kind = _type_of(base.dtype) if isinstance(base, torch.Tensor) else type(base)
+    if number and kind in (int, bool):
         raise ValueError(
             f"jit: the function{place_of()} raises integers to the power of an int among its inputs, whose sign would "
             "decide the dtype. Write 2.0 ** n in the place of 2 ** n, or make it static (static_argnums=)."

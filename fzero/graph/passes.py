@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from fzero.graph import operators
 from fzero.graph.nodes import is_view, result_of
+from fzero.graph.signatures import meta_of
 from fzero.graph.trace import Traced
 
 _aten = torch.ops.aten
@@ -19,7 +20,7 @@ _SCALED = {  # zero if an operand is
 }
 _LINEAR = {  # zero if the first operand is
     *(_aten.div.Tensor, _aten.div.Scalar, _aten.sum.default, _aten.sum.dim_IntList, _aten.clone.default),
-    *(_aten._to_copy.default, torch.ops.prims.convert_element_type.default),
+    *(_aten._to_copy.default, torch.ops.prims.convert_element_type.default, operator.getitem),
 }
 
 
@@ -38,13 +39,11 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
             zero.add(node)
         elif (node.target in _LINEAR or is_view(node) or _pulls(node)) and first in zero:
             zero.add(node)
-        elif node.target is operator.getitem and first in zero:
-            zero.add(node)
         elif node.target is _aten.where.self and zero.intersection(node.args[1:]):
             zero |= {node} if zero.union(blank).issuperset(node.args[1:]) else set()
         elif node.target is _aten.add.Tensor and not node.kwargs:
             for own, other in ((first, second), (second, first)):
-                if own in zero and isinstance(other, Node) and _same(other, node):
+                if own in zero and isinstance(other, Node) and meta_of(other.meta["val"]) == meta_of(node.meta["val"]):
                     node.replace_all_uses_with(other)
                     zero |= {node} if other in zero else set()
                     break
@@ -65,11 +64,6 @@ def silenced(pullback: GraphModule, places: Collection[int]) -> GraphModule:
 def _pulls(node: Node) -> bool:
     """Tells whether an operator is a pullback of torch's, linear in the cotangent, its first argument."""
     return str(getattr(node.target, "_schema", "")).partition("(")[0].partition(".")[0].endswith("_backward")
-
-
-def _same(one: Node, other: Node) -> bool:
-    x, y = one.meta["val"], other.meta["val"]
-    return (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
 def of_use(module: GraphModule, regions: list[Traced], silent: Mapping[int, Collection[int]]) -> None:

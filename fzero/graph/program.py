@@ -110,7 +110,8 @@ def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModul
             case operators.REGION | operators.PULL as target:
                 assert run_of is not None
                 run, seed = run_of(args[1], target is operators.PULL)
-                new = own(run, first) if seed is None else own(_drawing(run, seed), first, calls)
+                drawn: Run = lambda xs, calls, run=run, seed=seed: calls.drawn(run, xs, seed)
+                new = own(run, first) if seed is None else own(drawn, first, calls)
             case operators.SEND | operators.HOST:
                 new = own(node.meta["effect"].start, *args[:-1])
             case operators.ARRIVED:
@@ -120,10 +121,6 @@ def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModul
         made[node] = new
     code: Run = GraphModule(held, graph).forward
     return code
-
-
-def _drawing(run: Run, seed: int) -> Run:
-    return lambda xs, calls: calls.drawn(run, xs, seed)
 
 
 def joined(forward: GraphModule, pullback: GraphModule, traced: Traced) -> GraphModule:
@@ -166,7 +163,8 @@ def by_inductor(module: GraphModule) -> Run:
     inputs = [n for op in ("placeholder", "get_attr") for n in module.graph.nodes if n.op == op]
     module = extracted(module, inputs, calls, result_of(module))
     given = [n.meta["val"] for n in inputs]
-    text = "\n".join([module.code, *map(_form, given), str(torch.get_num_threads())])
+    forms = [f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}" for x in given]
+    text = "\n".join([module.code, *forms, str(torch.get_num_threads())])
     run = _made.get(text)
     if run is None:
         run = _made[text] = of_torch.by_inductor(module, given)
@@ -178,10 +176,6 @@ def by_inductor(module: GraphModule) -> Run:
         return run(xs)
 
     return call
-
-
-def _form(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device}"
 
 
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code

@@ -20,8 +20,8 @@ from fzero.engine.run import Run, guarded, need_unwritten
 from fzero.engine.traversal import Traversal
 from fzero.graph import of_torch, program
 from fzero.graph.nodes import result_of
-from fzero.graph.program import compiled, compiling, in_pieces, joined, scheduled
-from fzero.graph.regions import traced as regions_of
+from fzero.graph.program import compiled, compiling, in_pieces, scheduled
+from fzero.graph.regions import with_regions
 from fzero.graph.unit_regions import FunctionGraphs, UnitRegions
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -60,7 +60,7 @@ class Program:
             own = UnitRegions(traversal, axis, table, inline, wanted is not None)
             return own, own.trace(step, state.params.structure, inputs, wanted or ())
 
-        regions, (self.traced, self.returned, self.collected) = regions_of(traced_here)
+        regions, (self.traced, self.returned, self.collected) = with_regions(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
         groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]
@@ -93,10 +93,6 @@ class Program:
                     "is a 0-d tensor there: where the function asks for its type, make it a static argument "
                     "(static_argnums=)."
                 )
-
-    def joined(self) -> torch.fx.GraphModule:
-        """The forward and the pullback as one graph: inputs and cotangents in, outputs and input cotangents out."""
-        return joined(self.forward_graph, self.pullback_graph, self.traced)
 
 
 class Calls:
@@ -161,7 +157,8 @@ class GraphRun(Run):
     ) -> None:
         Outcome.__init__(self, state, inputs, (), asked["scale"], asked["mask"])
         self.wanted = wanted
-        self.partial, self._again = asked["partial"], asked["again"]
+        self.partial = asked["partial"]
+        self._again: Callable[[], Run] | None = asked["again"]
         self.unreduced, self._pulling = {}, threading.RLock()
         self._ends = self._rest = self._used = None
         self.outer = self._leads_on = False
@@ -191,6 +188,7 @@ class GraphRun(Run):
         with self._pulling:
             self.need_graph()
             need_unwritten(self._guarded)
+            assert self._again is not None
             pulled = self._again().pull(cotangent, retain_graph, create_graph)
             if not retain_graph:
                 self.drop()
@@ -200,12 +198,11 @@ class GraphRun(Run):
         assert self.traversal is not None
         used.update(range(len(self.traversal.layout.rows)))
 
-    def note_reached(self, used: set[int]) -> None:
-        self.note_use(used)
+    note_reached = note_use
 
     def drop(self) -> None:
         super().drop()
-        self._again = _gone
+        self._again = None
 
 
 def _pulled(
@@ -225,10 +222,6 @@ def _pulled(
         found = program.pullback(given, calls)
     made = zip(found, metas, strict=False)
     return {}, [torch.zeros(own[0], dtype=own[1], device=own[2]) if x is None else x for x, own in made]
-
-
-def _gone() -> Run:
-    raise AssertionError("a run that was used up")
 
 
 def forward_only(

@@ -1,19 +1,27 @@
-"""What tells functions apart that would be traced alike: the same code over equal constants, modules of one make."""
+"""What a trace depends on: trees of states, tensors and values, functions and what they close over, modules."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as torch_pytree
 
-from fzero.base import pytree
-from fzero.graph.numbers import number_of
+from fzero.base import private, pytree
+from fzero.comm.axis import Axis
+from fzero.graph.numbers import NUMBERS, number_of
+from fzero.state.sharded import Sharded, is_item, map_trees
+from fzero.state.train_state import TrainState
+from fzero.transforms.loss_scale import ScaleState
 
-_NUMBERS = int, float, complex, bool
-_VALUES = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+T = TypeVar("T")
+Count = int | float | torch.Tensor
+
+_VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 
@@ -28,9 +36,16 @@ def ambient_of(device: str) -> tuple[object, ...]:
     return *casts, torch.get_default_dtype(), torch.is_grad_enabled()
 
 
-def exact(value: object) -> tuple[type, object]:
-    """A value and its type, by which 1 is not True, and 0.0 is not -0.0."""
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+def value_of(x: object) -> object:
+    """A static value, as a part of a signature: 1 is not True, and 0.0 is not -0.0."""
+    try:
+        hash(x)
+    except TypeError as error:
+        raise ValueError(
+            f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
+            "sees when it changes. Give a tensor, or a tuple."
+        ) from error
+    return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
 class Identity:
@@ -56,7 +71,7 @@ def order_of(structure: Identity) -> pytree.Spec:
 def form_of(value: object) -> Hashable:
     """What a function, or what it closes over, is; equal forms are traced alike."""
     if isinstance(value, _VALUES):
-        return exact(value)
+        return value_of(value)
     if type(value) in (tuple, list):
         return type(value), *map(form_of, value)  # type: ignore[call-overload]
     if type(value) is dict:
@@ -109,9 +124,144 @@ def closed_over(fn: object, seen: set[int] | None = None) -> Hashable:
     out: list[Hashable] = []
     for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
         if isinstance(value, _VALUES):
-            out.append(exact(value))
+            out.append(value_of(value))
         else:
             again = id(value) in seen
             seen.add(id(value))
             out.append((Identity(value), () if again else closed_over(value, seen)))
     return tuple(out)
+
+
+# ---- trees, taken apart for a graph and put together again
+
+
+class Flat:
+    """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
+
+    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values, but for
+    tensors that are known for one.
+
+    Attributes:
+        tensors: all of them.
+        leaves: of each a number's type, a tensor's dtype, or None of states and values.
+        counts: the places of the counts among the tensors.
+        axes: those of its states and trees, one of each component; `updates`, how many its state has had.
+        form: what two trees of one signature have in common.
+    """
+
+    def __init__(self, tree: object) -> None:
+        leaves, self.spec = pytree.ordered(tree, is_leaf=is_state)
+        self.axes, self.updates = list[Axis](), list[int]()
+        for node in pytree.flatten(tree, is_leaf=lambda x: is_state(x) or is_item(x))[0]:
+            scaled = isinstance(node, Sharded) and node.scale != 1.0
+            if isinstance(node, pytree.Count) or scaled:
+                what = "grads with a loss scale" if scaled else "an optimizer's count outside of its state"
+                raise ValueError(
+                    f"jit: got or returns {what}, which a function's graph would not see change. Give or "
+                    "return the state."
+                )
+            axis = node.params.axis if is_state(node) else node.axis if isinstance(node, Sharded) else None
+            if axis is not None and axis.identity not in [own.identity for own in self.axes]:
+                self.axes.append(axis)
+                self.updates.append(getattr(node, "step", 0))
+        self.tensors: list[torch.Tensor] = []
+        self.counts = set[int]()
+        self._makers: list[Callable[[Iterator[torch.Tensor], bool], object]] = []  # of each leaf
+        forms: list[object] = []
+        for leaf in leaves:
+            if is_state(leaf):
+                own, spec = torch_pytree.tree_flatten(leaf)
+                counts = [_as_count(x) for x in _counts_of(leaf)]
+                self.counts.update(range(begin := len(self.tensors) + len(own), begin + len(counts)))
+                self.tensors += [*own, *counts]
+                self._makers.append(functools.partial(_state, spec, len(own)))
+                place = [axis.identity for axis in self.axes].index(leaf.params.axis.identity)
+                nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
+                others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
+                order = order_of(Identity(leaf.params.structure))
+                forms.append((spec, order, leaf.seed, leaf.signature, place, *others))
+            elif isinstance(leaf, torch.Tensor):
+                self.tensors.append(leaf)
+                self._makers.append(lambda rest, _: next(rest))
+                forms.append(number_of(leaf) or leaf.dtype)
+            else:
+                self._makers.append(lambda _, __, leaf=leaf: leaf)
+                forms.append(value_of(leaf))
+        self.leaves = [None if isinstance(form, tuple) else form for form in forms]
+        self.form = self.spec, tuple(forms), tuple([(axis.ranks, axis.data_rank) for axis in self.axes])
+
+    def made(self, tensors: Sequence[torch.Tensor], values: bool) -> Any:
+        """The tree again, with other tensors.
+
+        Args:
+            values: whether counts, and what is known for a number, become numbers.
+        """
+        rest = iter(tensors)
+        leaves = [maker(rest, values) for maker in self._makers]
+        if values:
+            leaves = [kind(x) if callable(kind) else x for kind, x in zip(self.leaves, leaves, strict=True)]
+        return pytree.unflatten(self.spec, leaves)
+
+
+def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
+    """A result over other axes, by the identities of those that it was traced over."""
+    same = all(axis.identity == identity for identity, axis in axes.items())
+
+    def one(x: object) -> object:
+        if isinstance(x, TrainState):
+            own = map_trees(one, (x.params, x.grads, x.moments, x.extra))
+            return x if same else x.changed(**dict(zip(("params", "grads", "moments", "extra"), own, strict=True)))
+        return x.replaced(axis=axes.get(x.axis.identity, x.axis)) if isinstance(x, Sharded) else x
+
+    return pytree.map(one, tree, is_leaf=lambda x: isinstance(x, (TrainState, Sharded)))
+
+
+def is_state(x: object) -> TypeGuard[TrainState]:
+    return isinstance(x, TrainState)
+
+
+def _as_count(x: Count) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
+        x = private.inner(x)
+    return x
+
+
+def _is_counted(x: object) -> bool:
+    return isinstance(x, ScaleState) or is_item(x)
+
+
+def _nodes(state: TrainState) -> list[Any]:
+    return pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
+
+
+def _counts_of(state: TrainState) -> list[Count]:
+    """The numbers of a state that each update changes: counts, and a loss scale."""
+    out: list[Count] = [state.step]
+    for x in _nodes(state):
+        out += [x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else ()
+    return out
+
+
+def _state(spec: Any, own: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
+    """A state of its tensors, and of its counts behind them."""
+    state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
+
+    def next_as(kind: type) -> Any:
+        x: Any = next(rest)
+        if values and getattr(x, "ndim", 0):
+            raise ValueError(
+                "jit: a state comes out of torch.vmap with a count or a loss scale of each member's own, where a state "
+                "has one. Return its params, or leave jit out."
+            )
+        return kind(x) if values else x
+
+    def one(x: object) -> object:
+        if isinstance(x, ScaleState):
+            return ScaleState(next_as(float), next_as(int), next_as(int))
+        return pytree.Count(next_as(int), x.missed, x.paused) if isinstance(x, pytree.Count) else x
+
+    step = next_as(int)
+    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=_is_counted)
+    return state.changed(moments=moments, extra=extra, step=step)

@@ -21,9 +21,8 @@ from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.effects import Effects
 from fzero.graph.errors import need_plain
-from fzero.graph.operators import like
+from fzero.graph.operators import Effects, like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
 from fzero.graph.trace import Traced, is_real, trace
@@ -85,7 +84,7 @@ class UnitRegions(Traversal, Regions):
                 collecting.run() as collected,
             ):
                 out = step.fn(tree, *own)
-                out = pytree.map_leaves(lambda x: self.read(x) if isinstance(x, Handle) else _given_out(x), out)
+                out = pytree.map_leaves(self._given_out, out)
             splits[:] = outputs, others = split_both(step, out)
             counts.update((name, len(xs)) for name, xs in collected.items())
             (real, rest), (aux,) = outputs.leaves, others.leaves
@@ -154,6 +153,9 @@ class UnitRegions(Traversal, Regions):
                     self.origins[id(view)] = slot.leaf
         return [out[index] for index in range(len(self.layout.rows))]
 
+    def _given_out(self, x: object) -> object:
+        return self.read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
+
     def read(self, handle: Handle) -> torch.Tensor:
         """A unit's leaf in full, outside of that unit."""
         return self.layout.groups[handle.key].views(self.full(handle.key))[handle.index].clone()
@@ -190,10 +192,8 @@ class UnitRegions(Traversal, Regions):
             return op._outside(self.call_region(len(self.traced) - 1, wanted, operands), carriers)
 
     def _views(self, keys: Sequence[Key], fulls: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        views: dict[int, torch.Tensor] = {}
-        for key, full in zip(keys, fulls, strict=True):
-            views.update(self.layout.groups[key].views(full))
-        return views
+        views = [self.layout.groups[key].views(full) for key, full in zip(keys, fulls, strict=True)]
+        return {index: view for own in views for index, view in own.items()}
 
     def _known(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
         """The region of a call, which may have been traced for another one that is alike."""
@@ -236,7 +236,3 @@ class UnitRegions(Traversal, Regions):
         if not signature.carriers and not any(isinstance(x, of_call) for x in recipes):
             self._alike[key] = traced, op._spec_out, op._takes, op._recipes, signature.collects
         return traced
-
-
-def _given_out(x: object) -> object:
-    return x.outside() if isinstance(x, StandIn) else x

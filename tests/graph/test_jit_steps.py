@@ -324,7 +324,8 @@ def test_grad_mode_is_part_of_the_signature() -> None:
 
 def test_a_unit_tells_zeros_apart_by_their_signs() -> None:
     signed = fz.unit(lambda p, x, zero: (x @ p["w"]) * (torch.ones(4) / zero).clamp(-1, 1))
-    compare(lambda p, x: (signed(p["blocks"][0], x, 0.0) - signed(p["blocks"][1], x, -0.0)).square().sum() + p["s"].sum())
+    of_both = lambda blocks, x: signed(blocks[0], x, 0.0) - signed(blocks[1], x, -0.0)
+    compare(lambda p, x: of_both(p["blocks"], x).square().sum() + p["s"].sum())
 
 
 def test_a_unit_reads_the_callers_variable_through_helpers() -> None:
@@ -336,7 +337,7 @@ def test_a_unit_reads_the_callers_variable_through_helpers() -> None:
         for _ in range(5):
             helper = _within(helper)
         own = fz.unit(lambda p, x: helper(torch.tanh(x @ p["w"])))
-        for number, q in enumerate(p["blocks"], 1):
+        for number, q in enumerate(p["blocks"], 1):  # noqa: B007 - the innermost reads it
             x = own(q, x)
         return (x * p["s"]).square().mean()
 
