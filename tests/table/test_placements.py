@@ -32,7 +32,6 @@ RIGHT: dict[str, Loss] = {
     "gradients inside": lambda p, x, c, s: inside(p, x, c, s),
     "a copy without derivative": lambda p, x, c, s: own(p, x) * c(p["b"].detach()).abs().mean(),
     "places by a copy": lambda p, x, c, s: p["b"][c(torch.tensor([0, 1]))].sum() + s(p["w"].sum()),
-    "written over": lambda p, x, c, s: written(p, s).sum() + own(p, x),
     "masks of what is whole": lambda p, x, c, s: masked(p, x, c, s),
     "into a buffer": lambda p, x, c, s: buffered(p, x, c, s),
     "a pullback of slices": lambda p, x, c, s: pulled(p, x, c) + s(p["w"].sum()) * 0,
@@ -79,10 +78,7 @@ def buffered(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
     total = p["b"].detach() * 1
     total.copy_(p["w"].detach()[:, 0])
     total.zero_()
-    other = p["b"].detach() * 1
-    other.copy_(p["w"].detach()[:, 0])
-    other[:] = x[0]
-    return own(p, x + total + other) + s(p["w"].sum())
+    return own(p, x + total) + s(p["w"].sum())
 
 
 def pulled(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
@@ -104,11 +100,6 @@ def to_slices(w: torch.Tensor) -> torch.Tensor:
 def norms(p: Any, s: Any) -> torch.Tensor:
     of_w, of_b = torch._foreach_norm([p["w"], p["b"]])
     return s(of_w**2) + of_b**2
-
-
-def written(p: Any, s: Any) -> torch.Tensor:
-    h = p["w"] * 1
-    return h.copy_(s(h))
 
 
 def jvp(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
