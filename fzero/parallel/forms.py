@@ -124,7 +124,8 @@ class Forms(TorchFunctionMode):
             self._doubt(func, operands)
         elif axes and made and plain is not None:
             forms = {axis: self._made(plain, args, kwargs, operands, own, axis, out) for axis, own in before.items()}
-            alike = [axis for x in made if not type_of(x).constant for axis in axes - type_of(x).varying]
+            forms = {axis: form for axis, form in forms.items() if form != CONSTANT}
+            alike = [axis for x in made if not type_of(x).constant for axis in forms if axis not in type_of(x).varying]
             if any(forms[axis] not in (REPLICATED, NUMBERED) for axis in alike):  # but a slice's size is in it
                 self._doubt(func, operands)
             for tensor in made:
@@ -146,7 +147,7 @@ class Forms(TorchFunctionMode):
         if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
             return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
         if rules.is_as_large(func) and PARTIAL in forms:
-            return REPLICATED
+            return CONSTANT
         bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
         if isinstance(bias, torch.Tensor):
             rest = operands[:2]
