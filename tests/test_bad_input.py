@@ -292,13 +292,7 @@ def test_a_buffer_changed_by_the_module() -> None:
         apply(params, torch.randn(4, 2))
 
 
-def test_train_step_arguments() -> None:
-    with pytest.raises(TypeError, match=r"got optimizer=SGD, expected a GradientTransformation"):
-        fz.train_step(lambda p: p, torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got fn=3"):
-        fz.train_step(3, fz.sgd(0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got policy=dtype"):
-        linear_step(policy=torch.float16)
+def test_dtypes_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"Policy\(param=\.\.\.\): got torch\.int8"):
         fz.Policy(param=torch.int8)
     with pytest.raises(ValueError, match=r"autocast: got torch\.float32"):

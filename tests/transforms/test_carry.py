@@ -667,17 +667,6 @@ def test_a_unit_that_runs_again_and_reads_a_buffer_of_another_module_is_refused(
         twice(Linking("read").double(), fz.remat, data()[0][0], 0)
 
 
-def test_a_unit_that_reaches_what_cannot_be_looked_through_has_its_own_buffers() -> None:
-    module = nn.Sequential(nn.Linear(D, D), Block()).double()
-    module[1].seen = {torch.ones(()): 1}  # type: ignore[assignment]
-    want = copy.deepcopy(module)
-    apply, params, buffers = fz.functional(module, buffers=True)
-    step = fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers)
-    state, _ = step(step.init(params), data()[0][0])
-    want(data()[0][0])
-    assert_trees_close(state.extra["carry"], dict(want.named_buffers()), rtol=1e-12)
-
-
 def test_a_save_warns_where_it_keeps_one_of_several_carries(tmp_path: Any) -> None:
     def on(rank: int, own: bool) -> None:
         step = fz.carry(fz.train_step(lambda p, c, x: ((p["w"] * x).sum(), c + x), fz.sgd(0.1)), torch.zeros(2))
