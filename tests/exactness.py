@@ -11,6 +11,7 @@ from nightly import NIGHTLY
 from reference import adamw_steps
 
 import fzero as fz
+from fzero.base import pytree
 from fzero.testing import assert_trees_close, run_ranks, strategies
 
 STEPS = 5 if NIGHTLY else 3
@@ -21,13 +22,17 @@ SCENARIOS: dict[str, Any] = {
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
-def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = STEPS) -> Any:
+def there(tree: Any, device: str | torch.device) -> Any:
+    return pytree.map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = STEPS, device: str = "cpu") -> Any:
     make, batches = SCENARIOS[scenario]
     loss, params = make()
     step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2)))
     step = strategies.apply(step, chosen)
-    state = step.init(params)
-    batch = batches(world)[rank]
+    state = step.init(there(params, device))
+    batch = there(batches(world)[rank], device)
     losses, norms = [], []
     for _ in range(steps):
         state, metrics = step(state, *batch)
@@ -43,10 +48,13 @@ def expected(scenario: str, world: int) -> Any:
     return adamw_steps(loss, params, batches(world), STEPS, max_norm=0.5)
 
 
-def check(scenario: str, chosen: Any, world: int, **run: Any) -> None:
-    fn = functools.partial(train, scenario=scenario, chosen=chosen, world=world)
+def check(
+    scenario: str, chosen: Any, world: int, device: str = "cpu", rtol: float = 1e-10, **run: Any
+) -> None:
+    fn = functools.partial(train, scenario=scenario, chosen=chosen, world=world, device=device)
     params, losses, norms = expected(scenario, world)
     for got in run_ranks(fn, world, **run):
-        assert_trees_close(got[0], params, rtol=1e-10)
-        assert torch.allclose(torch.tensor(got[1]), torch.tensor(losses), rtol=1e-10, atol=0)
-        assert torch.allclose(torch.tensor(got[2]), torch.tensor(norms), rtol=1e-10, atol=0)
+        assert {leaf.device for leaf in pytree.leaves(got[0])} == {torch.device(device)}
+        assert_trees_close(there(got[0], "cpu"), params, rtol=rtol)
+        assert torch.allclose(torch.tensor(got[1]), torch.tensor(losses), rtol=rtol, atol=0)
+        assert torch.allclose(torch.tensor(got[2]), torch.tensor(norms), rtol=rtol, atol=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import types
 import weakref
@@ -107,21 +105,6 @@ class Gained:
         return self(module, inputs, out)
 
 
-class Slotted:
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __call__(self, module: Any, inputs: Any, out: Any) -> Any:
-        return out * self.owner.gain
-
-
-@dataclasses.dataclass
-class Box:
-    owner: Any
-
-
 def scaled_by(owner: Any, module: Any, inputs: Any, out: Any) -> Any:
     return out * owner.gain
 
@@ -160,10 +143,6 @@ def callable_object(at: Any, owner: Any) -> None:
     at.register_forward_hook(Gained(owner))
 
 
-def callable_with_slots(at: Any, owner: Any) -> None:
-    at.register_forward_hook(Slotted(owner))
-
-
 def cycle(at: Any, owner: Any) -> None:
     at.parent = [owner]
     at.register_forward_hook(lambda m, i, o: o * m.parent[0].gain)
@@ -173,7 +152,7 @@ READERS: dict[str, Callable[[Any, Any], None]] = {
     fn.__name__.replace("_", " "): fn
     for fn in (
         partial, pre_hook, hook_with_kwargs, prepended, partial_forward, bound_method, bound_to_a_submodule,
-        callable_object, callable_with_slots, cycle,
+        callable_object, cycle,
     )
 }  # fmt: skip
 
@@ -189,14 +168,9 @@ def backward_hook(at: Any, owner: Any) -> None:
     at.register_full_backward_hook(lambda m, before, after: (before[0] * owner.gain,))
 
 
-def wrapped_forward(at: Any, owner: Any) -> None:
-    old = at.forward
-    at.forward = lambda *a: old(*a) * owner.gain
-
-
 def wrapped_twice(at: Any, owner: Any) -> None:
-    wrapped_forward(at, owner)
-    at.old = at.forward
+    old = at.forward
+    at.old = lambda *a: old(*a) * owner.gain
     at.forward = types.MethodType(lambda self, x: self.old(x) + owner.shift, at)
 
 
@@ -224,24 +198,9 @@ def function_attribute(at: Any, owner: Any) -> None:
     at.register_forward_hook(hook)
 
 
-def dataclass_in_a_closure(at: Any, owner: Any) -> None:
-    box = Box([owner])
-    at.register_forward_hook(lambda m, i, o: o * box.owner[0].gain)
-
-
-def default_dict(at: Any, owner: Any) -> None:
-    at.made = collections.defaultdict(lambda: owner.gain)
-    at.register_forward_hook(lambda m, i, o: o * m.made.default_factory())
-
-
 def weak_reference(at: Any, owner: Any) -> None:
     reference = weakref.ref(owner)
     at.register_forward_hook(lambda m, i, o: o * reference().gain)  # type: ignore[union-attr]
-
-
-def weak_parent(at: Any, owner: Any) -> None:
-    at.parent = weakref.ref(owner)
-    at.register_forward_hook(lambda m, i, o: o * m.parent().gain)
 
 
 def param_in_a_closure(at: Any, owner: Any) -> None:
@@ -252,11 +211,6 @@ def param_in_a_closure(at: Any, owner: Any) -> None:
 def buffer_in_a_closure(at: Any, owner: Any) -> None:
     table = owner.table
     at.register_forward_hook(lambda m, i, o: o * table)
-
-
-def weakly_held_param(at: Any, owner: Any) -> None:
-    at.held = weakref.ref(owner.gain)
-    at.register_forward_hook(lambda m, i, o: o * m.held())
 
 
 def cache(at: Any, owner: Any) -> None:
@@ -271,16 +225,11 @@ def weak_dict(at: Any, owner: Any) -> None:
     at.owners = weakref.WeakKeyDictionary({owner: 1})
 
 
-def method_of_a_param(at: Any, owner: Any) -> None:
-    at.held = owner.gain.mul
-
-
 CLOSED: dict[str, Callable[[Any, Any], None]] = {
     fn.__name__.replace("_", " "): fn
     for fn in (
-        closure, backward_hook, wrapped_forward, wrapped_twice, list_of_lambdas, default_argument, keyword_default,
-        function_attribute, dataclass_in_a_closure, default_dict, weak_reference, weak_parent, param_in_a_closure,
-        buffer_in_a_closure, weakly_held_param, cache, generator, weak_dict, method_of_a_param,
+        closure, backward_hook, wrapped_twice, list_of_lambdas, default_argument, keyword_default, function_attribute,
+        weak_reference, param_in_a_closure, buffer_in_a_closure, cache, generator, weak_dict,
     )
 }  # fmt: skip
 
@@ -298,14 +247,9 @@ def in_a_dict(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o: o * next(iter(m.held)))
 
 
-def in_an_object(at: Any, owner: Any) -> None:
-    at.box = Box(owner.gain)
-    at.register_forward_hook(lambda m, i, o: o * m.box.owner)
-
-
 def in_a_partial(at: Any, owner: Any) -> None:
     at.scale = functools.partial(torch.mul, owner.gain)
     at.register_forward_hook(lambda m, i, o: m.scale(o))
 
 
-HOLDERS = {fn.__name__.replace("_", " "): fn for fn in (in_a_list, in_a_dict, in_an_object, in_a_partial)}
+HOLDERS = {fn.__name__.replace("_", " "): fn for fn in (in_a_list, in_a_dict, in_a_partial)}

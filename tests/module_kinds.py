@@ -78,107 +78,6 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.pool(x), 1))
 
 
-class NormAct(nn.BatchNorm2d):
-    """A batch norm with its activation, as timm's."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, momentum=0.2)
-        self.act = nn.SiLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        own = (self.running_mean, self.running_var, self.weight, self.bias)
-        return self.act(F.batch_norm(x, *own, self.training, self.momentum or 0.0, self.eps))
-
-
-class SqueezeExcite(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.reduce, self.expand = nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = F.adaptive_avg_pool2d(x, 1)
-        return torch.sigmoid(self.expand(F.silu(self.reduce(scale), inplace=True))) * x
-
-
-class InvertedResidual(nn.Module):
-    """MobileNet's and EfficientNet's block: depthwise convolutions, squeeze and excite, stochastic depth."""
-
-    def __init__(self, inner: int, outer: int, p: float) -> None:
-        super().__init__()
-        wide = 2 * inner
-        self.block = nn.Sequential(
-            nn.Conv2d(inner, wide, 1, bias=False),
-            NormAct(wide),
-            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
-            nn.BatchNorm2d(wide),
-            nn.Hardswish(inplace=True),
-            SqueezeExcite(wide),
-            nn.Conv2d(wide, outer, 1, bias=False),
-            nn.BatchNorm2d(outer),
-        )
-        self.residual, self.depth = inner == outer, Drawn(p, "torchvision")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.block(x)
-        if self.residual:
-            result = self.depth(result)
-            result += x
-        return result
-
-
-class EfficientNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1, bias=False),
-            NormAct(4),
-            *[InvertedResidual(4, 4 + i, 0.3) for i in (0, 2)],
-        )
-        self.classifier = nn.Sequential(nn.Dropout(0.0), nn.Linear(6, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(x).mean((2, 3)))
-
-
-class ConvNextBlock(nn.Module):
-    """Layer norm over channels that come last, a layer scale, and timm's drop path."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dwconv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.pwconv1, self.act, self.pwconv2 = nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)
-        self.gamma = nn.Parameter(0.1 * torch.ones(dim))
-        self.drop_path = Drawn(0.4, "timm")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shortcut = x
-        x = self.dwconv(x).permute(0, 2, 3, 1)
-        x = self.pwconv2(self.act(self.pwconv1(self.norm(x))))
-        x = (self.gamma * x).permute(0, 3, 1, 2)
-        return shortcut + self.drop_path(x)
-
-
-class ConvNext(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(2, 4, 2, 2), nn.LayerNorm(4)
-        self.stages = nn.ModuleList([nn.Sequential(ConvNextBlock(4), ConvNextBlock(4)) for _ in range(2)])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = (
-            self.norm(self.stem(x).permute(0, 2, 3, 1))
-            .permute(0, 3, 1, 2)
-            .contiguous(memory_format=torch.channels_last)
-        )
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(x.mean((-2, -1)))
-
-
 # ---- sequences
 
 
@@ -275,10 +174,10 @@ class Graph(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self, inner: int, outer: int, time: int) -> None:
+    def __init__(self, inner: int, outer: int, time: int, how: str = "dropout") -> None:
         super().__init__()
         self.norm1, self.conv1 = nn.GroupNorm(2, inner), nn.Conv2d(inner, outer, 3, padding=1)
-        self.time, self.dropped = nn.Linear(time, 2 * outer), Drawn(0.3, "dropout")
+        self.time, self.dropped = nn.Linear(time, 2 * outer), Drawn(0.3, how)
         self.norm2, self.conv2 = nn.GroupNorm(2, outer), nn.Conv2d(outer, outer, 3, padding=1)
         self.skip = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
 
@@ -322,7 +221,7 @@ class Up(nn.Module):
 
     def __init__(self, inner: int, outer: int, attends: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Residual(2 * inner, outer, 6)])
+        self.blocks = nn.ModuleList([Residual(2 * inner, outer, 6, "torchvision")])
         self.attention = Attention(outer) if attends else None
 
     def forward(self, x: torch.Tensor, time: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
@@ -339,7 +238,7 @@ class UNet(nn.Module):
         self.time = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 6))
         self.first, self.last = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
         self.downs = nn.ModuleList([Down(2, 2, False), Down(2, 4, True)])
-        self.middle = Residual(4, 4, 6)
+        self.middle = Residual(4, 4, 6, "timm")
         self.ups = nn.ModuleList([Up(4, 2, True), Up(2, 2, False)])
 
     def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
@@ -580,8 +479,6 @@ def _graphs(generator: torch.Generator) -> torch.Tensor:
 
 KINDS: dict[str, Kind] = {
     "resnet": Kind(ResNet, ((2, 6, 6),)),
-    "efficientnet": Kind(EfficientNet, ((2, 4, 4),)),
-    "convnext": Kind(ConvNext, ((2, 6, 6),)),
     "recurrent": Kind(Recurrent, ((5, 3), _lengths)),
     "classifier": Kind(Classifier, ((5, 3), _lengths)),
     "graph": Kind(Graph, (_integers(5, 12), _integers(12, 2, 30), _graphs)),

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import scenarios
 import torch
+import whole_runs
 from torch.utils import _pytree as pytree
 
 import fzero as fz
-from fzero.optim._muon import orthogonal
 
 F64 = torch.float64
 LEAVES = ("blocks.0.w", "blocks.0.b", "blocks.1.w", "blocks.1.b", "head.w", "head.b")
@@ -50,23 +50,12 @@ def rate(count: int) -> float:
     return 0.05 * 0.9**count
 
 
-class Lion(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
+class Plainly(torch.optim.Optimizer):
+    """One of `whole_runs`, of each leaf by itself."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    m = self.state[p].setdefault("m", torch.zeros_like(p))
-                    p.sub_(group["lr"] * ((0.9 * m + 0.1 * p.grad).sign() + 0.1 * p))
-                    m.mul_(0.99).add_(p.grad, alpha=0.01)
-
-
-class Lamb(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, plain: whole_runs.Plain) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.plain = plain
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -74,34 +63,14 @@ class Lamb(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                own = self.state[p]
-                own["n"] = own.get("n", 0) + 1
-                m = own["m"] = 0.9 * own.get("m", 0.0) + 0.1 * p.grad
-                v = own["v"] = 0.999 * own.get("v", 0.0) + 0.001 * p.grad.square()
-                r = m / (1 - 0.9 ** own["n"]) / ((v / (1 - 0.999 ** own["n"])).sqrt() + 1e-6) + 0.1 * p
-                p.sub_(group["lr"] * p.norm() / r.norm() * r)
+                own, lr = self.state[p], group["lr"]
+                own["count"], moments = own.get("count", 0) + 1, own.get("moments", (torch.zeros_like(p),) * 2)
+                new, own["moments"] = self.plain(p, p.grad, moments, own["count"], lr, 0.1, 1.0)
+                p.copy_(new)
 
 
-class MuonOrAdamW(torch.optim.Optimizer):
-    """Of matrices Muon, in the dtype of the params; of others AdamW."""
-
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        params = list(params)
-        super().__init__(params, {"lr": lr})
-        self.adamw = torch.optim.AdamW([p for p in params if p.ndim < 2])
-        self.state = self.adamw.state
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        lr = self.param_groups[0]["lr"]
-        self.adamw.param_groups[0]["lr"] = lr
-        self.adamw.step()
-        for p in self.param_groups[0]["params"]:
-            if p.ndim == 2 and p.grad is not None:
-                b = self.state[p].setdefault("b", torch.zeros_like(p))
-                b.lerp_(p.grad, 0.05)
-                o = orthogonal(p.grad.lerp(b, 0.95), 5, 1e-7)
-                p.sub_(lr * (max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * o + 0.1 * p))
+def muon_or_adamw(p: torch.Tensor, *rest: Any) -> Any:
+    return (whole_runs.plain_muon if p.ndim == 2 else whole_runs.plain_adamw)(p, *rest)
 
 
 def _decays(params: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
@@ -128,10 +97,13 @@ OPTIMIZERS: dict[str, tuple[fz.GradientTransformation, Callable[..., torch.optim
         _decays,
     ),
     "sgd": (fz.sgd(rate, 0.9, nesterov=True), _one(torch.optim.SGD, momentum=0.9, nesterov=True)),
-    "lion": (fz.lion(rate, weight_decay=0.1), _one(Lion)),
-    "lamb": (fz.lamb(rate, weight_decay=0.1), _one(Lamb)),
+    "lion": (fz.lion(rate, weight_decay=0.1), _one(Plainly, plain=whole_runs.plain_lion)),
+    "lamb": (fz.lamb(rate, 0.9, 0.99, 1e-3, 0.1), _one(Plainly, plain=whole_runs.plain_lamb)),
     "adafactor": (fz.adafactor(rate, weight_decay=0.1), _one(torch.optim.Adafactor, weight_decay=0.1)),
-    "muon": (fz.partition({"*.b": fz.adamw(rate), "*": fz.muon(rate)}), _one(MuonOrAdamW)),
+    "muon": (
+        fz.partition({"*.b": whole_runs.adamw(rate, 0.1), "*": fz.muon(rate, 0.8, 0.1, ns_steps=1, eps=0.1)}),
+        _one(Plainly, plain=muon_or_adamw),
+    ),
     "radam": (fz.from_torch(torch.optim.RAdam, rate), _one(torch.optim.RAdam)),
     "of whole leaves": (fz.whole(fz.adamw(rate, weight_decay=0.1)), _one(torch.optim.AdamW, weight_decay=0.1)),
     "nadam": (fz.from_torch(torch.optim.NAdam, rate), _one(torch.optim.NAdam)),

@@ -21,20 +21,6 @@ def linear_step(**kwargs: Any) -> fz.Step:
 PARAMS = {"w": torch.ones(3, 2)}
 
 
-def test_a_leaf_touched_outside_its_unit() -> None:
-    loss, params = scenarios.stack()
-
-    def bad(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return loss(p, x, y) + p["blocks"][1]["w"].sum()
-
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.train_step(bad, fz.sgd(0.1)))
-        with pytest.raises(AttributeError, match=r"leaf 'blocks\.1\.w' belongs to unit 'blocks\.1'.*fz\.unit"):
-            step(step.init(params), *scenarios.vector_batches(1)[0])
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize(
     "touch",
     [lambda w: w + 1, lambda w: 1 - w, lambda w: w[0], torch.sum, lambda w: torch.matmul(w, w), float, bool, len, list],
@@ -49,27 +35,8 @@ def test_any_touch_of_a_handle_names_the_leaf(touch: Any) -> None:
         return touch(leaf)
 
     step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
-    with pytest.raises(fz.HandleError, match=r"leaf 'blocks\.0\.w' belongs to unit 'blocks\.0'"):
+    with pytest.raises(fz.HandleError, match=r"leaf 'blocks\.0\.w' belongs to unit 'blocks\.0'.*fz\.unit"):
         step.forward(step.init(params))
-
-
-@pytest.mark.parametrize("how", ["a list", "a module"])
-def test_a_leaf_kept_beyond_its_unit(how: str) -> None:
-    kept: list[Any] = []
-
-    def keeps(p: Any, x: torch.Tensor) -> torch.Tensor:
-        kept.append(p["w"]) if how == "a list" else hide(p["w"].t())
-        return x @ p["w"]
-
-    def rank_main(rank: int) -> None:
-        pure, bad = fz.unit(lambda p, x: x @ p["w"]), fz.unit(keeps)
-        step = fz.shard_zero3(fz.train_step(lambda p, x: pure(p["blocks"][0], x).mean(), fz.sgd(0.1)))
-        state, x = step.init({"blocks": [{"w": torch.ones(2, 2)}]}), torch.ones(1, 2)
-        with pytest.raises(ValueError, match=r"'blocks\.0' keeps a tensor of shape \(2, 2\) .*test_bad_input.py:\d+"):
-            fz.with_fn(step, lambda p, x: bad(p["blocks"][0], x).mean())(state, x)
-        assert step(state, x)[1]["loss"] == 2
-
-    run_ranks(rank_main, 1)
 
 
 sys.modules["nowhere"] = types.ModuleType("nowhere")
@@ -140,13 +107,6 @@ def test_a_mesh_without_the_named_axis() -> None:
     run_ranks(rank_main, 2)
     with pytest.raises(ValueError, match=r"replicate='dp2' without a mesh"):
         fz.shard_zero3(linear_step(), replicate="dp2")
-
-
-def test_no_process_group() -> None:
-    step = fz.shard_zero3(linear_step())
-    with pytest.raises(RuntimeError, match=r"no process group.*init_process_group.*fz\.testing\.run_ranks"):
-        step.init(PARAMS)
-    assert fz.plan(step, PARAMS, world_size=4).world_size == 4
 
 
 def test_a_batch_that_does_not_divide() -> None:
@@ -236,12 +196,6 @@ def test_a_state_of_another_step() -> None:
     run_ranks(other_world, 3)
 
 
-def test_a_state_of_another_optimizer() -> None:
-    step, other = linear_step(), fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.chain(fz.adamw(0.1)))
-    with pytest.raises(ValueError, match=r"leaf 'w' of the state has moments of 'sgd', expected those of 'adamw'"):
-        other(step.init(PARAMS), torch.ones(1, 3))
-
-
 def test_grads_of_another_state() -> None:
     """Twins of equal shapes: nothing but the init that they descend from tells their grads apart."""
     step = linear_step()
@@ -267,29 +221,6 @@ def test_grads_of_another_step() -> None:
             call(state, grads)
         with pytest.raises(ValueError, match=r"grads\['w'\]: got a tensor of shape \(2, 2\).*, expected shape \(3, 2"):
             call(state, {"w": torch.ones(2, 2)})
-
-
-def test_a_donated_state_used_again() -> None:
-    step = fz.donate(linear_step())
-    old = step.init(PARAMS)
-    params, x = old.params, torch.ones(1, 3)
-    _, pullback = step.vjp(old, x)
-    step(fz.donate(linear_step()).init(PARAMS), x)
-    with pytest.warns(UserWarning, match=r"still held elsewhere \(that of leaf 'w' first\)"):
-        new, _ = step(old, x)  # the pullback above holds it
-    dead = r"This state was donated to the step that applied update 1"
-    for use in (
-        lambda: step(old, x),
-        lambda: step.forward(old, x),
-        lambda: old.params,
-        lambda: old.moments,
-        lambda: params["w"],
-        lambda: fz.gather(params),
-        lambda: pullback(torch.ones(())),
-    ):
-        with pytest.raises(RuntimeError, match=dead):
-            use()
-    assert new.step == 1
 
 
 def test_a_used_pullback() -> None:
@@ -342,19 +273,7 @@ def test_one_column_set_twice() -> None:
     fz.remat(fz.remat(linear_step()))  # the same value twice is no conflict
 
 
-def test_ranks_with_different_params_or_tables() -> None:
-    def params_differ(rank: int) -> None:
-        params = {"a": torch.ones(2), "w": torch.full((3, 2), float(rank == 1))}
-        step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1)))
-        with pytest.raises(
-            ValueError, match=r"The params differ.*rank 0 has 'w with checksum.*init\(params, sync=True\)"
-        ):
-            step.init(params)
-        state = step.init(params, sync=True)
-        assert fz.gather(state.params)["w"].sum() == 0
-
-    run_ranks(params_differ, 3)
-
+def test_ranks_with_different_tables() -> None:
     def tables_differ(rank: int) -> None:
         step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1))
         step = fz.autocast(step) if rank else step
@@ -373,13 +292,7 @@ def test_a_buffer_changed_by_the_module() -> None:
         apply(params, torch.randn(4, 2))
 
 
-def test_train_step_arguments() -> None:
-    with pytest.raises(TypeError, match=r"got optimizer=SGD, expected a GradientTransformation"):
-        fz.train_step(lambda p: p, torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got fn=3"):
-        fz.train_step(3, fz.sgd(0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got policy=dtype"):
-        linear_step(policy=torch.float16)
+def test_dtypes_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"Policy\(param=\.\.\.\): got torch\.int8"):
         fz.Policy(param=torch.int8)
     with pytest.raises(ValueError, match=r"autocast: got torch\.float32"):

@@ -5,51 +5,25 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import exactness
 import pytest
 import scenarios
 import torch
-from exactness import SCENARIOS, SHARDS, expected
+from exactness import SCENARIOS, SHARDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.base import pytree
-from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+from fzero.testing import assert_trees_equal, run_ranks, strategies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 GPU = torch.device("cuda", 0)
 
 
-def there(tree: Any, device: torch.device = GPU) -> Any:
-    return pytree.map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tree)
-
-
-def here(tree: Any) -> Any:
-    return there(tree, torch.device("cpu"))
-
-
-def trained(rank: int, scenario: str, chosen: Any, world: int, steps: int = 5) -> Any:
-    make, batches = SCENARIOS[scenario]
-    loss, params = make()
-    step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2)))
-    step = strategies.apply(step, chosen)
-    state = step.init(there(params))
-    batch = there(batches(world)[rank])
-    losses, norms = [], []
-    for _ in range(steps):
-        state, metrics = step(state, *batch)
-        losses.append(metrics["loss"].item())
-        norms.append(metrics["grad_norm"].item())
-    return fz.gather(state.params), losses, norms
-
-
-def check(scenario: str, chosen: Any, world: int) -> None:
-    params, losses, norms = expected(scenario, world)
-    for got in run_ranks(lambda rank: trained(rank, scenario, chosen, world), world):
-        assert {leaf.device for leaf in pytree.flatten(got[0])[0]} == {GPU}
-        assert_trees_close(here(got[0]), params, rtol=1e-9)
-        torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(losses), rtol=1e-9, atol=0)
-        torch.testing.assert_close(torch.tensor(got[2]), torch.tensor(norms), rtol=1e-9, atol=0)
+there = functools.partial(exactness.there, device=GPU)
+here = functools.partial(exactness.there, device="cpu")
+check = functools.partial(exactness.check, device="cuda:0", rtol=1e-9)
 
 
 @given(

@@ -98,6 +98,7 @@ def test_frozen_leaves_stay_and_the_rest_is_exact(chosen: Any, world: int) -> No
 
     for got in run_ranks(rank_main, world):
         assert_trees_close(got, want, rtol=1e-10)
+        assert all(torch.equal(got[names[i]], params[names[i]]) for i in frozen)
 
 
 @in_turns(4)

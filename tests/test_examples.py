@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import exactness
 import optree
 import pytest
 import scenarios
@@ -23,7 +24,7 @@ from processes import run_example, start_example
 from safetensors.torch import load_file
 
 import fzero as fz
-from fzero.testing import assert_trees_close, run_ranks, strategies
+from fzero.testing import assert_trees_close, run_ranks
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -42,37 +43,23 @@ def example(name: str) -> Any:
 # ---- my_transform.py
 
 
-@settings(max_examples=8)
-@given(
-    data=st.data(),
-    chosen=strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS),
-    world=st.integers(1, 3),
-    decay=st.floats(0.0, 1.0),
-)
-def test_ema_is_the_average_of_the_gathered_params(data: Any, chosen: Any, world: int, decay: float) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_average_of_ones_own_is_that_of_the_transform(stage: int) -> None:
+    """Which is drawn in transforms/test_ema.py."""
     loss, params = scenarios.stack()
-    step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2)), chosen)
-    place = data.draw(st.integers(0, len(chosen)))
-    ema = ("ema", lambda step: example("my_transform").ema(step, decay))
-    averaged = strategies.apply(fz.train_step(loss, fz.adamw(1e-2)), [*chosen[:place], ema, *chosen[place:]])
 
     def rank_main(rank: int) -> None:
-        batch = scenarios.vector_batches(world)[rank]
-        state, expected = averaged.init(params), params
-        for called in (False, True, False):
-            if called:
-                out, pullback = averaged.vjp(state, *batch)
-                state, _ = averaged.update(state, pullback(torch.ones_like(out))[0])
-            else:
-                state, _ = averaged(state, *batch)
-            plain = fz.gather(state.params)
-            expected = optree.tree_map(lambda a, p: decay * a + (1 - decay) * p, expected, plain)
-        assert_trees_close(fz.gather(state.extra["ema"]), expected, rtol=1e-12)
-        other = step.init(expected)
-        average = state.replace(params=state.extra["ema"])
-        assert_trees_close(averaged.forward(average, *batch), step.forward(other, *batch), rtol=1e-10)
+        batch, found = scenarios.vector_batches(2)[rank], []
+        for ema in (example("my_transform").ema, fz.ema):
+            step = fz.donate(ema(exactness.SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2))), 0.7))
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, *batch)
+            average = state.replace(params=state.extra["ema"])
+            found.append((fz.gather(average.params), step.forward(average, *batch)))
+        assert_trees_close(*found, rtol=1e-12)
 
-    run_ranks(rank_main, world)
+    run_ranks(rank_main, 2)
 
 
 # ---- my_optimizer.py

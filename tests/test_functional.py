@@ -13,7 +13,7 @@ import torch.nn.utils.prune
 from hooked import CLOSED, HOLDERS, READERS, Gained, Net, X, by_functional_call, check
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import in_turns
+from nightly import by_day, in_turns
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,22 +21,7 @@ import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
 
-@in_turns(14)
-@pytest.mark.parametrize("how", sorted(READERS))
-def test_what_reads_the_module_reads_the_copy(how: str) -> None:
-    module = Net()
-    READERS[how](module.blocks[0].lin, module.blocks[0])
-    READERS[how](module.head, module)
-    check(module, by_functional_call(module))
-
-
-@pytest.mark.parametrize("how", ["bound to a submodule", "partial"])
-def test_a_hook_of_a_unit_itself(how: str) -> None:
-    module = Net()
-    READERS[how](module.blocks[0], module.blocks[0])
-    check(module, by_functional_call(module), forms=[(0, False), (1, False)])
-
-
+@by_day(24)
 @given(data=st.data(), stage=st.sampled_from([0, 1, 3]), remat=st.booleans(), count=st.integers(1, 3))
 def test_any_hooks_on_any_modules(data: Any, stage: int, remat: bool, count: int) -> None:
     """In the main thread and in two ranks, against torch.func.functional_call.

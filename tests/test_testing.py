@@ -1,4 +1,4 @@
-"""fzero.testing itself: asserts name the leaf, ranks fail at once; the private parts of torch do what we think."""
+"""fzero.testing itself: asserts name the leaf, ranks fail at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from nightly import in_turns
 
 import fzero as fz
 from fzero import testing as t
-from fzero.base import private
 from fzero.testing import _ranks, strategies
 
 
@@ -169,82 +168,6 @@ def test_a_rank_that_comes_late_has_no_part_in_the_next_run() -> None:
         t.run_ranks(late, 2, timeout=0.1)
     assert t.run_ranks(next_one, 2, timeout=20.0) == [2.0, 2.0]
     assert woken == [] and threading.active_count() <= before
-
-
-def test_levels_and_wrappers() -> None:
-    seen: list[Any] = []
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        seen.append((private.level(), private.is_wrapped(x), private.is_differentiated(x)))
-        return x.sum()
-
-    x = torch.ones(2)
-    inner(x)
-    torch.func.grad(inner)(x)
-    torch.func.grad(lambda y: torch.func.grad(lambda z: inner(y * z))(torch.ones(2)).sum())(x)
-    torch.func.vmap(inner)(torch.ones(3, 2))
-    assert seen == [(0, False, False), (1, True, True), (2, True, True), (1, True, False)]
-    # a level-1 value inside a level-2 grad: requires_grad shows only the outermost wrapper
-    found: list[Any] = []
-
-    def outer(y: torch.Tensor) -> torch.Tensor:
-        def second(z: torch.Tensor) -> torch.Tensor:
-            found.append((private.is_differentiated(y), private.is_differentiated(y + 0 * z.detach())))
-            return (y * z).sum()
-
-        return torch.func.grad(second)(torch.ones(2)).sum()
-
-    torch.func.grad(outer)(x)
-    assert found == [(True, True)]
-    assert not private.is_differentiated(torch.ones(2, dtype=torch.int64))
-
-
-def test_holders_of_storages_and_entries() -> None:
-    table = {"w": torch.ones(4)}
-    assert private.storage_holders(table["w"]) == 1
-    assert private.entry_holders(table, "w") == 0
-    view = table["w"][:2]
-    assert private.storage_holders(table["w"]) == 2
-    del view
-    detached = table["w"].detach()
-    assert private.storage_holders(table["w"]) == 2
-    del detached
-    same = table["w"]
-    assert private.entry_holders(table, "w") >= 1
-    del same
-    assert private.storage_holders(table["w"]) == 1
-    assert private.entry_holders(table, "w") == 0
-
-
-def test_keeps_graph_is_seen_from_a_backward() -> None:
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return x * 1
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        @staticmethod
-        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            seen.append(private.keeps_graph())
-            return g
-
-    x = torch.ones(1, requires_grad=True)
-    y = Look.apply(x)
-    torch.autograd.grad(y, x, retain_graph=True)  # type: ignore[arg-type]
-    torch.autograd.grad(y, x)  # type: ignore[arg-type]
-    assert seen == [True, False]
-
-
-def test_preserve_version() -> None:
-    x = torch.ones(2)
-    with private.preserve_version([x]):
-        x.add_(1)
-    assert x._version == 0
 
 
 def test_ranks_on_threads_leave_no_hook() -> None:

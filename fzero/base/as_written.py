@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
 _lock = threading.Lock()
 _threads: dict[int, int] = {}  # id of what asks -> its thread
 
@@ -29,26 +31,33 @@ class _Stance:
         return "force_eager" if asks else getattr(self.over, "stance")  # noqa: B009 - of a class of torch's own
 
 
-def begin(owner: object) -> None:
-    """From now on nothing compiled runs on this thread, until `end`.
+def need_eager() -> None:
+    """Refuses to run a step where torch.compile compiles what calls this.
 
     Raises:
-        RuntimeError: torch.compile compiles what calls this.
+        RuntimeError: it does.
     """
+    if get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(_COMPILED)
+
+
+_COMPILED = (
+    "A step runs inside of a function that torch.compile compiles, where fzero cannot look at what it computes. Call "
+    "the step outside of that function, keep it out by torch.compiler.disable, or compile the step's units: "
+    "fz.compile(step)."
+)
+
+
+def begin(owner: object) -> None:
+    """From now on nothing compiled runs on this thread, until `end`."""
+    need_eager()
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled
         return
     from torch._dynamo import eval_frame
 
     with _lock:
         if not isinstance(eval_frame._stance, _Stance):
-            try:
-                eval_frame._set_stance(_Stance(eval_frame._stance))  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "A step runs for the first time inside of a function that torch.compile compiles, where fzero "
-                    "cannot look at what it computes. Call the step outside of that function, keep it out by "
-                    "torch.compiler.disable, or compile the step's units: fz.compile(step)."
-                ) from error
+            eval_frame._set_stance(_Stance(eval_frame._stance))  # type: ignore[arg-type]
         _threads[id(owner)] = threading.get_ident()
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import private, pytree, refusals
+from fzero.base.as_written import need_eager
 from fzero.base.follow import is_transformed
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
@@ -385,6 +386,7 @@ def run_of(
     halves: bool = False,
 ) -> Run:
     """A forward: of the step's graph if it has one."""
+    need_eager()
     mask = mask or Mask()
     own = functools.partial(
         Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial, mask, halves

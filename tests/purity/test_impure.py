@@ -153,30 +153,6 @@ def test_a_checkpoint_around_a_unit(reentrant: bool) -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero3])
-def test_a_checkpoint_around_a_module_under_plain_autograd(shard: Any) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4, dtype=F64) for _ in range(2)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
-            return x.sum()
-
-    def rank_main(rank: int) -> None:
-        apply, params = fz.functional(Net())
-        step = shard(fz.train_step(apply, fz.sgd(0.1)))
-        with (
-            fz.tape(step, step.init(params)) as model,
-            pytest.raises(TypeError, match=r"called by torch.utils.checkpoint.*fz\.remat"),
-        ):
-            model(X).backward()
-
-    run_ranks(rank_main, 1)
-
-
 @pytest.mark.parametrize("what", ["an iterator", "a generator"])
 def test_an_argument_that_can_be_read_once(what: str) -> None:
     unit = fz.unit(lambda q, rows: torch.stack([row @ q["w"] for row in rows]).sum(0))

@@ -25,12 +25,6 @@ def test_matrices_are_cast_and_vectors_are_not() -> None:
     assert all(row.autocast == torch.bfloat16 for row in step.rows(leaves))
 
 
-def test_two_dtypes_for_one_leaf_are_refused() -> None:
-    step = fz.autocast(fz.train_step(lambda p, x: x, fz.sgd(0.1)), torch.bfloat16)
-    with pytest.raises(ValueError, match=r"set twice: by autocast\(torch.bfloat16\) and by autocast\(torch.float16\)"):
-        fz.autocast(step, torch.float16)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_callers_own_autocast_stays(stage: int) -> None:
     """Around a step that says nothing of it, as around any function."""

@@ -30,7 +30,15 @@ def test_the_old_state_is_dead_and_its_memory_the_new_ones() -> None:
     pointers = {leaf.data_ptr() for leaf in optree.tree_leaves(old)}
     new: Any = step(old, *batch)[0]
     assert {leaf.data_ptr() for leaf in optree.tree_leaves(new)} == pointers
-    for use in (lambda: old.params, lambda: step(old, *batch), lambda: fz.gather(old.moments), lambda: old.extra):
+    held: Any = step.init(params)
+    tree, (_, pullback) = held.params, step.vjp(held, *batch)
+    with pytest.warns(UserWarning, match=r"still held elsewhere \(that of leaf '"):  # the pullback holds it
+        step(held, *batch)
+    for use in (
+        *(lambda: old.params, lambda: step(old, *batch), lambda: fz.gather(old.moments), lambda: old.extra),
+        *(lambda: step.forward(held, *batch), lambda: tree["head.w"], lambda: fz.gather(tree)),
+        lambda: pullback(torch.ones((), dtype=F64)),
+    ):
         with pytest.raises(RuntimeError, match="donated to the step that applied update 1"):
             use()
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from nightly import in_turns
 from torch import nn
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
 F64 = torch.float64
-SHARDS = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -65,26 +63,6 @@ def token_mean(p: Any, tokens: torch.Tensor, targets: torch.Tensor, apply: Any) 
 
 def counted(_: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (targets != -100).sum()
-
-
-@in_turns(3)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_without_examples_adds_nothing(stage: int) -> None:
-    apply, params, tokens, targets = made()
-    grads, want = torch.func.grad_and_value(functools.partial(token_mean, apply=apply))(params, tokens, targets)
-
-    def rank_main(rank: int) -> None:
-        own = (tokens, targets) if rank else (tokens[:0], targets[:0])
-        for transform in (lambda step: step, fz.remat, fz.fuse_update, lambda s: fz.offload(s, params="host")):
-            for count in (1, 2):
-                step = SHARDS[stage](fz.train_step(functools.partial(token_mean, apply=apply), fz.sgd(1.0)))
-                step = fz.accumulate(transform(step), count, weights=counted)
-                new, metrics = step(step.init(params), *own)
-                assert_trees_close(metrics["loss"], want, **CLOSE)
-                full = dict(fz.gather(new.params))
-                assert_trees_close(full, {name: p - grads[name] for name, p in params.items()}, **CLOSE)
-
-    run_ranks(rank_main, 2)
 
 
 def test_of_one_mean_over_all_ranks() -> None:

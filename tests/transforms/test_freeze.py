@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import exactness
-import pytest
-import scenarios
 import torch
 
 import fzero as fz
-from fzero.testing import assert_trees_equal, run_ranks
+from fzero.testing import assert_trees_equal
 
 F64 = torch.float64
 
@@ -20,22 +15,6 @@ def test_frozen_leaves_have_rows_without_grads_and_moments() -> None:
     base, head = step.rows([("base.w", (2,), F64), ("head", (2,), F64)])
     assert base.frozen and base.grads is None and base.moments is None
     assert not head.frozen and head.grads is not None and head.moments is not None
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_they_keep_their_bits(stage: int) -> None:
-    loss, params = scenarios.stack()
-
-    def rank_main(rank: int) -> Any:
-        step = fz.freeze(exactness.SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2))), "blocks.1.*")
-        state = step.init(params)
-        for _ in range(2):
-            state, _ = step(state, *scenarios.vector_batches(2)[rank])
-        return fz.gather(state.params)
-
-    for got in run_ranks(rank_main, 2 if stage else 1):
-        assert_trees_equal(got["blocks"][1], params["blocks"][1])
-        assert not torch.equal(got["blocks"][0]["w"], params["blocks"][0]["w"])
 
 
 def test_gradients_by_a_states_params_may_hold_those_of_frozen_leaves() -> None:

@@ -115,44 +115,6 @@ def test_fused_has_the_bits_of_the_step_without_it(
     run_ranks(rank_main, world)
 
 
-@in_turns(4)
-@pytest.mark.parametrize("norm", ["auto", "held"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_against_the_plain_float64_step(stage: int, norm: str) -> None:
-    loss, params = scenarios.stack()
-    batches = scenarios.vector_batches(2)
-    whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-    step = fz.train_step(loss, OPTIMIZERS["clipped"]())
-    state = step.init(params)
-    for _ in range(3):
-        state, want = step(state, *whole)
-    expected = fz.gather(state.params)
-
-    def rank_main(rank: int) -> None:
-        fused = fz.fuse_update(SHARDS[stage](step), norm)
-        state = fused.init(params)
-        for _ in range(3):
-            state, metrics = fused(state, *(batches[rank] if stage else whole))
-        assert_trees_close(metrics["loss"], want["loss"], rtol=1e-10)
-        assert_trees_close(fz.gather(state.params), expected, rtol=1e-10)
-
-    run_ranks(rank_main, 2 if stage else 1)
-
-
-def test_vjp_and_update_of_a_fused_step_are_ordinary() -> None:
-    loss, params = scenarios.stack()
-    batch = scenarios.vector_batches(1)[0]
-    step = fz.train_step(loss, fz.adamw(1e-2))
-    fused = fz.fuse_update(step)
-    results = []
-    for each in (step, fused):
-        state = each.init(params)
-        out, pullback = each.vjp(state, *batch)
-        grads, _ = pullback(torch.ones_like(out))
-        results.append((fz.gather(grads), fz.gather(each.update(state, grads)[0].params)))
-    assert_trees_equal(*results)
-
-
 def test_a_cotangent_of_any_output() -> None:
     _, params = scenarios.stack()
     x, _ = scenarios.vector_batches(1)[0]

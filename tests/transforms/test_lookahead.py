@@ -102,34 +102,19 @@ def objective(loss: Any, batch: Any, transform: Any, p: Any, lr: torch.Tensor) -
     return whole_runs.cubes(fz.gather(state.params)) + whole_runs.cubes(fz.gather(slow))
 
 
-LR = torch.tensor(0.05, dtype=F64)
-RATES = torch.tensor([0.02, 0.1], dtype=F64)
-TRANSFORMS: dict[str, Any] = {
-    "grad": lambda f, p: torch.func.grad(f, (0, 1))(p, LR),
-    "jvp": lambda f, p: torch.func.jvp(f, (p, LR), (mapped(torch.ones_like, p), torch.ones_like(LR))),
-    "grad of grad": lambda f, p: torch.func.grad(lambda p, lr: torch.func.grad(f, 1)(p, lr), (0, 1))(p, LR),
-    "vmap": lambda f, p: torch.func.vmap(lambda lr: f(p, lr))(RATES),
-    "grad of vmap": lambda f, p: torch.func.grad(
-        lambda p: torch.func.vmap(lambda p: f(p, LR))(mapped(lambda x: torch.stack([x, 0.5 * x]), p)).sum()
-    )(p),
-}
-
-
-@in_turns(6)
-@pytest.mark.parametrize(("name", "on"), by_turns(TRANSFORMS, [(0, 1), (1, 2), (3, 3)]))
+@in_turns(9)
+@pytest.mark.parametrize(("name", "on"), by_turns(whole_runs.TRANSFORMS, [(0, 1), (1, 2), (3, 3)]))
 def test_transforms_go_on_through_it(name: str, on: tuple[int, int]) -> None:
     stage, world = on
     loss, params = scenarios.stack(blocks=2, width=3)
-    batches = scenarios.vector_batches(world, width=3)
-    want = TRANSFORMS[name](functools.partial(objective_by_hand, loss, batches), params)
+    batches, args = scenarios.vector_batches(world, width=3), (params, *whole_runs.NUMBERS)
+    want = whole_runs.TRANSFORMS[name](lambda p, lr, *_: objective_by_hand(loss, batches, p, lr), args)
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> Any:
         others = lambda step: SHARDS[stage](fz.fuse_update(LOOKAHEAD(step)))
-        found = TRANSFORMS[name](functools.partial(objective, loss, batches[rank], others), params)
-        size = max(x.abs().max().item() for x in pytree.tree_leaves(want))
-        assert_trees_close(found, want, rtol=1e-10, atol=1e-11 * size)
+        return whole_runs.TRANSFORMS[name](lambda p, lr, *_: objective(loss, batches[rank], others, p, lr), args)
 
-    run_ranks(rank_main, world)
+    whole_runs.assert_found(run_ranks(rank_main, world), want, name)
 
 
 # ---- states in few bits, in other memories

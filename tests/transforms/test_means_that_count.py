@@ -312,27 +312,6 @@ def test_a_product_with_the_hessian_of_the_weighted_mean() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_torch_func_goes_through_a_weighted_step() -> None:
-    """The derivative by a rate, of which a microbatch that does not count, and is NaN, is no part."""
-    params, (batch,) = params_of(1, 3, 0), batches_of([6], 3, 0.0, 1)
-    batch[1][4:] = IGNORED
-
-    def after(rate: torch.Tensor) -> torch.Tensor:
-        step = fz.accumulate(fz.train_step(token_mean, fz.sgd(rate)), 3, weights=tokens)
-        state, _ = step(step.init(params), *batch)
-        return step.forward(state, *batch)
-
-    grads = in_one_process(token_mean, params, [batch])[1]
-
-    def plain(rate: torch.Tensor) -> torch.Tensor:
-        new = torch_pytree.tree_map(lambda p, g: p - rate * g, params, grads)
-        return token_mean(new, *batch, block=_block)
-
-    rate = torch.tensor(0.1, dtype=F64)
-    for derive in (torch.func.grad, torch.func.jacfwd):
-        assert_trees_close(derive(after)(rate), torch.func.grad(plain)(rate), **CLOSE)
-
-
 @settings(max_examples=60 if NIGHTLY else 5)
 @given(st.integers(1, 2), st.integers(1, 4), st.lists(st.integers(0, 4), min_size=2, max_size=2), st.integers(0, 9))
 def test_torch_func_goes_through_runs_on_ranks_whose_microbatches_do_not_count(
@@ -362,6 +341,9 @@ def test_torch_func_goes_through_runs_on_ranks_whose_microbatches_do_not_count(
         found = torch.func.grad(functools.partial(after, rank), (0, 1, 2, 3))(params, *more, batches[rank][0])
         assert_trees_close(found[:3], want[:3], **CLOSE)
         assert_trees_close(found[3], world * want[3 + rank], **CLOSE)
+        if world == 1:
+            forward = torch.func.jacfwd(functools.partial(after, rank), 2)(params, *more, batches[rank][0])
+            assert_trees_close(forward, want[2], **CLOSE)
 
     run_ranks(rank_main, world)
 

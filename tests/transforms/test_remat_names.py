@@ -106,6 +106,37 @@ def _complex(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
+# products that are needed though no derivative asks for them, or in some runs only
+
+
+def _needed_for_its_shape(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    return y.sin() * ((x @ p["w"]).detach() > 0).nonzero().shape[0] / D
+
+
+def _needed_at_times(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    h = x @ p["w"]
+    return (h if float(x.detach()[0, 0]) > 0 else h.detach()).sin() + y
+
+
+def _needed_by_a_hook(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    h = x @ p["w"]
+    out = h + y
+    if float(x.detach()[0, 0]) > 0 and out.requires_grad:
+        out.register_hook(lambda g: g * h.detach().cos())
+    return out
+
+
+def _saved_by_hooks(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    h = x @ p["w"]
+    with torch.autograd.graph.save_on_cpu():
+        return torch.sin(h) + y
+
+
+def _refusing_zeros(x: torch.Tensor, y: torch.Tensor, p: Params) -> torch.Tensor:
+    torch.multinomial((p["w"] @ p["w"]).detach().abs(), 2)
+    return x + y
+
+
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tensor]] = {
     "matmul": lambda x, y, p: torch.tanh(x @ p["w"]),
     "norm": lambda x, y, p: F.layer_norm(x, (D,)),
@@ -120,9 +151,22 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
     "branch": _branching,
     "sorted": _sorted,
     "complex": _complex,
+    "complex param": lambda x, y, p: torch.view_as_real(
+        x.to(torch.complex128) @ torch.view_as_complex(p["w"].view(D, D // 2, 2))
+    ).flatten(-2),
+    "needed for its shape": _needed_for_its_shape,
+    "needed at times": _needed_at_times,
+    "needed by a hook": _needed_by_a_hook,
+    "saved by hooks": _saved_by_hooks,
+    "refusing zeros": _refusing_zeros,
+    "read by Python": lambda x, y, p: y.sin() * copy.deepcopy((x @ p["w"]).detach()),
     "mapped": lambda x, y, p: torch.vmap(lambda row: torch.tanh(row @ p["w"]) * row)(x),
     "constant": lambda x, y, p: x * x.detach().abs().amax().clamp(min=1.0).reciprocal() * 2,
     "drops": lambda x, y, p: F.dropout(x, 0.5) + y,
+    "attention drops": lambda x, y, p: F.scaled_dot_product_attention(
+        x[None, None], y[None, None], x[None, None], dropout_p=0.5
+    )[0, 0],
+    "chosen": lambda x, y, p: torch.tanh(y) * torch.bernoulli((x @ p["w"]).sigmoid().detach()),
     "noise": lambda x, y, p: x * torch.randn_like(y).tanh(),
     "by a thread": _by_a_thread,
     "forces": _forces,
@@ -134,7 +178,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, Params], torch.Tenso
         lambda z: torch.tanh(z) * z.exp().reciprocal(), x, use_reentrant=False, preserve_rng_state=False
     ),
 }
-DRAWS = ("drops", "noise")
+DRAWS = ("drops", "noise", "attention drops", "chosen")
 Program = Sequence[tuple[str, int, str]]  # operation, which of the earlier tensors, a name or ""
 
 
@@ -425,43 +469,6 @@ def test_leaves_in_no_unit_are_refused() -> None:
         step(step.init(params), torch.ones(D, D, dtype=F64))
 
 
-@pytest.mark.parametrize("keep", [((), ()), (("a",), ())])
-@pytest.mark.parametrize("how", ["module", "function"])
-def test_statistics_of_a_norm_that_a_unit_closes_over_are_refused(how: str, keep: Keep) -> None:
-    norm = torch.nn.BatchNorm1d(D, dtype=F64, affine=False)
-    mean, variance = torch.zeros(D, dtype=F64), torch.ones(D, dtype=F64)
-
-    @fz.unit
-    def unit(p: Params, x: torch.Tensor) -> torch.Tensor:
-        x = fz.name(x * p["s"], "a")
-        return torch.tanh(norm(x) if how == "module" else F.batch_norm(x, mean, variance, training=True))
-
-    step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), "blocks.*", *keep)
-    with pytest.raises(ValueError, match=r"closes over, by .*test_remat_names\.py.* buffers=True"):
-        step(step.init({"blocks": params_of(1)["blocks"]}), torch.eye(D, dtype=F64))
-    found = norm.running_mean, norm.num_batches_tracked, mean, 1 - variance
-    assert not any(x.any() for x in found if x is not None)
-
-
-def test_another_default_dtype_for_a_part_of_a_unit() -> None:
-    """Which is the process's, so that no two threads may set it at once."""
-
-    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(F64)
-        try:
-            return fz.name(x * p["s"], "a") * (torch.arange(D) / 3)
-        finally:
-            torch.set_default_dtype(before)
-
-    unit, found = fz.unit(fn), []
-    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a",))):
-        step = transform(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(0.1)))
-        state, metrics = step(step.init({"blocks": params_of(1)["blocks"]}), torch.ones(D, D, dtype=F64))
-        found.append([metrics["loss"], fz.gather(state.params)])
-    assert_trees_equal(*found)
-
-
 class Recurrent(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -524,105 +531,4 @@ def test_what_is_written_is_computed_again_of_products_too() -> None:
         for _ in range(3):
             state, _ = step(state, torch.eye(D, dtype=F64))
         found.append(fz.gather(state.params))
-    assert_trees_equal(*found)
-
-
-def test_what_draws_is_computed_again() -> None:
-    """Or what is drawn after it would be other numbers."""
-
-    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
-        chosen = fz.name(torch.bernoulli((x @ p["w"]).sigmoid().detach()), "a")
-        kept = F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], dropout_p=0.5)[0, 0]
-        return F.dropout(torch.tanh(fz.name(kept, "b") * p["s"]) * chosen, 0.3)
-
-    unit, found = fz.unit(body), []
-    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a", "b"))):
-        step = transform(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(0.1)))
-        state, x = step.init(params_of(1)), torch.linspace(-1, 1, D * D, dtype=F64).view(D, D)
-        for _ in range(3):
-            state, _ = step(state, x)
-        found.append(fz.gather(state.params))
-    assert_trees_equal(*found)
-
-
-def test_a_backward_that_writes_to_what_is_kept() -> None:
-    """Pulled back again it is right, or torch's error."""
-
-    class Reusing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            (x,) = ctx.saved_tensors
-            return x.mul_(2).mul_(cotangent)
-
-    unit = fz.unit(lambda p, x: Reusing.apply(fz.name(x @ p["w"], "a")))  # type: ignore[operator]
-    for keep in ((("a",), ()), ((), ("a",))):
-        step = fz.remat(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)), "blocks.*", *keep)
-        tree = {"blocks": params_of(1)["blocks"]}
-        state, x = step.init(tree), torch.linspace(-1, 1, 400 * D, dtype=F64).view(-1, D)
-        for _ in range(3):
-            loss, pullback = step.vjp(state, x)
-            one = torch.ones_like(loss)
-            first = fz.gather(pullback(one, retain_graph=True)[0])
-            try:
-                assert_trees_equal(fz.gather(pullback(one)[0]), first)
-            except RuntimeError as error:
-                assert "modified by an inplace operation" in str(error)
-            right = {"w": 2 * x.T @ (x @ tree["blocks"][0]["w"]), "s": torch.zeros((), dtype=F64)}
-            assert_trees_close(first, {"blocks": [right]}, rtol=1e-12)
-
-
-def gate_by_nonzero(p: Params, x: torch.Tensor) -> torch.Tensor:
-    count = ((x @ p["w"]).detach() > 0).nonzero().shape[0]
-    return fz.name(x * p["s"], "a").sin() * count
-
-
-def gate_by_detach(p: Params, x: torch.Tensor) -> torch.Tensor:
-    h = x @ p["w"]
-    return (h if float(x.detach()[0, 0]) > 0 else h.detach()).sin() + fz.name(x * p["s"], "a").sin()
-
-
-def gate_by_hook(p: Params, x: torch.Tensor) -> torch.Tensor:
-    h = x @ p["w"]
-    out = h + fz.name(x * p["s"], "a").sin()
-    if float(x.detach()[0, 0]) > 0:
-        out.register_hook(lambda g: g * h.detach().cos())
-    return out
-
-
-def by_hooks_of_its_own(p: Params, x: torch.Tensor) -> torch.Tensor:
-    h = x @ p["w"]
-    with torch.autograd.graph.save_on_cpu():
-        out = torch.sin(h)
-    return torch.cat([out + fz.name(x * p["s"], "a").sin(), h])
-
-
-def refuses_zeros(p: Params, x: torch.Tensor) -> torch.Tensor:
-    torch.multinomial((x @ p["w"]).detach().abs(), 2)
-    return fz.name(x * p["s"], "a").sin()
-
-
-def read_by_python(p: Params, x: torch.Tensor) -> torch.Tensor:
-    return fz.name(x * p["s"], "a").sin() * copy.deepcopy((x @ p["w"]).detach())
-
-
-NEEDED = (gate_by_nonzero, gate_by_detach, gate_by_hook, by_hooks_of_its_own, refuses_zeros, read_by_python)
-
-
-@pytest.mark.filterwarnings("ignore:step. the function does not use")
-@pytest.mark.parametrize("needs", NEEDED)
-def test_a_product_that_something_needs_runs_again(needs: Callable[..., torch.Tensor]) -> None:
-    """Also if it was not needed in the first run, or nothing but Python reads it."""
-    unit, found = fz.unit(needs), []
-    for transform in (lambda step: step, lambda step: fz.remat(step, "blocks.*", ("a",))):
-        step = transform(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().mean(), fz.sgd(0.1)))
-        state = step.init({"blocks": params_of(1)["blocks"]})
-        for number in range(4):
-            x = torch.linspace(-1, 1 + number, D * D, dtype=F64).view(D, D) * (-1) ** number
-            state, metrics = step(state, x)
-        found.append([metrics["loss"], fz.gather(state.params)])
     assert_trees_equal(*found)

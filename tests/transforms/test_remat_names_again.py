@@ -145,11 +145,15 @@ def test_a_backward_that_writes_to_what_it_saved(keep: Any, size: int) -> None:
     found = []
     for transform in (lambda step: step, keeping(keep)):
         step, state = made(body, transform)
-        loss, pullback = step.vjp(state, torch.linspace(-1, 1, 4 * size, dtype=F64).view(size, 4))
-        found.append(fz.gather(pullback(torch.ones_like(loss), retain_graph=True)[0]))
-        with contextlib.suppress(RuntimeError):
-            again = fz.gather(pullback(torch.ones_like(loss))[0])
-            assert_trees_equal(again, found[-1])
+        for _ in range(3):
+            loss, pullback = step.vjp(state, torch.linspace(-1, 1, 4 * size, dtype=F64).view(size, 4))
+            found.append(fz.gather(pullback(torch.ones_like(loss), retain_graph=True)[0]))
+            try:
+                again = fz.gather(pullback(torch.ones_like(loss))[0])
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+            else:
+                assert_trees_equal(again, found[-1])
     assert_trees_equal(*found)
 
 
@@ -334,11 +338,3 @@ def test_writes_to_what_a_unit_computed_with(keep: Any, shard: Any) -> None:
     """In a residual connection that is added in place, as torch refuses it; at latest once it was looked at."""
     run_ranks(functools.partial(refuses_residuals, keep=keep, shard=shard), 2)
 
-
-@pytest.mark.parametrize("keep", KEEP)
-def test_params_as_complex_numbers(keep: Any) -> None:
-    def body(p: Params, x: torch.Tensor) -> torch.Tensor:
-        w = torch.view_as_complex(p["w"].view(4, 2, 2))
-        return torch.view_as_real(fz.name(x.to(torch.complex128) @ w, "a") * 2).reshape(3, 4)
-
-    assert_trees_equal(pulled(body, lambda step: step), pulled(body, keeping(keep)))
