@@ -243,8 +243,8 @@ def in_a_list(at: Any, owner: Any) -> None:
 
 
 def in_a_dict(at: Any, owner: Any) -> None:
-    at.held = {owner.gain: 1}
-    at.register_forward_hook(lambda m, i, o: o * next(iter(m.held)))
+    at.held = {"gain": owner.gain}
+    at.register_forward_hook(lambda m, i, o: o * m.held["gain"])
 
 
 def in_a_partial(at: Any, owner: Any) -> None:
