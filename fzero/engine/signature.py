@@ -57,7 +57,7 @@ class Signature:
         proves: bool,
     ) -> None:
         self.code = code_of(fn)
-        keys = dict.fromkeys(x.key for x in flat if isinstance(x, Handle))
+        keys = dict.fromkeys(sorted({x.key for x in flat if isinstance(x, Handle)}))  # as dicts may differ in order
         self.spec, self.keys = spec, tuple(keys)
         self.handles = [(place, x.index) for place, x in enumerate(flat) if isinstance(x, Handle)]
         first = {x.key: place for place, x in reversed([*enumerate(flat)]) if isinstance(x, Handle)}

@@ -159,3 +159,17 @@ def test_a_module_at_work_inside_inference_mode() -> None:
         first = apply(params, X)
     assert torch.equal(first, module(X))
     assert_trees_close(dict(torch.func.grad(apply)(params, X)), by_functional_call(module))
+
+
+def test_ranks_may_give_a_unit_its_leaves_in_other_orders() -> None:
+    weights = {"w": torch.ones(4, 4, dtype=torch.float64), "n": torch.ones(4), "m": torch.ones(4, dtype=torch.float16)}
+    unit = fz.unit(lambda p, x: torch.tanh(x @ p["w"] * p["n"] * p["m"]))
+
+    def main(rank: int) -> torch.Tensor:
+        names = sorted(weights, reverse=bool(rank))
+        loss = lambda p, x: unit({name: p["blocks"][0][name] for name in names}, x).square().mean()
+        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        state, _ = step(step.init({"blocks": [weights]}), torch.ones(3, 4, dtype=torch.float64))
+        return step(state, torch.ones(3, 4, dtype=torch.float64))[1]["loss"]
+
+    assert_trees_close(run_ranks(main, 2), run_ranks(main, 1) * 2)
