@@ -128,11 +128,15 @@ def writes(module: nn.Module, batch: Batch) -> bool:
 
 
 def called(module: nn.Module, batch: Batch) -> nn.Module:
-    """A copy that a forward has gone through, where that makes a buffer longer, as `fz.functional` asks for."""
+    """A copy that a forward has gone through, where that makes a buffer longer, or exchanges a submodule.
+
+    As `fz.functional` asks for.
+    """
     own = copy.deepcopy(module)
     own(**copy.deepcopy(batch))
-    after = dict(own.named_buffers())
-    return own if any(x.shape != after[name].shape for name, x in module.named_buffers()) else module
+    made = lambda each: [(name, type(x)) for name, x in each.named_modules()]
+    sizes = lambda each: [(name, x.shape) for name, x in each.named_buffers()]
+    return own if made(own) != made(module) or sizes(own) != sizes(module) else module
 
 
 def draws(module: nn.Module, batch: Batch) -> bool:
@@ -153,7 +157,7 @@ def differences(
 ) -> dict[str, tuple[float, str]]:
     """What differs between the module itself and its step, by what is compared, with and without `fz.remat`."""
     carries = writes(module, batches[0])
-    module = called(module, batches[0]) if carries else module
+    module = called(module, batches[0])
     plain = Plain(module, batches, rank)
     apply, params, *buffers = fz.functional(module, buffers=True) if carries else fz.functional(module)
 

@@ -146,6 +146,11 @@ def _alike(before: object, now: object) -> bool:
 
 
 def _changed(what: str, carries: bool) -> str:
+    if what.startswith("its submodule"):
+        return (
+            f"The module changed {what} in its forward; what a module consists of is a constant of the function. If "
+            "its first forward exchanges it, as for short sequences, call the module once before fz.functional."
+        )
     if carries:
         return (
             f"The module changed {what} in its forward; what a module consists of is a constant of the function, but "
