@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -117,13 +117,22 @@ class OfUnit(Lists):
 
 
 class inside:
-    """Around a unit's function while Hugging Face's collector is open, which has lists of its own there, too."""
+    """Around a unit's function while Hugging Face's collector is open, which has lists of its own there, too.
+
+    Attributes:
+        begun: how much each list had when the unit was called first, as an empty one takes what a layer is given, too.
+    """
+
+    def __init__(self, begun: Mapping[str, int] | None = None) -> None:
+        self.begun = begun
 
     def __enter__(self) -> inside:
         variable = _hugging_face()
         assert variable is not None
-        self._before = variable.get() or {}
-        self._own = {k: list(v) if isinstance(v, list) else v for k, v in self._before.items()}
+        before = variable.get() or {}
+        if self.begun is None:
+            self.begun = {name: len(values) for name, values in before.items() if isinstance(values, list)}
+        self._own: dict[str, Any] = {**before, **{name: [None] * count for name, count in self.begun.items()}}
         self._token = variable.set(self._own)
         return self
 
@@ -134,8 +143,7 @@ class inside:
 
     def taken(self) -> Lists:
         """What was collected inside."""
-        before = self._before
-        return {k: v[len(before[k]) :] for k, v in self._own.items() if isinstance(v, list)}
+        return {name: self._own[name][count:] for name, count in (self.begun or {}).items()}
 
 
 def taken_of(own: Lists, others: inside | None) -> tuple[Lists, Lists] | None:

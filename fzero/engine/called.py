@@ -44,6 +44,7 @@ class CalledOp(Op):
     _notes: Notes | None  # of what varies over an axis, where the function around it is followed
     _noted: Sequence[Mark | None]  # how its tensors vary
     _marks: Sequence[Mark | None] = ()  # how those of its result do
+    _begun: Mapping[str, int] | None = None  # how much Hugging Face's lists had when it ran first
 
     def _called(
         self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -69,7 +70,7 @@ class CalledOp(Op):
             filled[place] = x
         args, kwargs = cast(Any, self._spec.unflatten(filled))
         inner = changing((args, kwargs)) if signature.carriers else []
-        own, others = collecting.OfUnit(), collecting.inside() if signature.collectors else None
+        own, others = collecting.OfUnit(), collecting.inside(self._begun) if signature.collectors else None
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)
         collected = collecting.current.set(own)
         try:
@@ -93,6 +94,8 @@ class CalledOp(Op):
             collecting.current.reset(collected)
         if signature.carriers:  # the caller's own are changed as these are
             result = taken_apart(result, inner)
+        if others is not None:
+            self._begun = others.begun
         taken = collecting.taken_of(own, others) if own or others is not None else None
         if not signature.proven:
             signature.collects = signature.collects or taken is not None
