@@ -32,6 +32,7 @@ MODELS = {
     "GPT2LMHeadModel": F64,  # its head is tied to its embedding
     "T5ForConditionalGeneration": F64,
     "BertForMaskedLM": F64,
+    "AlbertForMaskedLM": F64,  # one unit for all its layers, whose first call collects more
     "ViTForImageClassification": F64,
     "Qwen2VLForConditionalGeneration": F64,  # two towers, of which one takes the patches of all images in a row
     "CLIPModel": F64,
