@@ -1,6 +1,7 @@
 """What a unit costs in Python: many tiny transformer blocks, where nothing but overhead takes time.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --model linear --width 24      # blocks of a norm and a linear layer
 
 One rank, float32, SGD, so that the update weighs little. Three comparisons, all interleaved in one run:
 
@@ -17,6 +18,7 @@ step of ZeRO-3 enters more for one more unit: its handles, its gradient's norm a
 from __future__ import annotations
 
 import collections
+import copy
 import statistics
 import sys
 import tempfile
@@ -35,6 +37,25 @@ import results
 from transformer import Transformer
 
 import fzero as fz
+
+
+class Linears(torch.nn.Module):
+    """Blocks of a norm and one linear layer: the smallest units that somebody would write."""
+
+    def __init__(self, width: int, blocks: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, width)
+        shape = [torch.nn.LayerNorm(width), torch.nn.Linear(width, width)]
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(shape)) for _ in range(blocks))
+        self.head = torch.nn.Linear(width, 256)
+        for param in self.parameters():
+            torch.nn.init.normal_(param, std=0.1, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -124,13 +145,17 @@ def main() -> None:
     sizes = {"blocks": 48, "width": 32, "heads": 2, "batch": 2, "context": 16, "warmup": 3, "steps": 21}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", choices=("transformer", "linear"), default="transformer")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 
-        def module() -> Any:
-            return Transformer(args.width, args.blocks, args.heads, torch.Generator().manual_seed(0))
+        def module(blocks: int = args.blocks) -> Any:
+            generator = torch.Generator().manual_seed(0)
+            if args.model == "linear":
+                return Linears(args.width, blocks, generator)
+            return Transformer(args.width, blocks, args.heads, generator)
 
         contenders = {
             "by hand": by_hand(module()),
@@ -157,7 +182,7 @@ def main() -> None:
                     times[name].append(time.perf_counter() - start)
             assert max(losses) - min(losses) < 1e-4 * losses[0], dict(zip(contenders, losses, strict=True))
         counted = frames(contenders["fzero, ZeRO-3"], data[:, :-1], data[:, 1:])
-        half = fzero(Transformer(args.width, args.blocks // 2, args.heads, generator), fz.shard_zero3)
+        half = fzero(module(args.blocks // 2), fz.shard_zero3)
         for _ in range(4):
             half(data[:, :-1], data[:, 1:])
         fewer = frames(half, data[:, :-1], data[:, 1:])[0]

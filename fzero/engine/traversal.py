@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -35,6 +36,7 @@ current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
 # where no run is current, in a unit, whose leaves are full tensors there: the run, and id of a leaf -> its index
 known: contextvars.ContextVar[tuple[Traversal, Mapping[int, int]] | None] = variable("known_leaves", None)
 T = TypeVar("T")
+_SMALL = 1 << 18  # elements of groups that share a node: their cotangents wait for each other
 Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
 # the leaves that the unit that is running has; None outside of units
 here: contextvars.ContextVar[Present | None] = variable("here", None)
@@ -100,6 +102,7 @@ class Traversal:
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
         out: dict[int, torch.Tensor] = {}
+        apart: list[Key] = []
         for key, primal in primals.items():
             group = self.layout.groups[key]
             if private.is_differentiated(primal):  # or a leaf of a graph, of which no pass says whether it wants it
@@ -109,21 +112,40 @@ class Traversal:
                 rows, dtype = self.layout.rows, self.uses[key].compute
                 for slot in group.slots:
                     out[slot.leaf] = Handle(self, key, slot.leaf, rows[slot.leaf], dtype, primal, slot.shape)
+            elif self.uses[key].followed:  # by torch's own operations, which cost least under several levels
+                self._full_leaves(out, (key,), group.views(self.uses[key].apply(primal)).values())
             else:
-                if self.uses[key].followed:  # by torch's own operations, which cost least under several levels
-                    views = tuple(group.views(self.uses[key].apply(primal)).values())
+                self.schedule.note_use((key,))
+                if self.begins is not None and primal.requires_grad:
+                    full = group.cut(self.uses[key].value()).values()
+                    self.begins[key] = [x.detach().requires_grad_() for x in full]
+                    # as an operation's outputs are
+                    self._full_leaves(out, (key,), map(torch.ops.aten.alias, self.begins[key]))
                 else:
-                    self.schedule.note_use((key,))
-                    if self.begins is not None and primal.requires_grad:
-                        full = group.cut(self.uses[key].value()).values()
-                        self.begins[key] = [x.detach().requires_grad_() for x in full]
-                        views = tuple(map(torch.ops.aten.alias, self.begins[key]))  # as an operation's outputs are
-                    else:
-                        views = _full(self, key, primal)
-                for slot, view in zip(group.slots, views, strict=True):
-                    out[slot.leaf] = view
-                    self.origins[id(view)] = slot.leaf
+                    apart.append(key)
+        for keys in self._small_together(apart):
+            self._full_leaves(out, keys, _full(self, keys, *[self.tokens[key] for key in keys]))
         return [out[index] for index in range(len(self.layout.rows))]
+
+    def _full_leaves(self, out: dict[int, torch.Tensor], keys: Sequence[Key], views: Iterable[torch.Tensor]) -> None:
+        """Notes the leaves of some groups in full."""
+        slots = [slot for key in keys for slot in self.layout.groups[key].slots]
+        for slot, view in zip(slots, views, strict=True):
+            out[slot.leaf] = view
+            self.origins[id(view)] = slot.leaf
+
+    def _small_together(self, keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+        """Groups that share a node: small ones that nothing is sent of, as a node costs more than they do."""
+        out, numel = list[tuple[Key, ...]](), _SMALL
+        level = private.level()
+        for key in keys:
+            own = self.layout.groups[key].numel if self.uses[key].axis.ranks == 1 and not level else _SMALL
+            if numel + own > _SMALL:
+                out.append(())
+                numel = 0
+            out[-1] += (key,)
+            numel += own
+        return out
 
     def depth(self) -> int:
         """Counts what goes on through an operation of the function: levels of torch.func, and plain autograd."""
@@ -253,35 +275,42 @@ def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool]:
 
 
 class _Full(torch.autograd.Function):
-    """`apply(traversal, key, buffer)`: a group's stored buffer -> its leaves in full, outside of units."""
+    """`apply(traversal, keys, *buffers)`: groups' stored buffers -> their leaves in full, outside of units."""
 
     @staticmethod
-    def forward(traversal: Traversal, key: Key, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
-        return tuple(traversal.layout.groups[key].cut(traversal.schedule.take(key)[0]).values())
+    def forward(traversal: Traversal, keys: Sequence[Key], *buffers: torch.Tensor) -> Tensors:  # type: ignore[override]
+        groups, take = traversal.layout.groups, traversal.schedule.take
+        return tuple([view for key in keys for view in groups[key].cut(take(key)[0]).values()])
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, torch.Tensor], _: object) -> None:
-        ctx.traversal, ctx.key, _ = inputs
+    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Sequence[Key], *Tensors], _: object) -> None:
+        ctx.traversal, ctx.keys = inputs[:2]
         private.pull_back_early(ctx)  # made before the function runs, it would come last, with cotangents waiting
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        traversal, key = ctx.traversal, ctx.key
-        wanted = not first_order() or traversal.wants(key)
-        return None, None, traversal.collected_of(key, cotangents) if wanted else None
+        traversal, given = ctx.traversal, iter(cotangents)
+        out: list[object] = [None, None]
+        for key in ctx.keys:
+            own = list(itertools.islice(given, len(traversal.layout.groups[key].slots)))
+            used = len(ctx.keys) == 1 or any(x is not None for x in own)
+            wanted = used and (not first_order() or traversal.wants(key))
+            out.append(traversal.collected_of(key, own) if wanted else None)
+        return tuple(out)
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
-        full = ctx.traversal.uses[ctx.key].spread(tangent)
-        return tuple(ctx.traversal.layout.groups[ctx.key].views(full).values())
+        (key,) = ctx.keys
+        full = ctx.traversal.uses[key].spread(tangent)
+        return tuple(ctx.traversal.layout.groups[key].views(full).values())
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, buffer: torch.Tensor
+        _: object, in_dims: Sequence[int], traversal: Traversal, keys: tuple[Key], buffer: torch.Tensor
     ) -> tuple[Tensors, object]:
-        full = traversal.uses[key].spread(buffer.movedim(in_dims[2], -1).contiguous())
-        out = tuple(torch.func.vmap(traversal.layout.groups[key].views)(full.t()).values())
+        full = traversal.uses[keys[0]].spread(buffer.movedim(in_dims[2], -1).contiguous())
+        out = tuple(torch.func.vmap(traversal.layout.groups[keys[0]].views)(full.t()).values())
         return out, (0,) * len(out)
 
 
@@ -294,5 +323,5 @@ def read(handle: Handle) -> torch.Tensor:
     if traversal.traced_unit is not None:
         return traversal.read(handle)
     traversal.schedule.called((key,))
-    views, slots = _full(traversal, key, handle.primal), traversal.layout.groups[key].slots
+    views, slots = _full(traversal, (key,), handle.primal), traversal.layout.groups[key].slots
     return next(x for x, slot in zip(views, slots, strict=True) if slot.leaf == handle.index).clone()
