@@ -134,18 +134,21 @@ class Traversal:
             out[slot.leaf] = view
             self.origins[id(view)] = slot.leaf
 
-    def _small_together(self, keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+    def _small_together(self, keys: Iterable[Key]) -> Iterator[tuple[Key, ...]]:
         """Groups that share a node: small ones that nothing is sent of, as a node costs more than they do."""
-        out, numel = list[tuple[Key, ...]](), _SMALL
-        level = private.level()
+        level, together, size = private.level(), dict[bool, list[Key]](), dict[bool, int]()
         for key in keys:
-            own = self.layout.groups[key].numel if self.uses[key].axis.ranks == 1 and not level else _SMALL
-            if numel + own > _SMALL:
-                out.append(())
-                numel = 0
-            out[-1] += (key,)
-            numel += own
-        return out
+            numel, moves = self.layout.groups[key].numel, self.tokens[key].requires_grad
+            if level or self.uses[key].axis.ranks > 1 or numel > _SMALL:
+                yield (key,)
+                continue
+            own = together.setdefault(moves, [])
+            size[moves] = size.get(moves, 0) + numel
+            if size[moves] > _SMALL and own:
+                yield tuple(own)
+                together[moves], size[moves] = [], numel
+            together[moves].append(key)
+        yield from (tuple(own) for own in together.values())
 
     def depth(self) -> int:
         """Counts what goes on through an operation of the function: levels of torch.func, and plain autograd."""
