@@ -218,7 +218,8 @@ class _Fails(Copied):
 
 @pytest.mark.parametrize("donates", [False, True])
 def test_a_pullback_that_fails_halfway_says_what_was_updated(donates: bool) -> None:
-    params = {name: {"w": torch.eye(2), "b": torch.zeros(2)} for name in ("head", "tail")}
+    size = 520  # small units are updated together, once both are pulled back
+    params = {name: {"w": torch.eye(size), "b": torch.zeros(size)} for name in ("head", "tail")}
 
     def function(p: Any, x: torch.Tensor) -> torch.Tensor:
         return block(p["tail"], _Fails.apply(block(p["head"], x))).sum()  # type: ignore[arg-type]
@@ -227,7 +228,7 @@ def test_a_pullback_that_fails_halfway_says_what_was_updated(donates: bool) -> N
     step = fz.donate(step) if donates else step
     state = step.init(params)
     with pytest.raises(RuntimeError, match="cannot be pulled back") as caught:
-        step(state, torch.ones(1, 2))
+        step(state, torch.ones(1, size))
     notes = "".join(getattr(caught.value, "__notes__", []))
     assert ("donated to update 1, which had begun with 1 of its 2" in notes and "'tail.b'" in notes) == donates
     if donates:  # half of it is of another update
