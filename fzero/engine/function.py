@@ -211,7 +211,12 @@ def _copied(x: object) -> object:
 def _looking(given: Mapping[int, LeafOf]) -> Iterator[None]:
     """Around the first run of a function."""
     with looking_at("step: the function", given) as look:
-        with during(protecting, lambda copy, path: look.give({storage_of(copy): lambda _: f"leaf {path!r}"})):
+
+        def protect(copy: torch.Tensor, path: str) -> None:
+            look.give({storage_of(copy): lambda _: f"leaf {path!r}"})
+            look.held.append(private.unwrapped(copy).untyped_storage())  # or the function's own may come to lie there
+
+        with during(protecting, protect):
             yield
 
 
