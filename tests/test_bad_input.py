@@ -259,20 +259,6 @@ def test_a_pattern_that_matches_no_leaf(build: Any, message: str) -> None:
             use(build())
 
 
-def test_one_column_set_twice() -> None:
-    with pytest.raises(ValueError, match=r"'axis'.*set twice: by shard_zero3\(axis='dp'\) and by shard_zero1"):
-        fz.shard_zero1(fz.shard_zero3(linear_step()))
-    with pytest.raises(ValueError, match=r"'compute'.*autocast\(torch\.bfloat16\) and by autocast\(torch\.float16\)"):
-        fz.autocast(fz.autocast(linear_step()), torch.float16)
-    with pytest.raises(ValueError, match=r"accumulate\(3\): this step already has microbatches"):
-        fz.accumulate(fz.accumulate(linear_step(), 2), 3)
-    with pytest.raises(
-        ValueError, match=r"loss_scale\(8\.0\): this step already keeps state.extra\['loss_scale'\], by "
-    ):
-        fz.loss_scale(fz.loss_scale(linear_step()), 8.0)
-    fz.remat(fz.remat(linear_step()))  # the same value twice is no conflict
-
-
 def test_ranks_with_different_tables() -> None:
     def tables_differ(rank: int) -> None:
         step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1))
