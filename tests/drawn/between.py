@@ -66,30 +66,6 @@ def takes_everything(c: Writer) -> None:
     c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
 
 
-@feature("an array of objects", remedy=True)
-def objects(c: Writer) -> None:
-    kept, form = c.name("kept"), c.number(3)
-    v = _what(c, "v")
-    if c.remedied and form == 0:
-        c.do(f"h = {c.call(c.unit('h, v', f'return h + {v}'), 'h, torch.sin(h)')}")
-    elif c.remedied:
-        block = c.unit("h", f"return h * 0.9, h + {_what(c)}")
-        c.do(f"h, {kept} = {c.call(block, 'h')}", f"h = h + 0.1 * {kept}")
-    elif form == 0:
-        block = c.unit("kept", f"return kept[0] + {_what(c, 'kept[1]')}")
-        c.do(f"{kept} = np.empty(2, dtype=object)", f"{kept}[0], {kept}[1] = h, torch.sin(h)")
-        c.do(f"h = {c.call(block, kept)}")
-    elif form == 1:
-        block = c.unit("h, kept", f"kept[1] = h + {_what(c)}", "return h * 0.9")
-        c.do(f"{kept} = np.empty(2, dtype=object)", f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[1]")
-    else:
-        block = c.unit("h, kept", f"kept[0] = kept[0] + {_what(c, 'kept[0]')}", "return h * 0.9")
-        c.do(f"{kept} = np.empty(1, dtype=object)", f"{kept}[0] = h")
-        c.do(f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[0]")
-    if not c.remedied:
-        c.effect(block)
-
-
 @feature("a tuple of a class of its own", remedy=True)
 def records(c: Writer) -> None:
     """In and out, with what it has beside its items."""

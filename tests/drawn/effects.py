@@ -48,20 +48,6 @@ def appended(c: Writer) -> None:
     c.do(f"{log} = []", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log})")
 
 
-@feature("a list attribute that is appended to", remedy=True)
-def list_attribute(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    log = c.name("log")
-    if c.pure:
-        block = c.unit("h, box", _then(c), f"box.scale.append({AUX})", "return h")
-        c.do(f"{log} = Config([])", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log}.scale)")
-    else:
-        block = c.unit("h", _then(c), f"self.log.append({AUX})", "return h")
-        c.do(f"self.blocks[{block}].log = {log} = []", f"h = {c.call(block, 'h')}", f"total = total + sum({log})")
-    c.effect(block)
-
-
 @feature("a dict argument that is filled", remedy=True)
 def filled(c: Writer) -> None:
     if c.remedied:
@@ -106,24 +92,6 @@ def dataclass_out(c: Writer) -> None:
     carry = c.name("carry")
     block = c.unit("h", _then(c), f"return Carry(h, {AUX})")
     c.do(f"{carry} = {c.call(block, 'h')}", f"h = {carry}.h", f"total = total + {carry}.penalty")
-
-
-@feature("a SimpleNamespace that is filled or read", remedy=True)
-def simple(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    box, form = c.name("box"), c.number(3)
-    w, b, _ = c.own()
-    if form == 0:
-        block = c.unit("h, box", _then(c), f"box.aux = {AUX}", "return h")
-        c.do(f"{box} = SimpleNamespace()", f"h = {c.call(block, f'h, {box}')}", f"total = total + {box}.aux")
-    elif form == 1:
-        block = c.unit("box", f"box.h = box.h + 0.3 * torch.tanh(box.h @ {w} + {b})", "h = box.h", f"return {AUX}")
-        c.do(f"{box} = SimpleNamespace(h=h)", f"total = total + {c.call(block, box)}", f"h = {box}.h")
-    else:
-        block = c.unit("h", _then(c), f"return SimpleNamespace(h=h, aux={AUX})")
-        c.do(f"{box} = {c.call(block, 'h')}", f"h = {box}.h", f"total = total + {box}.aux")
-    c.effect(block)
 
 
 @feature("an attribute that the parent sets before the call", kinds="module", weight=2.0, remedy=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import functools
-import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -143,9 +140,6 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         "checkpoint": torch.utils.checkpoint.checkpoint,
         "SimpleNamespace": SimpleNamespace,
         "tree_leaves": tree_leaves,
-        "random": random,
-        "np": np,
-        "deque": collections.deque,
         "functools": functools,
         "ContextVar": contextvars.ContextVar,
         "Config": Config,

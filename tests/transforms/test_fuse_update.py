@@ -220,3 +220,31 @@ def test_a_pullback_that_fails_halfway_says_what_was_updated(donates: bool) -> N
             _ = state.params
     else:
         assert_trees_equal(fz.gather(state.params), params)
+
+
+def looking_back(p: Any, x: torch.Tensor) -> Any:
+    """A weight that is used behind detach too, and params given out as aux; a unit whose name holds what joins keys."""
+    x = torch.tanh(x @ p["a#b"]["w"])
+    x = torch.tanh(x @ p["a#b"]["w"].detach() + p["a"]["w"])
+    return x.square().mean(), {"w": p["a#b"]["w"], "row": p["a"]["w"][1:]}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_behind_detach_and_params_as_aux_are_those_before_the_update(stage: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = {name: {"w": torch.randn(4, 4, dtype=F64, generator=generator)} for name in ("a", "a#b")}
+    x = torch.randn(4, 4, dtype=F64, generator=generator)
+    units = ("a", "a#b") if stage < 3 else ()  # leaves of units would be refused outside of them
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(looking_back, fz.adamw(1e-2), units=units, has_aux=True))
+        fused = fz.fuse_update(fz.donate(step))
+        expected, state, before = step.init(params), fused.init(params), step.init(params)
+        for _ in range(3):
+            expected, want = step(expected, x)
+            state, got = fused(state, x)
+            assert_trees_equal(got["aux"], want["aux"])
+            assert_trees_equal(fz.gather(state.params), fz.gather(expected.params))
+        assert_trees_equal(dict(fz.gather(before.params)), params)
+
+    run_ranks(rank_main, 2 if stage else 1)
