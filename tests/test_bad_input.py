@@ -11,7 +11,7 @@ import scenarios
 import torch
 
 import fzero as fz
-from fzero.testing import run_ranks, strict
+from fzero.testing import assert_trees_equal, run_ranks, strict
 
 
 def linear_step(**kwargs: Any) -> fz.Step:
@@ -269,6 +269,29 @@ def test_ranks_with_different_tables() -> None:
             fz.shard_zero2(fz.train_step(lambda p: p, fz.sgd(0.1))).init(PARAMS, seed=rank)
 
     run_ranks(tables_differ, 2)
+
+
+def test_steps_over_other_ranks_are_refused_on_every_rank() -> None:
+    def rank_main(rank: int) -> None:
+        sharded = fz.shard_zero3(linear_step())
+        state = sharded.init(PARAMS)
+        with pytest.raises(ValueError, match=r"step: rank 0 got one over ranks \[0, 1\] .*, rank 1 one over one"):
+            fz.convert(state, sharded if rank == 0 else linear_step())
+        assert_trees_equal(fz.gather(fz.convert(state, linear_step()).params), PARAMS)  # each of them alone
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("verb", ["__call__", "vjp", "forward"])
+def test_a_function_that_takes_from_an_empty_iterator_is_named(verb: str) -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (p["w"] * next(iter([]))).sum()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    said = r"step: the function raised StopIteration \(in 'loss', test_bad_input"
+    with pytest.raises(RuntimeError, match=said) as caught:
+        getattr(step, verb)(step.init(PARAMS), torch.ones(2))
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 def test_a_buffer_changed_by_the_module() -> None:
