@@ -29,7 +29,6 @@ EFFECTS = (
     "an error that the caller catches",
     "data that decide what a unit reads",
     "an except that takes everything",
-    "a tuple of a class of its own",
     "closures over self",
     "a closure over an activation",
     "in-place on a unit's input, inside it",
@@ -132,6 +131,8 @@ def draw(source: Source, seed: int) -> Program:
     )
     if "an embedding tied to a head" in {s.feature for s in statements} and program.units and "head" in program.units:
         program = program.replace(units=("emb", "blocks.*"))  # its weight has one name, the embedding's
+    if program.checkpoints:
+        program = program.replace(units=None)
     stages = (3, 3, 1, 2) if program.world > 1 else (3, 3, 1, 2, 0)
     program = program.replace(stage=pick(source, stages), transforms=_transforms(source, program))
     program = program.replace(actions=_actions(source, program))
@@ -161,7 +162,7 @@ def _actions(source: Source, program: Program) -> tuple[Action, ...]:
     verbs = [*(SCALAR_VERBS if program.form == "scalar" else VERBS)]
     if not program.nests and "hvp" in verbs:
         verbs = [verb for verb in verbs if verb != "hvp"]
-    if program.rows and program.form == "scalar":
+    if program.rows and program.form == "scalar" and not program.checkpoints:
         verbs += ["examples"] * 3
     out: list[Action] = []
     while not out or (len(out) < 3 and chance(source, 55)):

@@ -63,11 +63,8 @@ def run_plain(program: Program) -> Wanted:
         actions = [(i, a) for i, a in enumerate(program.actions) if i not in dict(refused)]
         if not actions:
             return Wanted(program, refused=refused[0][1])
-        checkpoints = any(feature.autograd for feature in program.features)
         plain = Plain(program, code, counted)
         stopped = _acted(plain, actions)
-        if stopped is None and checkpoints:  # which torch.func refuses outside of units, so autograd must accept them
-            stopped = _acted(Plain(program, code, counted, autograd=True), actions)
         if stopped is not None:
             refused.append(stopped)
         else:
