@@ -226,24 +226,6 @@ def leaves_that_it_makes_itself() -> Case:
 
 
 @case
-def what_escapes_a_derivative_inside() -> Case:
-    """Values of a level that has ended are constants."""
-
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-
-        def energy(y: torch.Tensor) -> torch.Tensor:
-            seen.append((y @ y.T).sin().sum())
-            return seen[-1]
-
-        slope = torch.func.grad(energy)(x.detach())
-        return torch.tanh((x + 0.1 * slope) @ q["w"]) * seen[0].detach()
-
-    return pure(lambda p, x: chain(unit)(p, x @ p["head"]).square().mean())
-
-
-@case
 def a_backward_inside() -> Case:
     @fz.unit
     def unit(q: Any, x: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,14 @@ class Report:
     """One program's fate, as it travels from a worker.
 
     Attributes:
-        remedied: where it was refused, what was changed until it was equal; None where nothing helped.
+        remedied: whether it was refused and is equal as a refusal tells to write it.
         dropped: verbs of actions that plain torch refused.
     """
 
     program: Program
     verdict: Verdict
     backend: str = "threads"
-    remedied: tuple[str, ...] | None = None
+    remedied: bool = False
     dropped: tuple[str, ...] = ()
 
 
@@ -49,7 +49,7 @@ class Tally:
     features: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     around: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    remedies: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    hopeless: Counter[str] = field(default_factory=Counter)  # refused without a remedy that works, by reason
     seeds: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     dropped: Counter[str] = field(default_factory=Counter)
     told: Counter[str] = field(default_factory=Counter)  # features drawn as a refusal tells to write them
@@ -70,11 +70,7 @@ class Tally:
         if kind != "equal":
             self.reasons[kind][reason] += 1
             self.seeds[kind, reason].append(report.program.seed)
-        if kind == "refused":
-            if report.remedied is None:
-                self.remedies[reason]["no remedy found"] += 1
-            else:
-                self.remedies[reason].update(report.remedied)
+        self.hopeless[reason] += kind == "refused" and not report.remedied
 
     @property
     def counted(self) -> int:
@@ -104,9 +100,8 @@ class Tally:
                 out.append(f"  {count:6}  {reason}")
                 if self.seeds[kind, reason]:
                     out.append(f"          seeds {' '.join(map(str, self.seeds[kind, reason][:seeds]))}")
-                if kind == "refused":
-                    found = ", ".join(f"{what} ({n})" for what, n in self.remedies[reason].most_common(6))
-                    out.append(f"          remedied by {found}")
+                if kind == "refused" and self.hopeless[reason]:
+                    out.append(f"          without a remedy: {self.hopeless[reason]}")
         if self.dropped:
             out += ["", f"actions that plain torch refuses: {dict(self.dropped)}"]
         return "\n".join(out)
