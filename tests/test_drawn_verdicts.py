@@ -93,7 +93,7 @@ def test_a_program_with_several_causes_is_remedied_one_after_the_other() -> None
             return Verdict("refused", "two", "Say other units.")
         return Verdict("refused", "three", "Leave out remat.") if "remat" in program.transforms else Verdict("equal")
 
-    names = ("a counter", "a dataclass output", "a leaf behind detach")
+    names = ("a class attribute", "a dataclass output", "a leaf behind detach")
     program = Program(statements=tuple(map(Statement, names)), transforms=("donate", "remat"))
     found = remedy(program, fake(program), fake)
     assert found and (found.units, found.transforms) == (("emb",), ("donate",))

@@ -82,22 +82,6 @@ def variable(c: Writer) -> None:
         c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("an iterator that a unit takes from", remedy=True)
-def iterator(c: Writer) -> None:
-    of = c.name("of")
-    w, b, _ = c.own()
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
-    if c.remedied or c.number(4):  # outside, as the refusal says
-        block = c.unit("h, factor", f"return {what} * factor")
-        c.do(f"{of} = iter([0.8, 0.9, 1.1])", f"h = {c.call(block, f'h, next({of})')}")
-        c.do(f"h = {c.call(block, f'h, factor=next({of})')}")
-    else:
-        block = c.unit("h, box", f"return {what} * next(box.scale)")
-        c.effect(block)
-        c.do(f"{of} = Config(iter([0.8, 0.9, 1.1]))", f"h = {c.call(block, f'h, {of}')}")
-        c.do(f"h = {c.call(block, f'h, {of}')}")
-
-
 @feature("an argument given twice", remedy=True)
 def twice(c: Writer) -> None:
     a, form = c.name("a"), c.number(7)

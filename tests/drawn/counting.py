@@ -16,14 +16,12 @@ class Report:
 
     Attributes:
         remedied: whether it was refused and is equal as a refusal tells to write it.
-        dropped: verbs of actions that plain torch refused.
     """
 
     program: Program
     verdict: Verdict
     backend: str = "threads"
     remedied: bool = False
-    dropped: tuple[str, ...] = ()
 
 
 def traits(program: Program) -> Iterator[str]:
@@ -51,14 +49,12 @@ class Tally:
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     hopeless: Counter[str] = field(default_factory=Counter)  # refused without a remedy that works, by reason
     seeds: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-    dropped: Counter[str] = field(default_factory=Counter)
     told: Counter[str] = field(default_factory=Counter)  # features drawn as a refusal tells to write them
 
     def add(self, report: Report) -> None:
         kind, reason = report.verdict.kind, report.verdict.reason
         self.kinds[kind] += 1
         self.backends[report.backend] += 1
-        self.dropped.update(report.dropped)
         if kind == "uncounted":
             self.reasons[kind][reason] += 1
             return
@@ -102,8 +98,6 @@ class Tally:
                     out.append(f"          seeds {' '.join(map(str, self.seeds[kind, reason][:seeds]))}")
                 if kind == "refused" and self.hopeless[reason]:
                     out.append(f"          without a remedy: {self.hopeless[reason]}")
-        if self.dropped:
-            out += ["", f"actions that plain torch refuses: {dict(self.dropped)}"]
         return "\n".join(out)
 
     def _rows(self, title: str, rows: dict[str, Counter[str]]) -> list[str]:

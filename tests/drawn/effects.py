@@ -131,30 +131,6 @@ def stash(c: Writer) -> None:
         c.effect(first)
 
 
-@feature("a counter", rows=False, remedy=True)
-def counter(c: Writer) -> None:
-    w, b, _ = c.own()
-    calls = c.name("calls")
-    body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
-    if c.remedied:
-        block = c.unit("h, calls", body + "(1 + 0.1 * calls)")
-        if c.pure:
-            c.top.append(f"{calls} = Config(0)")
-            c.do(f"{calls}.scale += 1", f"h = {c.call(block, f'h, {calls}.scale')}")
-        else:
-            c.init.append(f"self.{calls} = 0")
-            c.do(f"self.{calls} += 1", f"h = {c.call(block, f'h, self.{calls}')}")
-    elif c.pure:
-        c.top.append(f"{calls} = Config(0)")
-        block = c.unit("h", f"{calls}.scale += 1", body + f"(1 + 0.1 * {calls}.scale)")
-        c.do(f"h = {c.call(block, 'h')}")
-    else:
-        block = c.unit("h", "self.calls += 1", body + "(1 + 0.1 * self.calls)", init=["self.calls = 0"])
-        c.do(f"h = {c.call(block, 'h')}")
-    if not c.remedied:
-        c.effect(block)
-
-
 @feature("a buffer that is assigned", kinds="module", rows=False, weight=2.4, remedy=True)
 def buffer(c: Writer) -> None:
     w, b, _ = c.own()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import linecache
@@ -89,8 +88,7 @@ def _acted(plain: Plain, actions: Sequence[tuple[int, Action]]) -> tuple[int, st
 def run_sharded(wanted: Wanted, code: CodeType, counted: bool, rank: int) -> Seen:
     """fzero's run on one rank; what it saw."""
     program = wanted.program
-    hazards: Any = getattr(fz.testing, "hazards", None)
-    with hazards(seed=program.seed) if hazards else contextlib.nullcontext():
+    with fz.testing.hazards(seed=program.seed):
         sharded = Sharded(program, code, counted, rank, wanted.cotangents[rank])
         state: Any = sharded.start
         sharded.start = None

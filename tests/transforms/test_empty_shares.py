@@ -52,6 +52,8 @@ def test_gradients_of_no_examples(backend: str) -> None:
 def _no_examples(rank: int) -> None:
     step = fz.shard_zero3(fz.train_step(total, fz.sgd(1.0)))
     found = fz.per_example_grads(step, step.init(PARAMS), X[: 3 * rank], Y[: 3 * rank], only="first.*")
+    with pytest.raises(ValueError, match=r"got only='nothing', expected a pattern"):
+        fz.per_example_grads(step, step.init(PARAMS), X, Y, only="nothing")
     assert found["second"]["w"] is None
     grad = found["first"]["w"]
     assert grad.shape == (3 * rank, 4, 4) and grad.dtype == F64

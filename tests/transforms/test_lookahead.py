@@ -245,16 +245,11 @@ def test_is_saved_loaded_and_converted_like_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"every": 0}, ValueError, r"lookahead: got every=0, expected at least 1"),
-        ({"every": 2.0}, TypeError, r"lookahead: got every=2.0, expected a number of updates"),
-        ({"alpha": 1.1}, ValueError, r"lookahead: got alpha=1.1, expected a number in \[0, 1\]"),
-        ({"alpha": "1"}, TypeError, r"lookahead: got alpha='1', expected a number in \[0, 1\]"),
-    ],
+    ("given", "said"),
+    [({"every": 0}, "every=0, expected at least 1"), ({"alpha": 1.1}, r"alpha=1.1, expected a number in \[0, 1\]")],
 )
-def test_other_numbers_are_refused(given: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_other_numbers_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"lookahead: got {said}"):
         fz.lookahead(fz.train_step(losses, fz.sgd(0.1)), **given)
 
 

@@ -175,15 +175,6 @@ def test_kinds_that_a_step_lacks_are_empty(disk: Disk) -> None:
     assert "moments 0 B" in str(fz.plan(fz.offload(sgd, moments=disk), params))
 
 
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match=r"fz.Disk: .*/file"):
-        fz.Disk(tmp_path / "file")
-    with pytest.raises(NotADirectoryError, match=r"fz.Disk: cannot make the folder .*/file/x .*may write to"):
-        fz.Disk(tmp_path / "file" / "x")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.skipif(not os.access("/proc/self/fd", os.W_OK), reason="only root is told that it may write there")
 def test_a_folder_that_takes_no_files() -> None:
     step = fz.offload(fz.train_step(model()[0], fz.adamw(0.1)), params=fz.Disk("/proc/self/fd"))
