@@ -96,29 +96,6 @@ def test_autocast_casts_matrices_before_the_gather(stage: int) -> None:
     run_ranks(rank_main, 2 if stage else 1)
 
 
-def test_autocast_equals_torch_autocast_over_cast_weights() -> None:
-    """One process, no sharding: the same bits as torch.autocast on a module whose matrices were cast by hand."""
-    module = scenarios.TinyLM(dtype=F32)
-    apply, params = fz.functional(module)
-    tokens, targets = scenarios.token_batches(1)[0]
-
-    def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(apply(p, x).flatten(0, 1), y.flatten())
-
-    step = fz.autocast(fz.train_step(loss, fz.sgd(0.1)), BF16)
-    state = step.init(params)
-    out, pullback = step.vjp(state, tokens, targets)
-    grads = fz.gather(pullback(torch.ones_like(out))[0])
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in params.items()}
-    cast = {k: v.to(BF16) if v.ndim >= 2 else v for k, v in leaves.items()}
-    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-        want = loss(cast, tokens, targets)
-    want.backward()
-    assert_trees_equal(out, want.detach())
-    for name, leaf in leaves.items():
-        assert_trees_close(grads[name], leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), rtol=1e-2)
-
-
 def test_an_explicit_policy_beats_autocast_in_any_order() -> None:
     loss, params = scenarios.tiny_lm(dtype=F32)
     policy = fz.Policy.by_path({"head*|embed*": fz.Policy(compute=F32), "*": fz.Policy()})
