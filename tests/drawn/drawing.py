@@ -49,6 +49,7 @@ TOLD = {
     "a closure over a list of leaves": 95,
     "an argument given twice": 60,
     "a unit that returns its input, changed outside": 90,
+    "a unit that returns a view of its input, changed outside": 90,
     "torch.utils.checkpoint over a unit's own weights": 80,
 }
 OPTIMIZERS = ("sgd", "clipped", "adamw")
