@@ -457,16 +457,3 @@ def test_what_changes_before_a_second_run_is_refused(name: str) -> None:
         assert_trees_close(as_dicts(fz.gather(state.params)), before, rtol=0, atol=0)
 
     run_ranks(rank_main, 2)
-
-
-def all_of(rank: int, names: list[str]) -> None:
-    """Stage 1, which differs in its reductions only, for every sixth case; threads run all stages of each."""
-    for number, name in enumerate(names):
-        follows(rank, name, 2, (3,) if number % 6 else (1, 3))
-
-
-@in_turns(5, "on processes, as on threads")
-def test_on_real_processes() -> None:
-    """Every tenth case, nightly every third."""
-    names = list(CASES)[:: 3 if NIGHTLY else 10]
-    run_ranks(functools.partial(all_of, names=names), 2, backend="processes", timeout=200)
