@@ -1,4 +1,4 @@
-"""Derivatives by leaves that are cut over a tensor axis: pullbacks, halves, hvp, grads of examples, tapes, whole runs."""
+"""Derivatives by leaves that are cut over a tensor axis: pullbacks, halves, products, single examples, tapes, runs."""
 
 from __future__ import annotations
 
